@@ -1,0 +1,119 @@
+"""The plan file: everything about how a model is parallelised, and nothing else."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshtrain.config.words import Words
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+Style = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "embedding_rowwise",
+    "sequence_parallel",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "shared_input",
+]
+Degree = Annotated[int, Field(ge=1)]
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+class MeshPlan(Words):
+    """How many ways each axis of the mesh splits the work; their product is the number of processes."""
+
+    pp: Degree = 1
+    """Pipeline stages held by different processes."""
+    dp_replicate: Degree = 1
+    """Copies of the model that see different samples (as DDP does)."""
+    dp_shard: int = -1
+    """Processes that see different samples and share one copy of the model (FSDP2); -1: whatever is left."""
+    tp: Degree = 1
+    """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""
+
+    @model_validator(mode="after")
+    def _dp_shard_is_a_degree(self) -> Self:
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise ValueError(f"dp_shard is {self.dp_shard}; use -1 (whatever is left) or a number from 1")
+        return self
+
+
+class PipelinePlan(Words):
+    """How the model is cut into stages and in what order the stages work."""
+
+    schedule: ScheduleName = "1F1B"
+    """The order of forward and backward passes; torch's own names."""
+    stages_per_rank: Degree = 1
+    """Stages held by one process; more than 1 needs Interleaved1F1B."""
+    layers_per_stage: Literal["balanced", "even"] | list[Annotated[int, Field(ge=0)]] = "balanced"
+    """`balanced`: the slowest stage is as fast as can be, by FLOPs; `even`: same number of layers; or the numbers."""
+    split_at: list[str] | None = None
+    """Instead of `layers_per_stage`: the name of the first layer of each stage but the first."""
+
+
+class TensorPlan(Words):
+    """How single modules are sharded over the tp axis."""
+
+    sequence_parallel: bool = False
+    """Between attention and MLP each process keeps only its part of the sequence."""
+    loss_parallel: bool = True
+    """The logits stay sharded over the vocabulary; the loss is computed on the shards."""
+    styles: dict[str, Style] = {}
+    """Module pattern -> style; `*` stands for one layer number. Every parameter needs exactly one rule when tp > 1."""
+    fused: dict[str, list[str]] = {}
+    """Module pattern -> names of the equal parts that the model keeps in one fused projection (GPT-2's `c_attn`)."""
+    local_attributes: dict[str, list[str]] = {}
+    """Module pattern -> attributes that hold a whole width and must count only this process's part."""
+
+
+class ShardPlan(Words):
+    """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
+
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Free the gathered parameters after each forward; `auto`: never with a pipeline, otherwise always."""
+
+
+class PrecisionPlan(Words):
+    """The number formats."""
+
+    parameters: Dtype = "float32"
+    """Parameters and optimizer state."""
+    compute: Dtype = "float32"
+    """Forward and backward."""
+    reduce: Dtype = "float32"
+    """Gradient reduction over the dp axes."""
+
+
+class RecomputePlan(Words):
+    """Activations that are thrown away in the forward pass and computed again in the backward pass."""
+
+    mode: Literal["none", "full"] = "none"
+    """`full`: keep only the input of a layer."""
+    every: Degree = 1
+    """Recompute every k-th layer."""
+
+
+class CompilePlan(Words):
+    """torch.compile, layer by layer."""
+
+    enabled: bool = False
+    """Compile every decoder layer."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`aot_eager` traces but generates no code: quick, for tests."""
+
+
+class ParallelPlan(Words):
+    """Everything about how a model is parallelised. One TOML file under `parallel_plans/`."""
+
+    model_types: list[str] = []
+    """The Hugging Face model types this plan is written for; empty: any."""
+    mesh: MeshPlan = MeshPlan()
+    pipeline: PipelinePlan = PipelinePlan()
+    tensor: TensorPlan = TensorPlan()
+    shard: ShardPlan = ShardPlan()
+    precision: PrecisionPlan = PrecisionPlan()
+    recompute: RecomputePlan = RecomputePlan()
+    compile: CompilePlan = CompilePlan()

@@ -1,0 +1,169 @@
+"""The run file: everything that is not the plan."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.words import Words
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+ScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+
+class ModelConfig(Words):
+    """Which model: an existing one (`path`), or a new one (`type` and `config`)."""
+
+    path: str | None = None
+    """A local Hugging Face directory (relative to the run file) or a hub id."""
+    type: str | None = None
+    """A Hugging Face model type (`gpt2`, `llama`, ...) for a model described here."""
+    config: dict[str, Any] = {}
+    """Values of the Hugging Face configuration that differ from its defaults (or from `path`)."""
+    weights: Literal["random", "pretrained"] = "random"
+    """`pretrained`: start from the safetensors files of `path`."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """The attention implementation of transformers."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.type is None):
+            found = "neither" if self.path is None else "both"
+            raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
+        if self.weights == "pretrained" and self.path is None:
+            raise ValueError('weights = "pretrained" needs `path`, the directory or hub id that holds them')
+        return self
+
+
+class TokenizerConfig(Words):
+    """Which tokenizer: an existing one (`path`), or a byte-level BPE trained on the data (`vocab_size`)."""
+
+    path: str | None = None
+    """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
+    vocab_size: Annotated[int, Field(ge=257)] | None = None
+    """Train a byte-level BPE of this size on the training data, once, and keep it in the cache."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.path is not None and self.vocab_size is not None:
+            raise ValueError("both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one")
+        return self
+
+
+class DataConfig(Words):
+    """What to train on."""
+
+    train: list[str] = Field(default=["python-stdlib"], min_length=1)
+    """Sources: `python-stdlib`, or files and globs of `.jsonl`, `.jsonl.gz` and `.txt` (relative to the run file)."""
+    validation: Fraction | list[str] = 0.0
+    """Sources for evaluation, or the fraction of the training documents that is kept aside for it; 0: none."""
+    form: Literal["packed", "padded"] = "packed"
+    """`packed`: documents joined by the end token into full sequences; `padded`: one document per sample."""
+    sequence_length: Count = 1024
+    """Tokens per sample."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    text_key: str = "text"
+    """The key of a JSON line that holds the text."""
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    """What to do with a line that is not JSON or has no text; skipped lines are counted."""
+    shuffle: bool = True
+    """Visit the samples of an epoch in a seeded random order."""
+    drop_last: bool = True
+    """Leave out the samples of an epoch that do not fill a global batch; otherwise the last batch is smaller."""
+    cache_directory: str = "~/.cache/meshtrain"
+    """Where token files and trained tokenizers are kept."""
+
+
+class OptimizerConfig(Words):
+    """AdamW."""
+
+    learning_rate: Positive = 3e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Applies to matrices only: norms and biases are left out."""
+    max_gradient_norm: Positive | None = 1.0
+    """Gradients are scaled down to this norm; leave it out with `inf`."""
+
+
+class LearningRateConfig(Words):
+    """How the learning rate changes over the run: a schedule of transformers.get_scheduler."""
+
+    name: ScheduleName = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    arguments: dict[str, Any] = {}
+    """Further arguments of the schedule, under transformers' own names (`num_cycles`, `min_lr_rate`, ...)."""
+
+
+class EvaluationConfig(Words):
+    """Loss on the validation data while training."""
+
+    every: Count | None = None
+    """Steps between evaluations; left out: only at the end."""
+    max_batches: Count | None = None
+    """Global batches per evaluation; left out: all of them."""
+
+
+class CheckpointConfig(Words):
+    """Saving, so that the run can go on after a stop."""
+
+    every: Count | None = None
+    """Steps between checkpoints; left out: only at the end."""
+    keep: Count = 3
+    """The newest so many are kept."""
+
+
+class LoggingConfig(Words):
+    """What is shown and written."""
+
+    every: Count = 1
+    """Steps between lines on a terminal that cannot draw a progress bar."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+
+
+class RunConfig(Words):
+    """A training run. One TOML file."""
+
+    run_directory: str
+    """Where checkpoints, metrics and the resolved configuration go (relative to the run file)."""
+    seed: int = 0
+    steps: Count | None = None
+    """The length of the run in optimizer steps; or `epochs`."""
+    epochs: Count | None = None
+    """The length of the run in passes over the training data; or `steps`."""
+    global_batch_size: Count
+    """Sequences per optimizer step, over all processes."""
+    micro_batch_size: Count = 1
+    """Sequences that pass through the model at once."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learning_rate: LearningRateConfig = LearningRateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    plan: ParallelPlan = ParallelPlan()
+    """How the model is parallelised: `plan = "name"` or `[plan] extends = "name"` and keys that differ."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither" if self.steps is None else "both"
+            raise ValueError(f"{found} of `steps` and `epochs` given; give one")
+        return self
