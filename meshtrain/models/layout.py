@@ -1,0 +1,48 @@
+"""Which part of a global tensor lies on this process."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` that lies on this process (all of it for a plain tensor)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_indices(tensor: Tensor) -> list[Tensor]:
+    """Return, for each tensor dimension, the global indices that lie on this process, in local order.
+
+    Holds for every mix of Shard and the _StridedShard that FSDP2 over tensor parallel makes: each placement splits
+    what the placements before it have left, so one vector per dimension describes the local block.
+    """
+    if isinstance(tensor, DTensor):
+        return _split_indices(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [torch.arange(size) for size in tensor.shape]
+
+
+def _split_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
+    indices = [torch.arange(size) for size in shape]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this process is not on the mesh of its own tensor"
+    for axis, placement in enumerate(placements):
+        # Not `is_shard()`: it is False for _StridedShard, and the gap is silent.
+        if placement.is_replicate():
+            continue
+        assert isinstance(placement, (Shard, _StridedShard)), f"a parameter cannot be {placement}"
+        dim = placement.dim % len(shape)
+        pieces, _ = _along_first_dim(placement)._split_tensor(
+            indices[dim], mesh.size(axis), with_padding=False, contiguous=True
+        )
+        indices[dim] = pieces[coordinate[axis]]
+    return indices
+
+
+def _along_first_dim(placement: Shard | _StridedShard) -> Shard | _StridedShard:
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)

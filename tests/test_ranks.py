@@ -1,0 +1,42 @@
+"""The one spawner of the test suite."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, run_on_ranks
+
+
+def sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("one is wrong")
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_results_come_back_in_rank_order() -> None:
+    assert run_on_ranks(4, sum_of_ranks) == [6.0] * 4
+
+
+def test_an_exception_on_one_rank_reaches_the_test() -> None:
+    with pytest.raises(RankError, match="one is wrong") as caught:
+        run_on_ranks(2, fail_on_one)
+    assert isinstance(caught.value.original, ValueError)
+
+
+def test_a_killed_rank_is_reported() -> None:
+    with pytest.raises(RankError, match="exit code -9|Connection closed|Connection reset"):
+        run_on_ranks(2, die_on_one)
