@@ -44,6 +44,11 @@ class RankError(AssertionError):
         self.rank, self.original = rank, original
 
 
+def _send(pipe: Connection, done: bool, value: Any) -> None:
+    # By value: multiprocessing would share the memory of tensors with a process that is about to end.
+    pipe.send_bytes(pickle.dumps((done, value)))
+
+
 def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Callable, args: tuple) -> None:
     import torch.distributed
 
@@ -51,7 +56,7 @@ def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Calla
     try:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        pipe.send((True, fn(*args)))
+        _send(pipe, True, fn(*args))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - carried to the test, whatever it is
@@ -59,7 +64,7 @@ def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Calla
             original = pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - an exception that cannot travel still has its trace
             original = None
-        pipe.send((False, (traceback.format_exc(), original)))
+        _send(pipe, False, (traceback.format_exc(), original))
         pipe.close()
         os._exit(1)
 
@@ -120,7 +125,7 @@ def _collect(world_size: int, fn: Callable, args: tuple, store: str, timeout: fl
 
 def _receive(rank: int, pipe: Connection, process: Any) -> Any:
     try:
-        done, value = pipe.recv()
+        done, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(10)
         raise RankError(rank, f"ended without an answer, exit code {process.exitcode}", None) from None

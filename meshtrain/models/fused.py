@@ -5,7 +5,16 @@ torch's `_StridedShard` is silently wrong for it under FSDP2. So its parts becom
 tp = 1 included, and this file holds the two-way mapping to the stock names.
 """
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from meshtrain.errors import PlanError
+from meshtrain.models.patterns import match_modules
 
 
 @dataclass(frozen=True)
@@ -21,3 +30,69 @@ class FusedParameter:
     name: str
     parts: tuple[str, ...]
     dim: int
+
+
+class UnfusedProjection(nn.Module):
+    """Stands where a fused projection stood: one child per part, outputs joined as the model expects them."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project `x` (batch, seq, hidden) by every part and join the results along the last dimension."""
+        return torch.cat([part(x) for part in self.children()], dim=-1)
+
+
+def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedParameter]:
+    """Replace every fused projection by its parts, values included.
+
+    Args:
+        model: a stock model; changed in place.
+        fused: module pattern -> names of its equal parts.
+
+    Returns:
+        One entry per fused parameter, in the order of the model.
+
+    Raises:
+        PlanError: for a pattern that matches nothing, a module that is no projection, or parts that do not divide it.
+    """
+    found = match_modules(model, fused, "tensor.fused")
+    entries = []
+    for name, part_names in found.items():
+        module = model.get_submodule(name)
+        dim = _output_dim(module, name)
+        size = module.weight.shape[dim]
+        if size % len(part_names):
+            raise PlanError(f"tensor.fused: {name} has {size} outputs, which {len(part_names)} equal parts do not divide")
+        parts = {part: _take_part(module, dim, index, len(part_names)) for index, part in enumerate(part_names)}
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, UnfusedProjection(parts))
+        entries += [
+            FusedParameter(f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in part_names), dim if kind == "weight" else 0)
+            for kind, _ in module.named_parameters()
+        ]
+    return entries
+
+
+def _output_dim(module: nn.Module, name: str) -> int:
+    if isinstance(module, nn.Linear):
+        return 0
+    if isinstance(module, Conv1D):
+        return 1
+    raise PlanError(f"tensor.fused: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
+
+
+def _take_part(module: nn.Linear | Conv1D, dim: int, index: int, num_parts: int) -> nn.Module:
+    part = copy.copy(module)
+    part._parameters = {
+        kind: nn.Parameter(parameter.detach().chunk(num_parts, dim if kind == "weight" else 0)[index].clone())
+        for kind, parameter in module.named_parameters()
+    }
+    width = module.weight.shape[dim] // num_parts
+    if isinstance(part, nn.Linear):
+        part.out_features = width
+    else:
+        part.nf = width
+    return part

@@ -1,0 +1,91 @@
+"""From a stock model to a parallel one. The order is the correctness; it is all on this page."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.models.fused import unfuse
+from meshtrain.models.initialize import materialize
+from meshtrain.parallel.compile import apply_compile
+from meshtrain.parallel.cut import Stage, cut
+from meshtrain.parallel.pipeline import Pipeline, stage_owners
+from meshtrain.parallel.randomness import ForwardStreams
+from meshtrain.parallel.recompute import apply_recompute
+from meshtrain.parallel.shard import apply_shard
+from meshtrain.parallel.tensor import TensorRules, apply_tensor_parallel, resolve_rules
+from meshtrain.parallel.tied import TiedCopies, pair_group
+from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank
+
+
+def parallelize(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, *, micro_batch_size: int, seed: int, device: torch.device
+) -> Pipeline:
+    """Make a pipeline of a stock model, with memory for its parameters but no values yet.
+
+    Args:
+        model: on the meta device; not usable afterwards.
+        mesh: all processes, as `build_mesh` lays them out.
+        plan: resolved: nothing is `auto`, `balanced` or -1.
+        micro_batch_size: in sequences.
+        seed: of the run, for dropout.
+        device: where to compute.
+
+    Returns:
+        The stages of this process. Follow with `initialize` or `load_weights`.
+
+    Raises:
+        PlanError: for a rule that does not fit the model.
+        ModelError: for a model that cannot be cut.
+    """
+    tp = axis_size(mesh, "tp")
+    tied = dict(model.all_tied_weights_keys)
+    fused = unfuse(model, plan.tensor.fused)
+    rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
+    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
+    summed_over_tp: set[str] = set()
+    for stage in stages:
+        if tp > 1:
+            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules)
+        apply_recompute(stage, plan.recompute)
+        apply_compile(stage, plan)
+        apply_shard(stage, mesh, plan)
+        materialize(stage.model, device, tied=stage.tied)
+    streams = ForwardStreams(seed, data_rank(mesh))
+    for stage in stages:
+        streams.watch(stage.model, stage.index)
+    return Pipeline(
+        stages=tuple(stages),
+        mesh=mesh,
+        plan=plan,
+        micro_batch_size=micro_batch_size,
+        fused=tuple(fused),
+        summed_over_tp=frozenset(summed_over_tp),
+        logits_are_sharded=rules.logits_are_sharded,
+        tied_copies=_tied_copies(stages, mesh, tied),
+        streams=streams,
+    )
+
+
+def _layers_per_stage(plan: ParallelPlan) -> list[int]:
+    layers = plan.pipeline.layers_per_stage
+    assert isinstance(layers, list), "the plan is not resolved"
+    return layers
+
+
+def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:
+    owners = stage_owners(len(_layers_per_stage(plan)), axis_size(mesh, "pp"))
+    return [stage for stage, owner in enumerate(owners) if owner == axis_rank(mesh, "pp")]
+
+
+def _tied_copies(stages: list[Stage], mesh: DeviceMesh, tied: dict[str, str]) -> TiedCopies:
+    num_stages = stages[0].num_stages
+    if not tied or num_stages == 1:
+        return TiedCopies((), None)
+    group = pair_group(mesh)
+    names = sorted(tied.items())
+    if stages[0].is_first:
+        return TiedCopies([stages[0].model.get_parameter(source) for _, source in names], group)
+    if stages[-1].is_last:
+        return TiedCopies([stages[-1].model.get_parameter(copy) for copy, _ in names], group)
+    return TiedCopies((), None)

@@ -1,0 +1,96 @@
+"""A Hugging Face causal LM on the meta device: all of its structure, none of its bytes."""
+
+import difflib
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """Return the Hugging Face configuration that a run file describes.
+
+    Raises:
+        ModelError: for an unknown type, a directory that holds no model, or a value that the model does not have.
+    """
+    if model.type is not None:
+        config = _config_of_type(model.type, {})
+        _check_names(config, model)
+        config = _config_of_type(model.type, model.config)
+    else:
+        config = _config_at(model)
+        _check_names(config, model)
+        for name, value in model.config.items():
+            setattr(config, name, value)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
+        raise ModelError(f"model type {config.model_type!r} has no causal language model in transformers; use one that has")
+    config.use_cache = False
+    return config
+
+
+def build_model(config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "sdpa", trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build the stock model on the meta device, in training mode.
+
+    Args:
+        config: the Hugging Face configuration; it is not changed.
+        dtype: of every parameter, whatever the configuration says (a bfloat16 file trains with float32 parameters).
+        attention: an attention implementation of transformers.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        ModelError: if transformers refuses the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"transformers cannot build a {config.model_type} model from this configuration: {error}") from error
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; see the model types of transformers"
+        raise ModelError(f"model.type = {model_type!r}: transformers has no such model type{hint}")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"model.config: transformers refuses it for {model_type!r}: {_first_line(error)}") from error
+
+
+def _config_at(model: ModelConfig) -> PretrainedConfig:
+    assert model.path is not None
+    if Path(model.path).is_dir() and not (Path(model.path) / "config.json").is_file():
+        raise ModelError(f"model.path = {model.path!r}: the directory holds no config.json; is it a Hugging Face model?")
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path = {model.path!r}: no Hugging Face model there: {_first_line(error)}") from error
+
+
+def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
+    # transformers keeps every keyword it does not know as an attribute: a typing mistake would train another model.
+    known = {*config.to_dict(), *config.attribute_map}
+    problems = []
+    for name in model.config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"model.config.{name}: {config.model_type} has no such value{hint}")
+    if problems:
+        raise ModelError(problems)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

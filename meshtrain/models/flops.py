@@ -1,0 +1,32 @@
+"""Floating-point operations of a model, counted from its structure."""
+
+from torch import nn
+from transformers import PretrainedConfig
+
+
+def matmul_parameters(module: nn.Module) -> int:
+    """Count the parameters that every token is multiplied with: matrices, but no lookup tables."""
+    return sum(
+        parameter.numel()
+        for child in module.modules()
+        if not isinstance(child, nn.Embedding)
+        for parameter in child.parameters(recurse=False)
+        if parameter.dim() >= 2
+    )
+
+
+def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_length: int) -> float:
+    """Return the FLOPs of one decoder layer, forward and backward, per token.
+
+    6 per matrix parameter (2 forward, 4 backward), and 12 * seq * width / 2 for causal attention scores and values.
+
+    Source: PaLM (arXiv:2204.02311), appendix B.
+    """
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 6.0 * matmul_parameters(layer) + 6.0 * sequence_length * text.num_attention_heads * head_dim
+
+
+def head_flops_per_token(head: nn.Module) -> float:
+    """Return the FLOPs of the output projection, forward and backward, per token."""
+    return 6.0 * matmul_parameters(head)

@@ -1,0 +1,184 @@
+"""Random initialisation: the same values on every mesh, without a seed checkpoint.
+
+Hugging Face's own rules say which distribution each parameter gets; only the drawing is replaced. A random fill is
+drawn tile by tile: a tile is a fixed block of the *global* tensor with its own stream, keyed by (seed, FQN, tile). A
+process draws only the tiles that meet its shard, on the CPU, so that neither the mesh nor the kind of device matters.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import TORCH_INIT_FUNCTIONS
+
+from meshtrain.errors import ModelError
+from meshtrain.models.layout import local_indices, local_tensor
+
+TILE_ROWS, TILE_COLUMNS = 64, 1024
+# Their values do not depend on the shape of the tensor they fill, so a tile may be filled alone.
+TILED = ("normal_", "uniform_", "trunc_normal_")
+CONSTANT = ("constant_", "ones_", "zeros_")
+InitFunction = Callable[..., Tensor]
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device, *, tied: Mapping[str, str]) -> None:
+    """Give a meta model memory on `device`, without values.
+
+    Args:
+        model: already cut and sharded; each process allocates only its shards.
+        device: where to.
+        tied: name of a tied parameter -> name of its original, wherever `model` holds both; `to_empty` parts them.
+    """
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for copy, source in tied.items():
+        if copy in parameters and source in parameters:
+            owner, _, kind = copy.rpartition(".")
+            model.get_submodule(owner).register_parameter(kind, parameters[source])
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str, str]) -> None:
+    """Fill every parameter and buffer of a materialised model (or stage) as Hugging Face would.
+
+    Args:
+        model: its parameters may be DTensors; stubs without parameters may stand for what lies elsewhere.
+        seed: of the run.
+        names: parameter name in `model` -> FQN under which it draws; the copy of a tied weight on another stage draws
+            under the name of the original, so both are equal without communication.
+
+    Raises:
+        ModelError: for a parameter whose rule cannot be reproduced on every mesh.
+    """
+    filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
+    with _replaced_init_functions(filler):
+        _apply_hf_rules(model)
+    untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
+    if untouched:
+        raise ModelError(
+            f"{type(model).__name__} has no initialisation rule that can be repeated on every mesh for "
+            f"{', '.join(untouched[:5])}; start from pretrained weights instead"
+        )
+    _zero_padding_rows(model)
+    _check_buffers(model)
+
+
+@torch.no_grad()
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that are in no checkpoint (rotary frequencies) again, and leave the parameters alone."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    _apply_hf_rules(model)
+    _check_buffers(model)
+
+
+def _apply_hf_rules(model: PreTrainedModel) -> None:
+    # transformers marks what it has initialised, on meta already, and would skip it.
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()
+
+
+def _check_buffers(model: PreTrainedModel) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ModelError(f"{type(model).__name__} does not say how to compute its buffer {name}; it cannot be built on meta")
+
+
+class _Filler:
+    """Stands in for torch's init functions while the rules of the model run."""
+
+    def __init__(self, seed: int, names: dict[int, str]) -> None:
+        self.seed, self.names = seed, names
+        self.filled: set[int] = set()
+
+    def replace(self, kind: str, original: InitFunction) -> InitFunction:
+        def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
+            name = self.names.get(id(tensor))
+            if kind in CONSTANT:
+                original(local_tensor(tensor), *args, **kwargs)
+            elif name is None:
+                original(tensor, *args, generator=generator, **kwargs)
+            elif kind in TILED:
+                # A tied weight may be filled twice at pp = 1 (as embedding, then as head) and once at pp = 2, so the
+                # key holds no count of fills: the second fill writes the same stream again.
+                fill_tiles(tensor, lambda tile, stream: original(tile, *args, generator=stream, **kwargs), key=f"{self.seed}|{name}")
+            else:
+                raise ModelError(
+                    f"{name} is initialised by {kind}, which needs the whole tensor and so cannot be repeated on every "
+                    "mesh; start from pretrained weights instead"
+                )
+            self.filled.add(id(tensor))
+            return tensor
+
+        return fill
+
+
+@contextmanager
+def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
+    originals = dict(TORCH_INIT_FUNCTIONS)
+    TORCH_INIT_FUNCTIONS.update({kind: filler.replace(kind, original) for kind, original in originals.items()})
+    try:
+        yield
+    finally:
+        TORCH_INIT_FUNCTIONS.update(originals)
+
+
+def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], *, key: str) -> None:
+    """Fill the local part of `tensor`, drawing each tile of the global tensor from a stream of its own.
+
+    Args:
+        tensor: any number of dimensions, plain or DTensor; written in place.
+        draw: fills a float32 CPU tile (rows, columns) from a generator.
+        key: names the tensor; streams are keyed by it and by the tile's place.
+    """
+    local = local_tensor(tensor)
+    if local.numel() == 0:
+        return
+    sizes = [1] * (2 - tensor.dim()) + list(tensor.shape)
+    indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
+    *leading, rows, columns = indices
+    target = torch.empty([len(index) for index in indices])
+    for place in itertools.product(*(range(len(index)) for index in leading)):
+        matrix = [int(index[i]) for index, i in zip(leading, place, strict=True)]
+        for row, local_rows in _meeting_tiles(rows, TILE_ROWS):
+            for column, local_columns in _meeting_tiles(columns, TILE_COLUMNS):
+                tile = torch.empty(min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column))
+                draw(tile, _stream(f"{key}|{matrix}|{row}|{column}"))
+                kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
+                target[place][local_rows, local_columns] = kept
+    local.copy_(target.view(local.shape))
+
+
+def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
+    """Yield (start of tile, local slice) for the tiles that hold some of the ascending global `indices`."""
+    tiles = indices // size
+    starts, counts = torch.unique_consecutive(tiles, return_counts=True)
+    position = 0
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        yield start * size, slice(position, position + count)
+        position += count
+
+
+def _stream(key: str) -> torch.Generator:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _zero_padding_rows(model: nn.Module) -> None:
+    # transformers zeroes the row of a DTensor in a copy, and at pp = 1 the rule of a tied head runs after it. The head
+    # copy on another stage has no padding index of its own: it is an embedding's twin and gets it from there.
+    for module in model.modules():
+        padding_index = getattr(module, "padding_idx", None)
+        if padding_index is not None and isinstance(getattr(module, "weight", None), Tensor):
+            rows = local_indices(module.weight)[0]
+            local_tensor(module.weight)[rows == padding_index] = 0

@@ -1,0 +1,58 @@
+"""Module patterns of a plan: `*` stands for one layer number."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from meshtrain.errors import PlanError
+
+Rule = TypeVar("Rule")
+
+
+def match_modules(model: nn.Module, rules: Mapping[str, Rule], key: str) -> dict[str, Rule]:
+    """Return module name -> rule for every module that a pattern matches, in the order of the model.
+
+    Args:
+        model: whose modules are matched.
+        rules: pattern -> whatever the rule says.
+        key: the plan's key of these rules, for the messages.
+
+    Raises:
+        PlanError: for each pattern that matches no module, and each module that two patterns match.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    return match_names(names, rules, key)
+
+
+def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> dict[str, Rule]:
+    """Do what `match_modules` does, for a list of module names."""
+    names = list(names)
+    compiled = {pattern: _compile(pattern) for pattern in rules}
+    matches = {name: [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)] for name in names}
+    problems = [
+        f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}; leave one"
+        for name, found in matches.items()
+        if len(found) > 1
+    ]
+    used = {pattern for found in matches.values() for pattern in found}
+    problems += [f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}" for pattern in rules if pattern not in used]
+    if problems:
+        raise PlanError(problems)
+    return {name: rules[found[0]] for name, found in matches.items() if found}
+
+
+def as_pattern(name: str) -> str:
+    """Return the pattern of a module name: every number becomes `*`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(pattern, sorted({as_pattern(name) for name in names}), n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]!r}" if near else ""

@@ -1,0 +1,117 @@
+"""The collectives of tensor parallelism, with their gradients, on plain tensors.
+
+Each is one function from tensor to tensor; its backward pass is the transposed collective. Results are waited for
+here, so that no asynchronous tensor reaches a compiled block (where torch silently loses gradients).
+
+Source: Megatron-LM (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2 for the sequence dimension).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+SEQUENCE_DIM = 1
+# The operators under torch's functional collectives: their Python wrappers are renamed from release to release.
+_ops = torch.ops._c10d_functional
+_wait = _ops.wait_tensor
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _wait(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    stacked = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return torch.cat(stacked.chunk(group.size()), dim)
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _gather_along(x, SEQUENCE_DIM, group)
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    stacked = torch.cat(x.chunk(group.size(), SEQUENCE_DIM))
+    return _wait(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+
+
+def _split(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
+
+
+def _function(forward: Collective, backward: Collective) -> Callable[[Tensor, ProcessGroup], Tensor]:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+            ctx.group = group  # type: ignore[attr-defined]
+            return forward(x, group)
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return backward(gradient, ctx.group), None  # type: ignore[attr-defined]
+
+    return Function.apply  # type: ignore[no-any-return]
+
+
+copy_to_shards = _function(_identity, _all_reduce)
+"""Replicated (batch, seq, hidden) for computing with a shard of the weights: the gradient is a sum over the shards."""
+
+reduce_from_shards = _function(_all_reduce, _identity)
+"""Partial sums to their replicated sum."""
+
+gather_sequence = _function(_all_gather, _reduce_scatter)
+"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing with a shard of the weights."""
+
+scatter_sequence = _function(_reduce_scatter, _all_gather)
+"""Partial sums (batch, seq, hidden) to this process's part of their sum, (batch, seq/tp, hidden)."""
+
+split_sequence = _function(_split, _all_gather)
+"""Replicated (batch, seq, hidden) to this process's part, (batch, seq/tp, hidden)."""
+
+join_sequence = _function(_all_gather, _split)
+"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing the same on every process."""
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:  # type: ignore[override]
+        width = shard_width(vocabulary, group)
+        ctx.group, ctx.width = group, width  # type: ignore[attr-defined]
+        padded = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        gathered = _gather_along(padded, x.dim() - 1, group)
+        # Not a view: FSDP2 warns of one, as an in-place change of it would lose gradients.
+        return gathered if gathered.shape[-1] == vocabulary else gathered[..., :vocabulary].contiguous()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        start = ctx.group.rank() * ctx.width  # type: ignore[attr-defined]
+        return gradient[..., start : start + ctx.width].contiguous(), None, None  # type: ignore[attr-defined]
+
+
+def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
+    """Join logits (batch, seq, vocab/tp) to (batch, seq, vocab), for computing the same loss on every process.
+
+    The shards may be uneven: the last ones are smaller, as torch.chunk makes them.
+    """
+    return _GatherVocabulary.apply(logits, vocabulary, group)  # type: ignore[no-any-return]
+
+
+def shard_width(size: int, group: ProcessGroup) -> int:
+    """Return the length of every shard of a dimension but the last ones, which may be shorter."""
+    return -(-size // group.size())
+
+
+def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of `x` over the group, without a gradient."""
+    return _all_reduce(x, group)
+
+
+def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the element-wise largest `x` of the group, without a gradient."""
+    return _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))

@@ -1,0 +1,180 @@
+"""Cut an unmodified Hugging Face model into pipeline stages.
+
+The forward pass of the model is not touched: modules of other stages are replaced by stubs without parameters, at
+their own names. So FQNs, layer indices, masks and positions stay those of the stock model on every stage.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.parallel.anatomy import Anatomy, examine, find_layers
+from meshtrain.parallel.stubs import CaptureStub, Channel, EntryStub, ExitStub, HeadStub, LayerStub, PassStub, ZeroStub
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One contiguous piece of the model.
+
+    Attributes:
+        index: its place among all stages.
+        num_stages: how many there are on the whole pp axis.
+        first_layer: index of its first decoder layer.
+        last_layer: index behind its last decoder layer.
+        model: the stock model with stubs for what lies elsewhere; called with input ids (batch, seq) on the first
+            stage, else with a hidden state (batch, seq, hidden); returns logits on the last stage, else a hidden state.
+        layers: the list of layers and stubs inside `model`.
+        tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
+        channel: where the stage finds what it received and the length of the sequence.
+    """
+
+    index: int
+    num_stages: int
+    first_layer: int
+    last_layer: int
+    model: PreTrainedModel
+    layers: nn.ModuleList
+    tied: dict[str, str]
+    channel: Channel
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes input ids."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives logits."""
+        return self.index == self.num_stages - 1
+
+    def own_layers(self) -> list[nn.Module]:
+        """Return the decoder layers that it really holds."""
+        return list(self.layers)[self.first_layer : self.last_layer]
+
+
+def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequence[int]) -> list[Stage]:
+    """Return the stages with the given indices.
+
+    Args:
+        model: on the meta device; not usable afterwards.
+        layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (head only).
+        indices: which stages this process holds, ascending.
+
+    Raises:
+        ModelError: for a class whose layers do not hand one hidden state to each other.
+    """
+    num_stages = len(layers_per_stage)
+    if num_stages == 1:
+        name, layers = find_layers(model)
+        stage = Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())
+        _replace_forward(stage)
+        return [stage]
+    anatomy = examine(model)
+    return [_cut_one(copy.deepcopy(model), anatomy, layers_per_stage, index) for index in indices]
+
+
+def _cut_one(model: PreTrainedModel, anatomy: Anatomy, layers_per_stage: Sequence[int], index: int) -> Stage:
+    first = sum(layers_per_stage[:index])
+    last = first + layers_per_stage[index]
+    layers = model.get_submodule(anatomy.layers)
+    assert isinstance(layers, nn.ModuleList)
+    # Read before the embedding becomes a stub: the head copy needs its padding row zeroed as well.
+    tied = dict(model.all_tied_weights_keys)
+    padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
+    stage = Stage(index, len(layers_per_stage), first, last, model, layers, tied, Channel())
+    _stub_layers(stage, anatomy)
+    if not stage.is_first:
+        _stub_before(model, anatomy)
+    if not stage.is_last:
+        _stub_after(stage, anatomy)
+    _keep_own_ties(stage, padding)
+    _replace_forward(stage)
+    return stage
+
+
+def _stub_layers(stage: Stage, anatomy: Anatomy) -> None:
+    as_tuple = anatomy.layers_return_tuples
+    for position, layer in enumerate(list(stage.layers)):
+        if stage.first_layer <= position < stage.last_layer:
+            continue
+        if position == stage.first_layer - 1 and not stage.is_first:
+            stub: LayerStub = EntryStub(layer, stage.channel, as_tuple=as_tuple)
+        elif position == stage.last_layer and not stage.is_last:
+            stub = ExitStub(layer, stage.channel, as_tuple=as_tuple)
+        else:
+            stub = LayerStub(layer, as_tuple=as_tuple)
+        stage.layers[position] = stub
+
+
+def _stub_before(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    for name in anatomy.before:
+        module = model.get_submodule(name)
+        has_parameters = any(True for _ in module.parameters())
+        if has_parameters and "embedding" in type(module).__name__.lower():
+            _put(model, name, ZeroStub())
+        elif has_parameters or isinstance(module, nn.Dropout):
+            _put(model, name, PassStub())
+
+
+def _stub_after(stage: Stage, anatomy: Anatomy) -> None:
+    model = stage.model
+    head = model.get_output_embeddings()
+    for name in anatomy.after:
+        module = model.get_submodule(name)
+        if module is head:
+            _put(model, name, HeadStub(next(module.parameters()).dtype))
+        elif any(True for _ in module.parameters()):
+            _put(model, name, PassStub())
+    if stage.last_layer == anatomy.num_layers:
+        _put(model, anatomy.after[0], CaptureStub(stage.channel))
+
+
+def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
+    # Not remove_duplicate: both ends of a tie inside one stage count.
+    held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+    for copy_name, source in list(stage.tied.items()):
+        if copy_name not in held:
+            del stage.tied[copy_name]
+        elif padding[source] is not None:
+            _owner(stage.model, copy_name).padding_idx = padding[source]  # type: ignore[assignment]
+
+
+def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
+    return model.get_submodule(parameter_name.rpartition(".")[0])
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _replace_forward(stage: Stage) -> None:
+    """Give the instance a forward from plain tensor to plain tensor, around that of its class."""
+    hf_forward = type(stage.model).forward
+    channel = stage.channel
+
+    def from_ids(self: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        return _result(hf_forward(self, input_ids=input_ids, use_cache=False, **kwargs))
+
+    def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        channel.received = hidden_states
+        batch, _, hidden = hidden_states.shape
+        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
+        # itself may hold only a part of the sequence.
+        carrier = hidden_states.new_zeros(()).expand(batch, channel.sequence_length, hidden)
+        return _result(hf_forward(self, inputs_embeds=carrier, use_cache=False, **kwargs))
+
+    def _result(output: Any) -> Tensor:
+        channel.received = None
+        if stage.is_last:
+            return output.logits
+        captured, channel.captured = channel.captured, None
+        assert captured is not None, "a stage ended without a result"
+        return captured
+
+    stage.model.forward = MethodType(from_ids if stage.is_first else from_hidden, stage.model)

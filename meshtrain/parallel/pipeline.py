@@ -1,0 +1,251 @@
+"""The parallel model as the training step sees it: one interface, with or without a pipeline schedule."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.models.fused import FusedParameter
+from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.randomness import ForwardStreams
+from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.tied import TiedCopies
+from meshtrain.runtime.mesh import axis_rank, axis_size
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""From the logits and the labels (batch, seq) of a microbatch to a () loss; the losses of a step are summed."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages that this process holds, and how they work together with those of the others.
+
+    Attributes:
+        stages: ascending; one, unless the schedule interleaves.
+        mesh: all processes.
+        plan: resolved.
+        micro_batch_size: in sequences.
+        fused: the stock parameters that are kept in parts.
+        summed_over_tp: names of the parameters whose gradients are partial over tp.
+        logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
+        tied_copies: the tied weights whose other end lies on another process.
+        streams: seeds for dropout.
+    """
+
+    stages: tuple[Stage, ...]
+    mesh: DeviceMesh
+    plan: ParallelPlan
+    micro_batch_size: int
+    fused: tuple[FusedParameter, ...]
+    summed_over_tp: frozenset[str]
+    logits_are_sharded: bool
+    tied_copies: TiedCopies
+    streams: ForwardStreams
+    _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this process holds the embedding."""
+        return self.stages[0].is_first
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.stages[-1].is_last
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on the whole pp axis."""
+        return self.stages[0].num_stages
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter of this process once, under its FQN; the far copy of a tied weight under its own."""
+        for stage in self.stages:
+            yield from stage.model.named_parameters()
+
+    def canonical_names(self) -> dict[str, str]:
+        """Return name -> FQN that the checkpoint knows: they differ for the far copy of a tied weight only."""
+        tied = {copy: source for stage in self.stages for copy, source in stage.tied.items()}
+        return {name: tied.get(name, name) for name, _ in self.named_parameters()}
+
+    def owned_parameters(self) -> dict[str, nn.Parameter]:
+        """Return FQN -> parameter without the far copies of tied weights: over all processes, each exactly once."""
+        canonical = self.canonical_names()
+        return {name: parameter for name, parameter in self.named_parameters() if canonical[name] == name}
+
+    def forward_backward(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
+        """Run all microbatches of a step, forward and backward; gradients are summed over microbatches and dp.
+
+        Args:
+            batch: `input_ids` and `labels` (local_batch, seq), and further inputs of the model of the same first
+                dimension. Every process of a pipeline passes the same one.
+            loss_function: must be the same object at every call.
+
+        Returns:
+            () the sum of the losses of this process's microbatches; zero where it holds no last stage.
+        """
+        inputs, labels = _split_off_labels(batch)
+        self._set_sequence_length(labels)
+        run = _run_schedule if self.num_stages > 1 else _run_whole
+        return run(self, inputs, labels, loss_function)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
+        """Run all microbatches forward only, in evaluation mode; arguments and result as for `forward_backward`."""
+        inputs, labels = _split_off_labels(batch)
+        self._set_sequence_length(labels)
+        for stage in self.stages:
+            stage.model.eval()
+        loss = _run_forward(self, inputs, labels, loss_function)
+        for stage in self.stages:
+            stage.model.train()
+            reshard(stage.model)
+        return loss
+
+    def _set_sequence_length(self, labels: Tensor) -> None:
+        for stage in self.stages:
+            stage.channel.sequence_length = labels.shape[1]
+
+
+def stage_owners(num_stages: int, pp: int) -> list[int]:
+    """Return the pp rank that holds each stage: round and round, as the loop schedules want it."""
+    return [stage % pp for stage in range(num_stages)]
+
+
+def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    inputs = dict(batch)
+    return inputs, inputs.pop("labels")
+
+
+def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
+    (stage,) = pipeline.stages
+    assert isinstance(stage.model, FSDPModule)
+    total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
+    never = pipeline.plan.shard.reshard_after_forward == "never"
+    for number, (microbatch, targets) in enumerate(microbatches, start=1):
+        is_last = number == len(microbatches)
+        stage.model.set_requires_gradient_sync(is_last)
+        if never:
+            stage.model.set_reshard_after_backward(is_last)
+        loss = loss_function(stage.model(**microbatch), targets)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
+    schedule = _schedule_for(pipeline, labels, loss_function)
+    input_ids = inputs.pop("input_ids")
+    losses: list[Tensor] = []
+    schedule.step(
+        *((input_ids,) if pipeline.has_first_stage else ()),
+        target=labels if pipeline.has_last_stage else None,
+        losses=losses if pipeline.has_last_stage else None,
+        return_outputs=False,
+        **inputs,
+    )
+    total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
+
+
+def _schedule_for(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
+    # Shapes are static: a stage object takes one shape for ever, so there is one per shape.
+    shape = tuple(labels.shape)
+    if shape not in pipeline._schedules:
+        pipeline._schedules[shape] = _build_schedule(pipeline, labels, loss_function)
+    return pipeline._schedules[shape]
+
+
+def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
+    schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
+    stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
+    return schedule_class(
+        stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]
+        n_microbatches=labels.shape[0] // pipeline.micro_batch_size,
+        loss_fn=loss_function,
+        # torch would divide what is already divided by the global token count.
+        scale_grads=False,
+    )
+
+
+def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
+    ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
+    hidden = _hidden_like(pipeline, labels, device="meta").requires_grad_()
+    # The last stage sends nothing; only the presence of its output is looked at.
+    return PipelineStage(
+        stage.model,
+        stage.index,
+        stage.num_stages,
+        labels.device,
+        input_args=(ids if stage.is_first else hidden,),
+        output_args=(hidden,),
+        group=pipeline.mesh.get_group("pp"),
+    )
+
+
+def _hidden_like(pipeline: Pipeline, labels: Tensor, device: torch.device | str) -> Tensor:
+    """Return an empty hidden state of one microbatch, as it crosses a stage border."""
+    config = pipeline.stages[0].model.config.get_text_config()
+    tp = axis_size(pipeline.mesh, "tp")
+    local_length = labels.shape[1] // tp if pipeline.plan.tensor.sequence_parallel and tp > 1 else labels.shape[1]
+    dtype = getattr(torch, pipeline.plan.precision.compute)
+    return torch.empty(pipeline.micro_batch_size, local_length, config.hidden_size, dtype=dtype, device=device)
+
+
+def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
+    """Run stage by stage and, within a stage, microbatch by microbatch, for every schedule alike.
+
+    torch's own `schedule.eval` divides gradients that are there, keeps all logits, and does not know every schedule.
+    """
+    microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
+    owners = stage_owners(pipeline.num_stages, axis_size(pipeline.mesh, "pp"))
+    here = axis_rank(pipeline.mesh, "pp")
+    group = pipeline.mesh.get_group("pp")
+    total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    sends: list[tuple[dist.Work, Tensor]] = []
+    for stage in pipeline.stages:
+        outputs = []
+        for microbatch, targets in microbatches:
+            arguments = dict(microbatch)
+            first = arguments.pop("input_ids")
+            if not stage.is_first:
+                first = _hidden_like(pipeline, labels, labels.device)
+                dist.recv(first, group=group, group_src=owners[stage.index - 1])
+            output = stage.model(first, **arguments)
+            if stage.is_last:
+                total += loss_function(output, targets)
+            elif axis_size(pipeline.mesh, "pp") == 2 and pipeline.num_stages > 2:
+                # Two processes that both send and receive: on NCCL one direction must be done before the other.
+                outputs.append(output.contiguous())
+            else:
+                sends += _send([output.contiguous()], group, owners[stage.index + 1])
+        sends += _send(outputs, group, owners[stage.index + 1]) if outputs else []
+    assert here == owners[pipeline.stages[0].index]
+    for work, _ in sends:
+        work.wait()
+    return total
+
+
+def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, to: int) -> list[tuple[dist.Work, Tensor]]:
+    # The tensor is kept beside the work: it must live until it is sent.
+    works = [(dist.isend(tensor, group=group, group_dst=to), tensor) for tensor in tensors]
+    return [(work, tensor) for work, tensor in works if work is not None]
+
+
+def _microbatches(inputs: Mapping[str, Tensor], labels: Tensor, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    for start in range(0, labels.shape[0], size):
+        yield {name: value[start : start + size] for name, value in inputs.items()}, labels[start : start + size]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a parameter or gradient whole, on every process of its own mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

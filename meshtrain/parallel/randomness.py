@@ -1,0 +1,111 @@
+"""Random streams without state: every draw is a function of (seed, step, microbatch, stage, data rank).
+
+A resumed run draws what the uninterrupted one draws, with nothing saved. Processes of one tp group share a stream, so
+that dropout on replicated activations is the same on all of them; where activations are sharded (attention heads, parts
+of the sequence) each takes a stream of its own, derived from the shared one. Seeding by rank would make replicated
+weights drift apart, silently.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def stream_key(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on all parts."""
+    digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class ForwardStreams:
+    """Seeds torch's generators at the start of every forward pass of a stage.
+
+    Args:
+        seed: of the run.
+        data_rank: which part of the global batch this process reads.
+    """
+
+    def __init__(self, seed: int, data_rank: int) -> None:
+        self.seed, self.data_rank = seed, data_rank
+        self.step = 0
+        self.microbatches: dict[int, int] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Forget the microbatches of the step before."""
+        self.step = step
+        self.microbatches.clear()
+
+    def watch(self, model: nn.Module, stage: int) -> None:
+        """Seed before each training forward of `model`; schedules run the microbatches of a stage in order."""
+
+        def seed_forward(module: nn.Module, _: Any) -> None:
+            if module.training:
+                microbatch = self.microbatches.get(stage, 0)
+                self.microbatches[stage] = microbatch + 1
+                torch.manual_seed(stream_key(self.seed, self.step, microbatch, stage, self.data_rank))
+
+        model.register_forward_pre_hook(seed_forward)
+
+
+def draw_key() -> int:
+    """Draw a number from the stream that the tp group shares; all its processes must do so at the same place."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextmanager
+def own_stream(coordinate: int) -> Iterator[None]:
+    """Give the block a stream of its own per coordinate; afterwards the shared stream goes on, equal on all processes.
+
+    A recomputation replays it: checkpointing restores the shared stream, and the key is drawn from that.
+    """
+    key = draw_key()
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    torch.manual_seed(stream_key(key, coordinate))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def separate_head_streams(model: PreTrainedModel, group: ProcessGroup) -> None:
+    """Let the dropout of attention probabilities differ between the heads of different processes.
+
+    The attention interface of transformers is the door: the model's own forward stays as it is. Without dropout on the
+    probabilities nothing is changed.
+    """
+    config = model.config.get_text_config()
+    if not any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")):
+        return
+    base = config._attn_implementation
+    name = f"meshtrain_{base}_{group.rank()}_of_{group.size()}"
+    AttentionInterface.register(name, partial(_attend, base, group.rank()))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    model.set_attn_implementation(name)
+
+
+@torch.compiler.disable
+def _attend(base: str, coordinate: int, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    attention = _attention_function(base, module)
+    if not kwargs.get("dropout"):
+        return attention(module, *args, **kwargs)
+    with own_stream(coordinate):
+        return attention(module, *args, **kwargs)
+
+
+def _attention_function(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    # The eager function is not registered: every modelling file has its own.
+    return ALL_ATTENTION_FUNCTIONS.get_interface(base, getattr(sys.modules[type(module).__module__], "eager_attention_forward", None))

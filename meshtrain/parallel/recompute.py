@@ -1,0 +1,25 @@
+"""Activation recomputation through Hugging Face's own path, which leaves every name alone."""
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshtrain.config.plan import RecomputePlan
+from meshtrain.errors import PlanError
+from meshtrain.parallel.cut import Stage
+
+
+def apply_recompute(stage: Stage, plan: RecomputePlan) -> None:
+    """Let every k-th decoder layer keep only its input, and compute the rest again in the backward pass.
+
+    Raises:
+        PlanError: for a model whose layers do not know recomputation.
+    """
+    if plan.mode == "none":
+        return
+    for index, layer in enumerate(stage.own_layers(), start=stage.first_layer):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise PlanError(f"recompute: {type(layer).__name__} does not know recomputation; set recompute.mode = \"none\"")
+        layer.gradient_checkpointing = index % plan.every == 0
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

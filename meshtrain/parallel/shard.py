@@ -1,0 +1,42 @@
+"""Sharding of parameters, gradients and optimizer state over the dp axes (FSDP2)."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.parallel.cut import Stage
+from meshtrain.runtime.mesh import axis_size
+
+
+def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+    """Shard a stage, layer by layer, in place.
+
+    Also for one data-parallel process: FSDP2 keeps the parameters in one number format and computes in another, and
+    brings every gradient into the layout of its parameter.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
+    )
+    data_mesh = mesh["dp_replicate", "dp_shard"] if axis_size(mesh, "dp_replicate") > 1 else mesh["dp_shard"]
+    reshard = plan.shard.reshard_after_forward == "always"
+    for layer in stage.own_layers():
+        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(stage.model, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    for module in fsdp_modules(stage.model):
+        # The loss is divided once, by the token count of all processes: gradients are summed and not averaged. The
+        # forced sum keeps torch from a pre-multiplied reduction, which gloo does not have.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return every module that FSDP2 manages, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward without a backward they would go stale at the next optimizer step."""
+    for module in fsdp_modules(model):
+        module.reshard()

@@ -1,0 +1,31 @@
+"""Processes that learn of each other's problems, so that they fail together and with the same words."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from meshtrain.errors import UserError
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's `value` in rank order. Collective; a process without a process group is alone."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def raise_together(problems: Iterable[str], kind: type[UserError]) -> None:
+    """Raise `kind` on all ranks if any rank has a problem, each problem named once. Collective."""
+    found = dict.fromkeys(problem for answer in gather_objects(list(problems)) for problem in answer)
+    if found:
+        raise kind(found)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that does what is done once."""
+    return not dist.is_initialized() or dist.get_rank() == 0

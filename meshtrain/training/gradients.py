@@ -1,0 +1,105 @@
+"""From the gradients of each process to one norm that every process agrees on.
+
+Nothing here knows a layout by name: whether a gradient must be summed over an axis follows from its placement.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshtrain.config.plan import AXES
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
+
+
+def finish_gradients(pipeline: Pipeline) -> None:
+    """Add what the backward pass has left on other processes: tp parts of replicated parameters, and tied copies."""
+    _sum_over_tp(pipeline)
+    pipeline.tied_copies.reduce_gradients()
+    for name, parameter in pipeline.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, f"{name} has no gradient"
+        assert not isinstance(parameter, DTensor) or gradient.placements == parameter.placements, (  # type: ignore[attr-defined]
+            f"the gradient of {name} is laid out as {gradient.placements}, the parameter as {parameter.placements}"  # type: ignore[attr-defined]
+        )
+
+
+def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
+    """Return the norm of the whole model's gradient, the same on every process; a tied weight counts once.
+
+    Args:
+        further: () float64 tensors that are summed over the pp axis in the same reduction.
+
+    Returns:
+        The () float64 norm, and the sums of `further`.
+    """
+    squares = _squares_by_axes(pipeline.owned_parameters().values())
+    mesh = pipeline.mesh
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        sharded = [axes for axes in sorted(squares, key=sorted) if axis in axes]
+        if sharded and axis_size(mesh, axis) > 1:
+            sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
+            squares.update(zip(sharded, sums, strict=True))
+    device = next(iter(squares.values())).device
+    total = torch.stack([torch.stack(list(squares.values())).sum(), *(value.to(device, torch.float64) for value in further)])
+    total = all_reduce_over(total, mesh, ["pp"])
+    return total[0].sqrt(), *total[1:]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients down so that their norm is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradients in _by_dtype(parameters).values():
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
+def _sum_over_tp(pipeline: Pipeline) -> None:
+    partial = [
+        local_tensor(parameter.grad)
+        for name, parameter in pipeline.named_parameters()
+        if name in pipeline.summed_over_tp and parameter.grad is not None
+    ]
+    if partial:
+        # One reduction for all of them: they are many and small.
+        flat = torch.cat([gradient.flatten() for gradient in partial])
+        dist.all_reduce(flat, group=pipeline.mesh.get_group("tp"))
+        for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
+            gradient.copy_(total.view(gradient.shape))
+
+
+def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:
+    """Return, for every set of axes that some gradients are sharded over, the sum of this process's squares."""
+    groups: dict[frozenset[str], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        groups[_sharded_axes(parameter.grad)].append(local_tensor(parameter.grad))
+    return {axes: _sum_of_squares(gradients) for axes, gradients in groups.items()}
+
+
+def _sharded_axes(gradient: Tensor) -> frozenset[str]:
+    if not isinstance(gradient, DTensor):
+        return frozenset()
+    names = gradient.device_mesh.mesh_dim_names
+    assert names is not None
+    assert set(names) <= set(AXES)
+    # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, and the gap is silent.
+    return frozenset(name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate())
+
+
+def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(list(gradients))
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups[parameter.grad.dtype].append(local_tensor(parameter.grad))
+    return groups
