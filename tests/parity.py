@@ -269,7 +269,6 @@ def run_case(case: Case) -> Trace:
     trainer = build_trainer(pipeline)
     trace = Trace()
     clip = trainer.max_gradient_norm
-    assert clip is not None
     for step, batch in enumerate(batches(case.padded)):
         result = train_step(trainer, step, local_part(pipeline, batch), np.arange(GLOBAL_BATCH))
         trace.losses.append(result.loss)

@@ -4,7 +4,9 @@ import difflib
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,16 +16,20 @@ from meshtrain.errors import ModelError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> PretrainedConfig:
     """Return the Hugging Face configuration that a run file describes.
+
+    Args:
+        model: from the run file.
+        end_id: token that ends a document, for a new model that does not say its own.
 
     Raises:
         ModelError: for an unknown type, a directory that holds no model, or a value that the model does not have.
     """
     if model.type is not None:
-        config = _config_of_type(model.type, {})
-        _check_names(config, model)
-        config = _config_of_type(model.type, model.config)
+        _check_names(_config_of_type(model.type, {}), model)
+        ends = {} if end_id is None else {"bos_token_id": end_id, "eos_token_id": end_id}
+        config = _config_of_type(model.type, {**ends, **model.config})
     else:
         config = _config_at(model)
         _check_names(config, model)
@@ -58,15 +64,34 @@ def build_model(config: PretrainedConfig, *, dtype: torch.dtype, attention: str 
     return model  # type: ignore[no-any-return]
 
 
+def local_directory(path: str) -> Path:
+    """Return where the files of a model lie: a directory, or what the hub's cache holds for a hub id.
+
+    Raises:
+        ModelError: for a hub id that is not in the cache and cannot be fetched.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path = {path!r}: no such directory, and the hub cannot give it: {_first_line(error)}") from error
+
+
 def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING_NAMES:
         near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; see the model types of transformers"
         raise ModelError(f"model.type = {model_type!r}: transformers has no such model type{hint}")
+    verbosity = logging.get_verbosity()
+    # It warns that the default end token of the type is outside of a smaller vocabulary.
+    logging.set_verbosity_error()
     try:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError) as error:
         raise ModelError(f"model.config: transformers refuses it for {model_type!r}: {_first_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _config_at(model: ModelConfig) -> PretrainedConfig:

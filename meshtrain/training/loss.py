@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshtrain.parallel.collectives import shard_width, sum_over_shards, max_over_shards
-
-IGNORE_INDEX = -100
+from meshtrain.data.samples import IGNORE_INDEX
+from meshtrain.parallel.collectives import max_over_shards, shard_width, sum_over_shards
 
 
 class TokenLoss:

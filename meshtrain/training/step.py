@@ -24,14 +24,14 @@ class Trainer:
 
     Attributes:
         learning_rate: of a step, counted from 0.
-        max_gradient_norm: None leaves gradients as they are.
+        max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
     """
 
     pipeline: Pipeline
     loss: TokenLoss
     optimizer: Optimizer
     learning_rate: Callable[[int], float]
-    max_gradient_norm: float | None
+    max_gradient_norm: float
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     norm, loss = gradient_norm(pipeline, all_reduce_over(local_loss, pipeline.mesh, DATA_AXES))
     learning_rate = trainer.learning_rate(step)
     _check_finite(loss.item(), norm.item(), step, sample_ids)
-    if trainer.max_gradient_norm is not None:
+    if math.isfinite(trainer.max_gradient_norm):
         scale_gradients([parameter for _, parameter in pipeline.named_parameters()], norm, trainer.max_gradient_norm)
     set_learning_rate(trainer.optimizer, learning_rate)
     trainer.optimizer.step()

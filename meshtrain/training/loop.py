@@ -1,0 +1,150 @@
+"""The loop: step, write down, evaluate, save."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshtrain import console
+from meshtrain.config.run import RunConfig
+from meshtrain.console import TrainingProgress
+from meshtrain.data.loader import Batch
+from meshtrain.training.metrics import EpochAverages, MetricsWriter, memory_bytes
+from meshtrain.training.step import Trainer, evaluate, train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to go.
+
+    Attributes:
+        first_step: steps done before.
+        num_steps: steps to be done in all.
+        train_batches: those of the remaining steps.
+        evaluation_batches: gives the validation data anew; None without any.
+        save: writes the checkpoint of a step and returns where.
+        unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
+    """
+
+    config: RunConfig
+    trainer: Trainer
+    device: torch.device
+    is_first_rank: bool
+    first_step: int
+    num_steps: int
+    steps_per_epoch: int
+    train_batches: Iterable[Batch]
+    evaluation_batches: Callable[[], Iterable[Batch]] | None
+    save: Callable[[int], Path]
+    unigram_entropy: float
+
+
+def run_loop(run: Run) -> None:
+    """Train to the last step; evaluate and save on the way and at the end.
+
+    Raises:
+        TrainingStopped: if loss or gradient is not finite.
+        CheckpointError: if a checkpoint cannot be written.
+    """
+    if run.first_step >= run.num_steps:
+        console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
+        return
+    with _open_writer(run) as write:
+        evaluation_loss = None
+        averages = EpochAverages()
+        for batch, data_seconds in _timed(run.train_batches):
+            metrics = _one_step(run, batch, data_seconds)
+            step = batch.step + 1
+            write(step, metrics)
+            averages.add(metrics)
+            if step % run.steps_per_epoch == 0 or step == run.num_steps:
+                write(step, averages.take(batch.epoch + 1))
+            if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
+                evaluation_loss = _evaluate(run, step, write)
+            if _is_due(step, run.config.checkpoint.every, run.num_steps):
+                _checkpoint(run, step, write)
+    _show_end(run, evaluation_loss)
+
+
+Write = Callable[[int, Mapping[str, float]], None]
+
+
+@contextmanager
+def _open_writer(run: Run) -> Iterator[Write]:
+    if not run.is_first_rank:
+        yield lambda step, metrics: None
+        return
+    progress = TrainingProgress(run.num_steps, every=run.config.logging.every)
+    directory, tensorboard = Path(run.config.run_directory), run.config.logging.tensorboard
+    with MetricsWriter(directory, first_step=run.first_step, progress=progress, tensorboard=tensorboard) as writer:
+        yield writer.write
+
+
+def _timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
+    """Yield each batch with the seconds that were spent waiting for it."""
+    iterator = iter(batches)
+    while True:
+        begin = time.perf_counter()
+        batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - begin
+
+
+def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
+
+
+def _one_step(run: Run, batch: Batch, data_seconds: float) -> dict[str, float]:
+    begin = time.perf_counter()
+    result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
+    most_memory = torch.tensor(float(memory_bytes(run.device)), dtype=torch.float64)
+    torch.distributed.all_reduce(most_memory, op=torch.distributed.ReduceOp.MAX)
+    seconds = data_seconds + time.perf_counter() - begin
+    tokens_per_step = run.config.global_batch_size * run.config.data.sequence_length
+    return {
+        "epoch": batch.epoch + 1,
+        "loss": result.loss,
+        "grad_norm": result.gradient_norm,
+        "learning_rate": result.learning_rate,
+        "tokens": (batch.step + 1) * tokens_per_step,
+        "trained_tokens": result.num_tokens,
+        "tokens_per_second": tokens_per_step / seconds,
+        "memory_bytes": int(most_memory),
+        "seconds": seconds,
+        "data_seconds": data_seconds,
+        "forward_backward_seconds": result.forward_backward_seconds,
+        "optimizer_seconds": result.optimizer_seconds,
+    }
+
+
+def _evaluate(run: Run, step: int, write: Write) -> float:
+    assert run.evaluation_batches is not None
+    begin = time.perf_counter()
+    loss = evaluate(run.trainer, (_on_device(batch, run.device) for batch in run.evaluation_batches()))
+    write(step, {"eval_loss": loss, "evaluation_seconds": time.perf_counter() - begin})
+    return loss
+
+
+def _checkpoint(run: Run, step: int, write: Write) -> None:
+    begin = time.perf_counter()
+    path = run.save(step)
+    write(step, {"checkpoint_seconds": time.perf_counter() - begin})
+    console.line(f"Saved {path}")
+
+
+def _is_due(step: int, every: int | None, num_steps: int) -> bool:
+    return step == num_steps or (every is not None and step % every == 0)
+
+
+def _show_end(run: Run, evaluation_loss: float | None) -> None:
+    if evaluation_loss is not None:
+        console.line(
+            f"Validation loss {evaluation_loss:.3f} nats per token; the unigram entropy of the text is "
+            f"{run.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
+        )
+    console.line(f"Done. Metrics: {run.config.run_directory}/metrics.jsonl")

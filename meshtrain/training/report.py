@@ -1,0 +1,152 @@
+"""What `meshtrain check` and `meshtrain plan` show, and the head of every run."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain import console
+from meshtrain.config.plan import AXES, ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import dump_toml, plan_hash, with_family
+from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.parallel.account import StageShare, account
+from meshtrain.parallel.check import BatchShape, num_microbatches, resolve_plan
+from meshtrain.runtime.environment import world_size_from_environment
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run with nothing left open.
+
+    Attributes:
+        hf_config: of the model.
+        model: the stock model on meta.
+        plan: without -1, `auto`, `balanced` or `even`.
+    """
+
+    hf_config: PretrainedConfig
+    model: PreTrainedModel
+    plan: ParallelPlan
+
+
+def resolve_run(config: RunConfig, world_size: int, *, end_id: int | None = None) -> Resolved:
+    """Build the model on meta and fit the plan to it.
+
+    Args:
+        world_size: number of processes.
+        end_id: the end token of the tokenizer, for a new model that does not say its own.
+
+    Raises:
+        UserError: with every contradiction.
+    """
+    hf_config = load_hf_config(config.model, end_id=end_id)
+    plan = with_family(config.plan, hf_config.model_type)
+    model = build_model(
+        hf_config,
+        dtype=DTYPES[plan.precision.parameters],
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return Resolved(hf_config, model, resolve_plan(plan, model, batch_shape(config), world_size))
+
+
+def batch_shape(config: RunConfig) -> BatchShape:
+    """Return what a run says about batches."""
+    return BatchShape(config.global_batch_size, config.micro_batch_size, config.data.sequence_length)
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    """Print who would hold what with so many processes.
+
+    Raises:
+        UserError: with every contradiction.
+    """
+    resolved = resolve_run(config, world_size)
+    show_plan_table(resolved.plan)
+    show_shares(account(resolved.model, resolved.plan))
+    console.line(batch_equation(resolved.plan, batch_shape(config)))
+    console.line("The plan fits the model, the batches and the processes. Activations and buffers are not counted.")
+
+
+def show_plan(config: RunConfig, *, world_size: int | None, as_toml: bool) -> None:
+    """Print the resolved plan of a run.
+
+    Args:
+        world_size: number of processes; None: those of torchrun, or as many as the given degrees need.
+        as_toml: as a plan file and nothing else.
+    """
+    resolved = resolve_run(config, world_size or _natural_world_size(config.plan))
+    if as_toml:
+        console.line(dump_toml(resolved.plan).rstrip())
+    else:
+        show_plan_table(resolved.plan)
+        console.line(batch_equation(resolved.plan, batch_shape(config)))
+
+
+def show_plan_table(plan: ParallelPlan) -> None:
+    """Print a resolved plan as a table, without the rules of its family."""
+    rows: list[tuple[str, str]] = [("mesh", " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES))]
+    if plan.mesh.pp > 1:
+        layers = plan.pipeline.layers_per_stage
+        rows.append(("pipeline", f"{plan.pipeline.schedule}, layers per stage {layers}"))
+    if plan.mesh.tp > 1:
+        switches = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan.tensor, name)]
+        rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
+    rows.append(("shard", f"reshard after forward: {plan.shard.reshard_after_forward}"))
+    precision = plan.precision
+    rows.append(("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}"))
+    recompute = plan.recompute
+    rows.append(("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}"))
+    rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
+    console.table(f"Plan {plan_hash(plan)}", ["part", "resolved"], rows)
+
+
+def show_shares(shares: list[StageShare]) -> None:
+    """Print who holds which stage, and the bytes of it on each process."""
+    rows = [
+        (
+            share.stage,
+            _range(share.ranks),
+            _layers(share),
+            f"{share.num_parameters:,}",
+            f"{share.num_local_parameters:,}",
+            _megabytes(share.parameter_bytes),
+            _megabytes(share.gradient_bytes),
+            _megabytes(share.optimizer_bytes),
+        )
+        for share in shares
+    ]
+    columns = ["stage", "ranks", "holds", "parameters", "per rank", "MB parameters", "MB gradients", "MB optimizer"]
+    console.table("Stages", columns, rows)
+
+
+def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
+    """Return how the global batch comes about, in words."""
+    data_ways = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    return (
+        f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
+        f"x {num_microbatches(plan, batch)} microbatches x {data_ways} data-parallel; "
+        f"x {batch.sequence_length:,} tokens = {batch.global_batch_size * batch.sequence_length:,} tokens per step"
+    )
+
+
+def _natural_world_size(plan: ParallelPlan) -> int:
+    world_size = world_size_from_environment()
+    fixed = plan.mesh.pp * plan.mesh.dp_replicate * plan.mesh.tp * max(1, plan.mesh.dp_shard)
+    return world_size if world_size > 1 else fixed
+
+
+def _range(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _layers(share: StageShare) -> str:
+    first, behind = share.layers
+    parts = ["embedding"] if share.has_embedding else []
+    if behind > first:
+        parts.append(f"layer {first}" if behind == first + 1 else f"layers {first}-{behind - 1}")
+    return ", ".join([*parts, "head"] if share.has_head else parts)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f}"
