@@ -13,7 +13,7 @@ Anything else that escapes is a bug in meshtrain: traceback, exit code 1.
 Every message answers three questions: what was asked, what was found, what to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class MeshtrainError(Exception):
@@ -57,3 +57,9 @@ class CheckpointError(UserError):
 
 class TrainingStopped(UserError):
     """Training stopped itself before it could do harm."""
+
+
+def name_some(names: Collection[str], limit: int = 10) -> str:
+    """Join the first names for a message, and count the others."""
+    shown = ", ".join(list(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -28,10 +28,9 @@ PRELOAD = [
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 # DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
-# torch reads it when it is imported, so it must be set before the fork server starts.
-os.environ.update(
-    {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-)
+# torch reads it when it is imported, so it must be set before the fork server starts; a benchmark sets it to OFF.
+os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 

@@ -1,8 +1,8 @@
 """The plan file: everything about how a model is parallelised, and nothing else."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from meshtrain.config.words import Words
 
@@ -34,11 +34,12 @@ class MeshPlan(Words):
     tp: Degree = 1
     """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""
 
-    @model_validator(mode="after")
-    def _dp_shard_is_a_degree(self) -> Self:
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            raise ValueError(f"dp_shard is {self.dp_shard}; use -1 (whatever is left) or a number from 1")
-        return self
+    @field_validator("dp_shard")
+    @classmethod
+    def _is_a_degree(cls, dp_shard: int) -> int:
+        if dp_shard != -1 and dp_shard < 1:
+            raise ValueError(f"expected -1 (whatever is left) or a whole number from 1, found {dp_shard}")
+        return dp_shard
 
 
 class PipelinePlan(Words):

@@ -1,8 +1,9 @@
 """The run file: everything that is not the plan."""
 
+from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.words import Words
@@ -45,7 +46,7 @@ class ModelConfig(Words):
             found = "neither" if self.path is None else "both"
             raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
-            raise ValueError('weights = "pretrained" needs `path`, the directory or hub id that holds them')
+            raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
         return self
 
 
@@ -60,7 +61,9 @@ class TokenizerConfig(Words):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.path is not None and self.vocab_size is not None:
-            raise ValueError("both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one")
+            raise ValueError(
+                "both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one"
+            )
         return self
 
 
@@ -84,7 +87,7 @@ class DataConfig(Words):
     """Visit the samples of an epoch in a seeded random order."""
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch; otherwise the last batch is smaller."""
-    cache_directory: str = "~/.cache/meshtrain"
+    cache_directory: Annotated[str, AfterValidator(expanduser), Field(validate_default=True)] = "~/.cache/meshtrain"
     """Where token files and trained tokenizers are kept."""
 
 
@@ -97,8 +100,8 @@ class OptimizerConfig(Words):
     epsilon: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applies to matrices only: norms and biases are left out."""
-    max_gradient_norm: Positive | None = 1.0
-    """Gradients are scaled down to this norm; leave it out with `inf`."""
+    max_gradient_norm: Positive = 1.0
+    """Gradients are scaled down to this norm; `inf`: never."""
 
 
 class LearningRateConfig(Words):

@@ -1,0 +1,5 @@
+"""`python -m meshtrain` and `torchrun -m meshtrain` are the command line."""
+
+from meshtrain.cli import main
+
+main()

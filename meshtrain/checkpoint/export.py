@@ -1,0 +1,162 @@
+"""From a checkpoint to an ordinary Hugging Face model: one CPU process, one shard in memory at a time."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, find_checkpoint, read_manifest, sync_tree
+from meshtrain.checkpoint.reading import find_damage, read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.store import MODEL_PREFIX
+from meshtrain.errors import CheckpointError, name_some
+from meshtrain.models.weights import INDEX_NAME, SINGLE_NAME
+
+
+@dataclass(frozen=True)
+class _StockTensor:
+    """A tensor of the stock model.
+
+    Attributes:
+        name: its FQN.
+        keys: the names in the checkpoint of the parts that make it up, in order.
+        dim: along which they are joined.
+        sizes: of the parts along `dim`.
+        shape: of the whole.
+        dtype: in which it is exported.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
+    """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
+
+    Args:
+        checkpoint: a step-N directory; or a run directory, whose newest checkpoint is taken.
+        folder: where the model goes; appears when it is complete.
+        max_shard_bytes: size of a safetensors file; a larger tensor has a file of its own. Peak memory is one file
+            and the largest tensor.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, the folder has something in it, or the disk is full.
+    """
+    source, folder = find_checkpoint(checkpoint), folder.resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; export into a new folder")
+    if source != checkpoint:
+        console.line(f"{source} is the newest checkpoint")
+    manifest, metadata = read_manifest(source), read_metadata(source)
+    if damage := find_damage(source, metadata):
+        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+    if not (source / HUGGINGFACE_NAME / "config.json").is_file():
+        raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
+    shards = _split_into_shards(_list_tensors(source, metadata, manifest), max_shard_bytes)
+    draft = folder.with_name(f".{folder.name}.exporting")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _copy_huggingface(source, draft, manifest)
+        _write_shards(source, metadata, shards, draft)
+        sync_tree(draft)
+        draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {folder}: {reason}; make room or export elsewhere") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
+
+
+def _list_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> list[_StockTensor]:
+    """Return the tensors of the stock model in an order that does not depend on the mesh that saved them."""
+    saved = {
+        key.removeprefix(MODEL_PREFIX): tuple(entry.size)
+        for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
+    }
+    parts = {entry.name: (entry.parts, entry.dim) for entry in manifest.fused}
+    in_parts = {part for names, _ in parts.values() for part in names}
+    if absent := sorted(in_parts - saved.keys()):
+        raise CheckpointError(
+            f"{source} lacks parts that its manifest names: {name_some(absent)}; use another checkpoint"
+        )
+    parts |= {name: ((name,), 0) for name in saved if name not in in_parts and name not in manifest.tied}
+    tensors = []
+    for name in sorted(parts, key=_natural):
+        names, dim = parts[name]
+        sizes: tuple[int, ...] = ()
+        shape = saved[names[0]]
+        if len(names) > 1:
+            sizes = tuple(saved[part][dim] for part in names)
+            shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
+        dtype = getattr(torch, manifest.dtypes.get(name, manifest.dtype))
+        keys = tuple(f"{MODEL_PREFIX}{part}" for part in names)
+        tensors.append(_StockTensor(name, keys, dim, sizes, shape, dtype))
+    return tensors
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(not word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"\.", name)]
+
+
+def _split_into_shards(tensors: Sequence[_StockTensor], max_shard_bytes: int) -> list[list[_StockTensor]]:
+    shards: list[list[_StockTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    return shards
+
+
+def _copy_huggingface(source: Path, draft: Path, manifest: Manifest) -> None:
+    shutil.copytree(source / HUGGINGFACE_NAME, draft)
+    path = draft / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("torch_dtype", None)
+    config |= {"architectures": [manifest.architecture], "dtype": manifest.dtype}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[_StockTensor]], draft: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total_bytes = sum(tensor.num_bytes for shard in shards for tensor in shard)
+    with console.progress("export", total_bytes, unit="MB") as advance:
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for tensor in shard:
+                tensors[tensor.name] = _read_stock_tensor(source, metadata, tensor)
+                advance(tensor.num_bytes)
+            save_file(tensors, draft / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (draft / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _read_stock_tensor(source: Path, metadata: Metadata, tensor: _StockTensor) -> Tensor:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    parts = torch.split(whole, list(tensor.sizes), tensor.dim) if tensor.sizes else [whole]
+    read_tensors(source, metadata, dict(zip(tensor.keys, parts, strict=True)))
+    return whole

@@ -1,0 +1,66 @@
+"""Tell DCP where the parts of a tensor lie.
+
+DCP's own planners ask DTensor, whose arithmetic is off by rows for some uneven sizes under FSDP2 over tensor
+parallelism (see `meshtrain.models.layout`): GPT-2's vocabulary over dp_shard = 4 x tp = 2 is saved without a word and
+cannot be loaded again. These planners ask `local_ranges`. A tensor is one key, whatever the mesh it lies on.
+"""
+
+from torch import Size, Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from meshtrain.models.layout import local_ranges, local_tensor
+
+
+class BlockSavePlanner(DefaultSavePlanner):
+    """Writes the block of every tensor that lies on this process; equal blocks are written by one process only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """List the blocks; an empty one is left out, for its offset may be that of another process's block."""
+        items = [_write_item(key, tensor) for key, tensor in self.state_dict.items() if local_tensor(tensor).numel()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the block that a write item stands for."""
+        return local_tensor(self.state_dict[index.fqn])
+
+
+class BlockLoadPlanner(DefaultLoadPlanner):
+    """Reads the block of every tensor that lies on this process, from whichever blocks were saved."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        """List the pieces of saved blocks that this process needs; the keys must be in the checkpoint."""
+        assert self.metadata is not None
+        items = []
+        for key, tensor in self.state_dict.items():
+            if local_tensor(tensor).numel():
+                saved = self.metadata.state_dict_metadata[key]
+                items += create_read_items_for_chunk_list(key, saved, [_block(tensor)])  # type: ignore[arg-type]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the block that a read item fills."""
+        return local_tensor(self.state_dict[index.fqn])
+
+
+def _block(tensor: Tensor) -> ChunkStorageMetadata:
+    ranges = local_ranges(tensor)
+    sizes = Size(place.stop - place.start for place in ranges)
+    assert sizes == local_tensor(tensor).shape, f"{tuple(sizes)} is not {tuple(local_tensor(tensor).shape)}"
+    return ChunkStorageMetadata(offsets=Size(place.start for place in ranges), sizes=sizes)
+
+
+def _write_item(key: str, tensor: Tensor) -> WriteItem:
+    block = _block(tensor)
+    properties = TensorProperties.create_from_tensor(local_tensor(tensor))
+    data = TensorWriteData(chunk=block, properties=properties, size=tensor.shape)
+    return WriteItem(MetadataIndex(key, block.offsets), WriteItemType.SHARD, tensor_data=data)

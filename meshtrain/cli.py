@@ -1,0 +1,153 @@
+"""The doors: one function per verb, and the only place that prints an error and sets an exit code.
+
+Exit codes: 0 done, 1 a bug (with its traceback), 2 the user's mistake (a line for each), 130 stopped by ctrl-C.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from meshtrain import console
+from meshtrain.errors import UserError
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+
+# Neither rich's help panels nor its tracebacks: they take longer to load than everything else here together.
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train any Hugging Face causal language model on PyTorch's own distributed stack, from one plan file.",
+)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as plan.mesh.tp=4.", show_default=False),
+]
+WorldSize = Annotated[int, typer.Option(min=1, help="Number of processes.", show_default=False)]
+OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="Number of processes.", show_default=False)]
+
+
+def main() -> None:
+    """Run the command line."""
+    from meshtrain.runtime.environment import rank_from_environment
+
+    console.configure(rank=rank_from_environment())
+    sys.exit(_exit_code(sys.argv[1:] or ["--help"]))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    # Not app(): it takes a broken pipe anywhere in the training for a closed terminal, and ends without a trace.
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("meshtrain", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.TyperException as mistake:
+        console.error_lines([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
+        return USER_MISTAKE
+    except UserError as mistake:
+        console.error_lines(mistake.problems)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        console.line(f"meshtrain {version('meshtrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def train(run: Run, overrides: Overrides = None) -> None:
+    """Train a run, or resume it. Start it with torchrun for more than one process."""
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    from meshtrain.training.run import train as train_run
+
+    train_run(config)
+
+
+@app.command()
+def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
+    """Show who would hold what. Finds every contradiction between run, plan, model and number of processes."""
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    from meshtrain.training.report import check_run
+
+    check_run(config, world_size)
+
+
+@app.command()
+def plan(
+    run: Run,
+    overrides: Overrides = None,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Show it as a plan file.")] = False,
+    world_size: OptionalWorldSize = None,
+) -> None:
+    """Show the resolved plan of a run."""
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    from meshtrain.training.report import show_plan
+
+    show_plan(config, world_size=world_size, as_toml=as_toml)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest.", show_default=False),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
+) -> None:
+    """Write a Hugging Face model. The stock from_pretrained loads it."""
+    from meshtrain.checkpoint.export import export_checkpoint
+
+    export_checkpoint(checkpoint, folder)
+
+
+@app.command()
+def generate(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="An exported Hugging Face model.", show_default=False)
+    ],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.8,
+    seed: int = 0,
+) -> None:
+    """Let an exported model go on from a prompt."""
+    from meshtrain.inference.generate import generate_text
+
+    text = generate_text(folder, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    console.line(text)
+
+
+@app.command()
+def schema(kind: Annotated[Literal["run", "plan"], typer.Argument(metavar="run|plan", show_default=False)]) -> None:
+    """Show a JSON schema. With it, editors complete run and plan files."""
+    from meshtrain.config.schema import json_schema
+
+    console.line(json.dumps(json_schema(kind), indent=2))

@@ -1,0 +1,54 @@
+"""Overrides: lines of TOML on the command line, such as `plan.mesh.tp=4`."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.problems import problem
+from meshtrain.config.settings import Setting, Source, Table, as_table
+
+FORM = "expected key=value, as in plan.mesh.tp=4"
+QUOTING = """quote lists and tables for the shell, as in 'data.train=["a.jsonl"]'"""
+
+
+def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
+    """Read each override; what cannot be read is added to `problems`.
+
+    A value that is not TOML is taken as a string (`run_directory=out`). No value at all takes the key away (`epochs=`),
+    so that one can set what it excludes.
+    """
+    source = Source("command line", Path.cwd())
+    tables = []
+    for line in lines:
+        try:
+            table = as_table(_parsed(line), source)
+        except tomllib.TOMLDecodeError:
+            problems.append(problem(source, (), f"cannot read {line!r}; {QUOTING if _is_compound(line) else FORM}"))
+            continue
+        if isinstance(table.get("extends"), Setting):
+            problems.append(problem(source, ("extends",), "only a file can extend another; name that file instead"))
+            continue
+        tables.append(table)
+    return tables
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    key, equals, value = line.partition("=")
+    if not equals or line.lstrip().startswith("#"):
+        raise tomllib.TOMLDecodeError
+    try:
+        return tomllib.loads(line)
+    except tomllib.TOMLDecodeError:
+        if _is_compound(line):
+            raise
+        return _with_leaf(tomllib.loads(f"{key} = 0"), value.strip() or None)
+
+
+def _is_compound(line: str) -> bool:
+    return line.partition("=")[2].lstrip().startswith(("[", "{", '"', "'"))
+
+
+def _with_leaf(table: dict[str, Any], value: str | None) -> dict[str, Any]:
+    ((name, below),) = table.items()
+    return {name: _with_leaf(below, value) if isinstance(below, dict) else value}

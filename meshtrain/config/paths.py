@@ -1,0 +1,48 @@
+"""The paths in a run: relative to the file that says them, wherever the run is started."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.reading import absolute
+from meshtrain.config.settings import Key, Table
+
+PATHS = (("run_directory",), ("data", "train"), ("data", "validation"), ("data", "cache_directory"))
+PATHS_OR_HUB_IDS = (("model", "path"), ("data", "tokenizer", "path"))
+BUILT_IN_SOURCES = ("python-stdlib",)
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def with_absolute_paths(run: Table, above: Key = ()) -> Table:
+    """Replace relative paths by absolute ones and expand `~`; hub ids and built-in sources stay as they are.
+
+    Args:
+        run: the settings of a run, or one of its tables.
+        above: where that table lies in the run.
+    """
+    resolved: Table = {}
+    for name, node in run.items():
+        key = (*above, name)
+        if isinstance(node, dict):
+            resolved[name] = with_absolute_paths(node, key)
+        elif key in PATHS or key in PATHS_OR_HUB_IDS:
+            resolved[name] = replace(node, value=_absolute(node.value, key, node.source.directory))
+        else:
+            resolved[name] = node
+    return resolved
+
+
+def _absolute(value: Any, key: Key, directory: Path) -> Any:
+    if isinstance(value, list):
+        return [_absolute(entry, key, directory) for entry in value]
+    if not isinstance(value, str):
+        return value
+    path = absolute(value, directory)
+    is_name = value in BUILT_IN_SOURCES if key in PATHS else is_hub_id(value) and not path.exists()
+    return value if is_name else str(path)
+
+
+def is_hub_id(text: str) -> bool:
+    """Tell whether a text can be the name of a repository on the hub: `name` or `organisation/name`."""
+    return HUB_ID.fullmatch(text) is not None and not text.endswith(".json")

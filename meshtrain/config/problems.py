@@ -1,0 +1,162 @@
+"""The wording of what is wrong in a file or on the command line: who said what, what was found, what to do."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+
+from meshtrain.config.schema import Schema, choices, expectation, keys_of, subschema
+from meshtrain.config.settings import Key, Setting, Source, Table, leaves, walk
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+LONGEST_VALUE = 60
+
+
+def dotted(key: Key) -> str:
+    """Write a key as TOML writes it."""
+    return ".".join(name if BARE_KEY.fullmatch(name) else f'"{name}"' for name in key)
+
+
+def problem(source: Source, key: Key, message: str) -> str:
+    """Write one line: the file that set the key, the key as it stands in that file, and what is wrong."""
+    own_key = key[len(source.inside) :] if is_inside(key, source.inside) else key
+    return f"{source.label}: {dotted(own_key)}: {message}" if own_key else f"{source.label}: {message}"
+
+
+def is_inside(key: Key, table: Key) -> bool:
+    """Tell whether a key lies in a table."""
+    return key[: len(table)] == table
+
+
+def syntax_problem(error: tomllib.TOMLDecodeError) -> str:
+    """Put the place before the reason."""
+    reason, _, place = str(error).removesuffix(")").rpartition(" (at ")
+    return f"{place}: {reason[:1].lower()}{reason[1:]}"
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """Return the option that the word was probably meant to be."""
+    by_lower_case = {option.lower(): option for option in options}
+    # 0.5, not difflib's 0.6: the field's own words (pp, tp) are short.
+    matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.5)
+    return by_lower_case[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, options: Sequence[str], others: str, *, ending: str = "") -> str:
+    """Return the end of a message about a wrong word: the nearest right one, or else all of them.
+
+    Args:
+        word: the wrong one.
+        options: the right ones.
+        others: what to call them all.
+        ending: that all of them have; it would make any two look alike.
+    """
+    if near := nearest(word, options):
+        return f"; did you mean {near + ending!r}?"
+    return f"; {others}: {', '.join(option + ending for option in options)}" if options else ""
+
+
+class Explainer:
+    """Puts into plain words what pydantic found wrong in settings.
+
+    Args:
+        table: the settings.
+        schema: of the file, to say what was expected.
+        asked: the file that the person named: to blame for what nobody set.
+        is_whole: every file could be read; otherwise nothing can be called missing.
+    """
+
+    def __init__(self, table: Table, schema: Schema, *, asked: Source, is_whole: bool) -> None:
+        self._table = table
+        self._schema = schema
+        self._asked = asked
+        self._is_whole = is_whole
+
+    def explain(self, error: ValidationError) -> list[str]:
+        """Return one line for each wrong key."""
+        lines: dict[Key, str] = {}
+        missing: list[Key] = []
+        misspelt: set[Key] = set()
+        for detail in error.errors(include_url=False):
+            location = tuple(str(name) for name in detail["loc"])
+            # For a value of several forms pydantic has several errors, each below the name of a form that nobody wrote.
+            *_, (key, node) = walk(self._table, location)
+            if detail["type"] == "missing":
+                missing.append(location)
+            elif detail["type"] == "value_error":
+                lines[key] = self._contradiction(key, node, str(detail["ctx"]["error"]))
+            elif (part := subschema(self._schema, key)) is None:
+                lines[key] = self._unknown_key(key, node)
+                misspelt.add((*key[:-1], nearest(key[-1], self._names_beside(key)) or ""))
+            else:
+                lines[key] = problem(self._speaker(node), key, _unexpected(part, node))
+        if self._is_whole:
+            lines |= {key: self._missing(key) for key in missing if key not in misspelt}
+        return list(lines.values())
+
+    def explain_removals(self) -> list[str]:
+        """Return one line for each key that was taken away and that does not exist: pydantic never sees it."""
+        removed = [(key, node) for key, node in leaves(self._table) if node.value is None]
+        return [self._unknown_key(key, node) for key, node in removed if subschema(self._schema, key) is None]
+
+    def _missing(self, key: Key) -> str:
+        part = subschema(self._schema, key)
+        assert part is not None
+        return problem(self._asked, key, f"missing; expected {expectation(part)}")
+
+    def _unknown_key(self, key: Key, node: Table | Setting) -> str:
+        source = self._speaker(node)
+        namesakes = [
+            other for other in keys_of(self._schema) if other[-1] == key[-1] and is_inside(other, source.inside)
+        ]
+        if namesakes:
+            places = " or ".join(repr(dotted(other[len(source.inside) :])) for other in namesakes)
+            return problem(source, key, f"unknown key; did you mean {places}?")
+        hint = did_you_mean(key[-1], self._names_beside(key), "the keys here are")
+        return problem(source, key, f"unknown key{hint}")
+
+    def _names_beside(self, key: Key) -> list[str]:
+        above = subschema(self._schema, key[:-1])
+        return list(above.get("properties", ())) if above else []
+
+    def _contradiction(self, key: Key, node: Table | Setting, message: str) -> str:
+        """Blame those who set the keys that the message names in backticks."""
+        if isinstance(node, Setting):
+            return problem(node.source, key, message)
+        named = [below for name, below in node.items() if f"`{name}`" in message]
+        sources = list(dict.fromkeys(source for below in named for source in _speakers(below))) or [self._asked]
+        together = replace(sources[0], label=", ".join(source.label for source in sources))
+        return problem(together, key, message)
+
+    def _speaker(self, node: Table | Setting) -> Source:
+        return next(_speakers(node), self._asked)
+
+
+def _speakers(node: Table | Setting) -> Iterator[Source]:
+    if isinstance(node, Setting):
+        yield node.source
+    else:
+        yield from (setting.source for _, setting in leaves(node))
+
+
+def _unexpected(part: Schema, node: Table | Setting) -> str:
+    value = None if isinstance(node, dict) else node.value
+    near = nearest(value, choices(part)) if isinstance(value, str) else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"expected {expectation(part)}, found {_found(node)}{hint}"
+
+
+def _found(node: Table | Setting) -> str:
+    if isinstance(node, dict):
+        return "a table"
+    if isinstance(node.value, str):
+        return f"the string {_shortened(repr(node.value))}"
+    return _shortened(json.dumps(node.value, default=str, ensure_ascii=False))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."

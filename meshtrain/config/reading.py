@@ -1,0 +1,144 @@
+"""Reading run and plan files, and the files that they extend."""
+
+import os
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.problems import did_you_mean, problem, syntax_problem
+from meshtrain.config.settings import Key, Setting, Source, Table, as_table, merge
+
+PLAN: Key = ("plan",)
+
+
+def shipped_plans() -> Path:
+    """Return the directory of the plans that come with meshtrain."""
+    package = Path(__file__).parents[1]
+    in_wheel = package / "parallel_plans"
+    return in_wheel if in_wheel.is_dir() else package.parent / "parallel_plans"
+
+
+def absolute(path: str, directory: Path) -> Path:
+    """Return where `path` points when somebody in `directory` says it."""
+    return Path(os.path.abspath(directory / os.path.expanduser(path)))
+
+
+def plan_path(name: str, directory: Path) -> Path:
+    """Return the file of a plan: a name that ends in .toml is a path, any other is that of a shipped plan."""
+    return absolute(name, directory) if name.endswith(".toml") else shipped_plans() / f"{name}.toml"
+
+
+def shown(path: Path) -> str:
+    """Return the path as a person in the current directory would say it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def names_plan(run: Table) -> bool:
+    """Tell whether these settings of a run say which plan to start from."""
+    plan = run.get("plan")
+    return isinstance(plan, Setting) or (plan is not None and "extends" in plan)
+
+
+class Reader:
+    """Reads files on top of what they extend; keeps every problem it meets instead of stopping at the first."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._open: list[Path] = []
+
+    def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
+        """Read the file that the person named, by `read_run` or `read_plan`."""
+        if path.exists():
+            return read(path)
+        self.problems.append(_no_file(name, path))
+        return {}
+
+    def read_run(self, path: Path) -> Table:
+        """Read a run file on top of the run that it extends."""
+        with self._opened(path, ()) as own:
+            table: Table = {}
+            if extends := _taken(own, "extends"):
+                named = absolute(extends.value, extends.source.directory)
+                table = self._follow(extends, ("extends",), named, self.read_run)
+            self.lay_over_run(table, own)
+        return table
+
+    def read_plan(self, path: Path, inside: Key = ()) -> Table:
+        """Read a plan file on top of the plan that it extends.
+
+        Args:
+            path: the file.
+            inside: ("plan",) when a run names it.
+        """
+        with self._opened(path, inside) as own:
+            extends = _taken(own, "extends")
+            table = self._named_plan(extends, (*inside, "extends")) if extends else {}
+            merge(table, own)
+        return table
+
+    def lay_over_run(self, run: Table, top: Table) -> None:
+        """Merge `top` into the run; a plan that says what it extends starts from there, not from the run's plan."""
+        plan = top.get("plan")
+        if name := _taken(top, "plan"):
+            run["plan"] = self._named_plan(name, PLAN)
+        elif isinstance(plan, dict) and (extends := _taken(plan, "extends")):
+            run["plan"] = self._named_plan(extends, (*PLAN, "extends"))
+        merge(run, top)
+
+    def _named_plan(self, name: Setting, key: Key) -> Table:
+        path = plan_path(name.value, name.source.directory)
+        inside = PLAN if key[:1] == PLAN else ()
+        return self._follow(name, key, path, lambda path: self.read_plan(path, inside))
+
+    def _follow(self, name: Setting, key: Key, path: Path, read: Callable[[Path], Table]) -> Table:
+        if not path.exists():
+            self.problems.append(problem(name.source, key, _no_file(name.value, path)))
+            return {}
+        if path.resolve() in self._open:
+            circle = " -> ".join(shown(file) for file in [*self._open, path.resolve()])
+            self.problems.append(problem(name.source, key, f"goes in a circle: {circle}; leave out one `extends`"))
+            return {}
+        return read(path)
+
+    @contextmanager
+    def _opened(self, path: Path, inside: Key) -> Iterator[Table]:
+        source = Source(shown(path), path.parent, inside)
+        self._open.append(path.resolve())
+        yield as_table(self._parsed(path, source), source)
+        self._open.pop()
+
+    def _parsed(self, path: Path, source: Source) -> dict[str, Any]:
+        try:
+            with path.open("rb") as file:
+                return tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            message = syntax_problem(error)
+        except UnicodeDecodeError as error:
+            message = f"not a TOML file: byte {error.start} is not UTF-8 text"
+        except OSError as error:
+            message = f"cannot be read: {error.strerror}"
+        self.problems.append(problem(source, (), message))
+        return {}
+
+
+def _no_file(name: str, path: Path) -> str:
+    """Say that the file is not there, and what is."""
+    root = shipped_plans()
+    if path.is_relative_to(root) and not name.endswith(".toml"):
+        shipped = sorted(file.relative_to(root).with_suffix("").as_posix() for file in root.rglob("*.toml"))
+        return f"no shipped plan {name!r}{did_you_mean(name, shipped, 'shipped are')}"
+    if not path.parent.is_dir():
+        return f"no file {path.name!r}: there is no directory {path.parent}"
+    neighbours = sorted(file.stem for file in path.parent.glob("*.toml"))
+    return f"no file {path.name!r} in {path.parent}{did_you_mean(path.stem, neighbours, 'there is', ending='.toml')}"
+
+
+def _taken(table: Table, name: str) -> Setting | None:
+    """Take a text out of the table; what is no text stays and is found wrong with all other values."""
+    node = table.get(name)
+    if isinstance(node, Setting) and isinstance(node.value, str):
+        del table[name]
+        return node
+    return None

@@ -1,0 +1,98 @@
+"""The JSON schemas of run and plan files: editors complete them, and error messages say from them what is expected."""
+
+from typing import Any, Literal
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.settings import Key
+
+Schema = dict[str, Any]
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+NAMES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false"}
+
+
+def json_schema(kind: Literal["run", "plan"]) -> Schema:
+    """Return the JSON schema (draft 2020-12) of a file as it is written: with `extends`, and `plan` as a name.
+
+    Args:
+        kind: which of the two files.
+    """
+    if kind == "plan":
+        plan = ParallelPlan.model_json_schema()
+        plan["properties"]["extends"] = _extends("The plan to start from: a shipped one, or a path to a .toml file")
+        return {"$schema": DIALECT, **plan}
+    run = RunConfig.model_json_schema()
+    run["properties"]["extends"] = _extends("The run file to start from")
+    plan = run["$defs"]["ParallelPlan"]
+    plan["properties"]["extends"] = _extends("The plan to start from: a shipped one, or a path to a .toml file")
+    table = {"$ref": run["properties"]["plan"].pop("$ref")}
+    run["properties"]["plan"]["anyOf"] = [{"type": "string"}, table]
+    # What a run must say may stand in the file that it extends.
+    run["anyOf"] = [{"required": ["extends"]}, {"required": run.pop("required")}]
+    return {"$schema": DIALECT, **run}
+
+
+def _extends(description: str) -> Schema:
+    return {"type": "string", "description": f"{description}; keys of this file win."}
+
+
+def subschema(schema: Schema, key: Key) -> Schema | None:
+    """Return the part of a schema that describes a key: empty where anything goes, None if there is no such key."""
+    part = resolved(schema, schema)
+    for name in key:
+        if not part:
+            return part
+        below = part.get("properties", {}).get(name, part.get("additionalProperties", False))
+        if below is False:
+            return None
+        part = {} if below is True else resolved(schema, below)
+    return part
+
+
+def resolved(schema: Schema, part: Schema) -> Schema:
+    """Follow a reference; a choice of forms is seen as its table, if it has one, and keeps its choices."""
+    if "$ref" in part:
+        return {**part, **schema["$defs"][part["$ref"].rpartition("/")[2]]}
+    tables = [form for form in part.get("anyOf", ()) if "$ref" in form]
+    return {**resolved(schema, tables[0]), **part} if tables else part
+
+
+def keys_of(schema: Schema, part: Schema | None = None, above: Key = ()) -> list[Key]:
+    """Return every key that the schema knows, the tables included."""
+    table = resolved(schema, schema if part is None else part)
+    keys = []
+    for name, below in table.get("properties", {}).items():
+        keys += [(*above, name), *keys_of(schema, below, (*above, name))]
+    return keys
+
+
+def choices(part: Schema) -> list[str]:
+    """Return the words that a value may be, if it may be a word."""
+    forms = part.get("anyOf", [part])
+    return [word for form in forms for word in form.get("enum", ())]
+
+
+def expectation(part: Schema) -> str:
+    """Say in words what a value must be."""
+    *others, last = [words for form in part.get("anyOf", [part]) for words in _forms(form)]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _forms(form: Schema) -> list[str]:
+    if form.get("type") == "null":
+        return []
+    if "enum" in form:
+        return [repr(word) for word in form["enum"]]
+    if form.get("type") == "array":
+        few = "one or more " if form.get("minItems") else ""
+        return [f"a list of {few}{_plural(expectation(form['items']))}"]
+    return [NAMES.get(form.get("type", "object"), "a table") + _range(form)]
+
+
+def _range(part: Schema) -> str:
+    limits = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"), ("exclusiveMaximum", "below"))
+    return "".join(f" {word} {part[limit]:g}" for limit, word in limits if limit in part)
+
+
+def _plural(words: str) -> str:
+    return words.removeprefix("a ").replace("number", "numbers").replace("string", "strings")

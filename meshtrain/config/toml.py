@@ -1,0 +1,100 @@
+"""From TOML files to words and back: runs, plans, and the families of models that plans are shipped for."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import tomli_w
+from pydantic import ValidationError
+
+from meshtrain.config.overrides import read_overrides
+from meshtrain.config.paths import with_absolute_paths
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.problems import Explainer
+from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
+from meshtrain.config.run import RunConfig
+from meshtrain.config.schema import json_schema
+from meshtrain.config.settings import Source, Table, merge, plain
+from meshtrain.config.words import Words
+from meshtrain.errors import ConfigError
+
+W = TypeVar("W", bound=Words)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file, what it extends, and the overrides on top.
+
+    Args:
+        path: the file.
+        overrides: `key=value` in TOML; later ones win. `plan=name` starts from another plan, wherever it stands.
+
+    Raises:
+        ConfigError: with every problem of all files and overrides.
+    """
+    file = absolute(str(path), Path.cwd())
+    reader = Reader()
+    table = reader.read_root(str(path), file, reader.read_run)
+    for top in sorted(read_overrides(overrides, reader.problems), key=names_plan, reverse=True):
+        reader.lay_over_run(table, top)
+    return _checked(RunConfig, table, file, reader.problems)
+
+
+def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> ParallelPlan:
+    """Read a plan file or a shipped plan, what it extends, and the overrides on top.
+
+    Args:
+        path_or_name: a path to a .toml file, or the name of a shipped plan such as "families/gpt2".
+        overrides: `key=value` in TOML, such as `mesh.tp=4`; later ones win.
+
+    Raises:
+        ConfigError: with every problem of all files and overrides.
+    """
+    file = plan_path(str(path_or_name), Path.cwd())
+    reader = Reader()
+    table = reader.read_root(str(path_or_name), file, reader.read_plan)
+    for top in read_overrides(overrides, reader.problems):
+        merge(table, top)
+    return _checked(ParallelPlan, table, file, reader.problems)
+
+
+def _checked(kind: type[W], table: Table, file: Path, problems: list[str]) -> W:
+    schema = json_schema("run" if kind is RunConfig else "plan")
+    explainer = Explainer(table, schema, asked=Source(shown(file), file.parent), is_whole=not problems)
+    problems = problems + explainer.explain_removals()
+    try:
+        words = kind.model_validate(plain(with_absolute_paths(table)))
+    except ValidationError as error:
+        raise ConfigError(dict.fromkeys(problems + explainer.explain(error))) from None
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return words
+
+
+def find_family(model_type: str) -> ParallelPlan | None:
+    """Return the shipped family that is written for a Hugging Face model type, if there is one."""
+    for path in sorted((shipped_plans() / "families").glob("*.toml")):
+        family = load_plan(path)
+        if model_type in family.model_types:
+            return family
+    return None
+
+
+def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
+    """Give a plan without styles of its own the tensor rules of the model's family, and nothing else of it."""
+    family = None if plan.tensor.styles else find_family(model_type)
+    if family is None:
+        return plan
+    rules = {name: getattr(family.tensor, name) for name in ("styles", "fused", "local_attributes")}
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
+
+
+def dump_toml(words: Words) -> str:
+    """Write a run or a plan with every value; `load_run` and `load_plan` read an equal one."""
+    return tomli_w.dumps(words.model_dump(exclude_none=True))
+
+
+def plan_hash(plan: ParallelPlan) -> str:
+    """Return a short name of what the plan says, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plan.model_dump(), sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,261 @@
+"""Everything a person sees while meshtrain works: lines, tables, progress. Only rank 0 shows anything.
+
+Texts are shown as they are: square brackets in a path or a model name are never taken for rich's markup.
+"""
+
+import io
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+RECORDED_COLUMNS = 110
+LOG_COLUMNS = 160
+SECONDS_BETWEEN_FRAMES = 0.1
+SECONDS_BETWEEN_LINES = 5.0
+BYTES_PER_MB = 1_000_000
+
+METRIC_FORMATS = {
+    "loss": "loss {:.3f}",
+    "learning_rate": "lr {:.1e}",
+    "grad_norm": "norm {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "eval_loss": "eval loss {:.3f}",
+}
+BAR_METRICS = ("loss", "tokens_per_second", "eval_loss")
+
+
+@dataclass(frozen=True)
+class _Screen:
+    rank: int
+    console: Console
+    recorder: Console | None
+
+    @property
+    def draws(self) -> bool:
+        return self.rank == 0 and self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
+        if self.rank == 0:
+            self.console.print(renderable, soft_wrap=soft_wrap)
+            self.record(renderable)
+
+    def record(self, renderable: RenderableType) -> None:
+        if self.recorder is not None:
+            self.recorder.print(renderable)
+
+
+def _screen_of(rank: int, record: bool) -> _Screen:
+    # A log is no terminal: it has no width, and rich would fold tables at 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else LOG_COLUMNS)
+    # A recorder of its own: rich records every frame of a progress bar, and only the last is wanted.
+    recorder = Console(record=True, file=io.StringIO(), width=RECORDED_COLUMNS, force_terminal=True) if record else None
+    return _Screen(rank, console, recorder)
+
+
+_screen = _screen_of(rank=0, record=False)
+
+
+def configure(*, rank: int = 0, record: bool = False) -> None:
+    """Say who is looking.
+
+    Args:
+        rank: of this process; only rank 0 shows anything.
+        record: keep what is shown for `save_svg`.
+    """
+    global _screen
+    _screen = _screen_of(rank, record)
+
+
+def save_svg(path: str | Path, title: str) -> None:
+    """Write a picture of what was shown since `configure(record=True)`."""
+    assert _screen.recorder is not None, "call configure(record=True) first"
+    _screen.recorder.save_svg(str(path), title=title)
+
+
+def line(text: str) -> None:
+    """Show a line, as long as it is; above the progress bar, if there is one."""
+    _screen.show(Text(text), soft_wrap=True)
+
+
+def warning(text: str) -> None:
+    """Show a line that starts with `warning:` on standard error."""
+    _show_on_standard_error(f"warning: {text}")
+
+
+def error_lines(problems: Iterable[str]) -> None:
+    """Show each problem on standard error, in one line that starts with `error:`."""
+    for problem in problems:
+        _show_on_standard_error(f"error: {problem}")
+
+
+def _show_on_standard_error(text: str) -> None:
+    if _screen.rank == 0:
+        # Through sys.stderr, not through a rich console: while a bar is drawn, rich puts these lines above it.
+        sys.stderr.write(" ".join(text.splitlines()) + "\n")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Show a table; columns of numbers (and numbers with units) are flush right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    shown = Table(title=Text(title, "bold"), title_justify="left", box=SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        is_number = all(row[index][:1].isdigit() for row in texts)
+        shown.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
+    for row in texts:
+        shown.add_row(*map(Text, row))
+    _screen.show(shown)
+
+
+@contextmanager
+def progress(
+    description: str, total: int, *, unit: Literal["MB", "steps"] = "steps"
+) -> Iterator[Callable[[int], None]]:
+    """Show how far a job of known size is: as a bar, or as a line now and then where nothing can be drawn.
+
+    Args:
+        description: of the job, in a word or two.
+        total: its size, in bytes or in steps.
+        unit: "MB" when sizes are bytes.
+
+    Yields:
+        a function that takes the bytes or steps done since its last call.
+    """
+    scale, digits = (BYTES_PER_MB, 1) if unit == "MB" else (1, 0)
+    left = _TimeLeft(total)
+    pace = _Pace(SECONDS_BETWEEN_LINES)
+    done = 0
+
+    def advance(amount: int) -> None:
+        nonlocal done
+        done += amount
+        size = f"{done / scale:,.{digits}f}/{total / scale:,.{digits}f} {unit}"
+        if bar is not None:
+            bar.draw(done, description, _joined(size, left.at(done)))
+        elif pace.is_due() or done >= total:
+            line(_joined(description, size, left.at(done)))
+
+    with _Bar(total) if _screen.draws else nullcontext() as bar:
+        yield advance
+
+
+class TrainingProgress:
+    """Shows where training is: a bar on a terminal, elsewhere a line now and then; a context manager.
+
+    Args:
+        total_steps: the step at which training ends.
+        every: steps between the lines.
+    """
+
+    def __init__(self, total_steps: int, *, every: int = 1) -> None:
+        self._total_steps = total_steps
+        self._every = every
+        self._left = _TimeLeft(total_steps)
+        self._bar = _Bar(total_steps) if _screen.draws else None
+        self._latest: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show what is known after a step; an evaluation is always worth a line.
+
+        Args:
+            step: optimizer steps done.
+            metrics: under the names of metrics.jsonl; those without a format are left out.
+        """
+        self._latest.update(metrics)
+        steps = f"step {step}/{self._total_steps}"
+        left = self._left.at(step)
+        if self._bar is not None:
+            self._bar.draw(step, steps, _joined(*_formatted(self._latest, BAR_METRICS), left))
+        elif step % self._every == 0 or step == self._total_steps or "eval_loss" in metrics:
+            line(_joined(steps, *_formatted(metrics, METRIC_FORMATS), left))
+
+
+def _formatted(metrics: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    return [METRIC_FORMATS[name].format(metrics[name]) for name in names if name in metrics]
+
+
+def _joined(*words: str) -> str:
+    return "  ".join(word for word in words if word)
+
+
+class _Bar:
+    """A bar between two texts.
+
+    Drawn only when something happens: rich's own refresh thread would be alive when a loader or a tokenizer forks.
+    """
+
+    def __init__(self, total: int) -> None:
+        columns = (
+            TextColumn("{task.fields[before]}", markup=False),
+            BarColumn(None),
+            TextColumn("{task.fields[after]}"),
+        )
+        self._progress = Progress(*columns, console=_screen.console, auto_refresh=False, expand=True)
+        self._task = self._progress.add_task("", total=total, before="", after="")
+        self._pace = _Pace(SECONDS_BETWEEN_FRAMES)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        _screen.record(self._progress.get_renderable())
+
+    def draw(self, done: int, before: str, after: str) -> None:
+        self._progress.update(self._task, completed=done, before=before, after=after)
+        if self._pace.is_due():
+            self._progress.refresh()
+
+
+class _Pace:
+    """Tells when the next frame or line is due; the first is due at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
+
+
+class _TimeLeft:
+    """The time that a job will still take, from the pace since its first report (what came before is start-up)."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._first: tuple[int, float] | None = None
+
+    def at(self, done: int) -> str:
+        """Return `eta 1:12`, or nothing while there is no telling or nothing left."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (done, now)
+        first_done, started = self._first
+        if not first_done < done < self._total:
+            return ""
+        minutes, seconds = divmod(round((now - started) / (done - first_done) * (self._total - done)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"eta {hours}:{minutes:02}:{seconds:02}" if hours else f"eta {minutes}:{seconds:02}"

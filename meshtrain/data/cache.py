@@ -1,0 +1,158 @@
+"""The cache: directories that one process builds once, and that are there completely or not at all."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128_hexdigest
+
+from meshtrain.errors import DataError
+
+FOLLOWER_PATIENCE_SECONDS = 2.0
+FOLLOWER_GLANCE_SECONDS = 0.01
+
+
+def identity_of(*what: object) -> str:
+    """Return a hash that names a thing by all that decides it; `what` is anything that JSON can say."""
+    return xxh3_128_hexdigest(json.dumps(what).encode())
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A directory that the processes of many runs share."""
+
+    directory: Path
+    leads: bool = True
+    """Whether this process goes first where several ask at once; it is the one whose progress bar is seen."""
+
+    def build(self, name: str, fill: Callable[[Path], None], *, is_whole: Callable[[Path], bool] = Path.is_dir) -> bool:
+        """Make sure that the directory `name` is there; of all processes that ask at once, one builds it.
+
+        It is built beside its place, flushed to disk, and renamed: a process that is killed leaves nothing behind that
+        is believed. What it leaves is removed by the next one that builds. The others wait; if the building failed,
+        they fail alike and at once.
+
+        Args:
+            name: relative to the cache.
+            fill: fills the directory it is given, which is new and empty.
+            is_whole: whether a directory is complete; one that is not is built again.
+
+        Returns:
+            Whether it had to be built since this process asked, by this process or another.
+
+        Raises:
+            DataError: what `fill` raised, here or in the process that this one waited for; or that the cache cannot be
+                written.
+        """
+        directory = self.directory / name
+        if is_whole(directory):
+            return False
+        note = directory.with_name(f"{directory.name}.failed")
+        note_before = file_identity(note)
+
+        def has_failed() -> bool:
+            return file_identity(note) != note_before
+
+        with self.locked(f"{name}.lock", is_done=lambda: is_whole(directory) or has_failed()):
+            if is_whole(directory):
+                return True
+            if has_failed():
+                # The process that we waited for failed. To try the same again would fail again, one rank after another.
+                raise DataError(json.loads(note.read_text()))
+            try:
+                _build(directory, fill)
+            except DataError as error:
+                write_atomically(note, json.dumps(error.problems))
+                raise
+            note.unlink(missing_ok=True)
+        return True
+
+    @contextmanager
+    def locked(self, name: str, *, is_done: Callable[[], bool]) -> Iterator[None]:
+        """Hold the lock file `name`, waiting until no other process does; a process that dies lets go of it.
+
+        Args:
+            is_done: whether another process has done the work; who does not lead gives the leader a moment to.
+
+        Raises:
+            DataError: if the cache cannot be written or its file system has no locks.
+        """
+        path = self.directory / name
+        descriptor = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            if not self.leads:
+                _let_the_leader_go_first(descriptor, is_done)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"cannot lock {path}: {error.strerror}; "
+                "set data.cache_directory to a directory that this user can write and whose file system has locks"
+            ) from error
+        else:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + FOLLOWER_PATIENCE_SECONDS
+    while not is_done() and time.monotonic() < give_up:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(FOLLOWER_GLANCE_SECONDS)
+
+
+def _build(directory: Path, fill: Callable[[Path], None]) -> None:
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        for left_behind in (partial, directory):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        partial.mkdir()
+        fill(partial)
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        partial.rename(directory)
+        _flush(directory.parent)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {directory}: {error.strerror}; make room, or set data.cache_directory to another place"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file `path` by one that holds `text`: readers see the old one or the new one."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.write_text(text)
+    _flush(partial)
+    partial.replace(path)
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Return what changes whenever `path` is replaced; None if there is no such file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

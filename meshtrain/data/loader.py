@@ -1,0 +1,68 @@
+"""The loader: batches of torch tensors, read in the background while the step before is computed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
+
+from meshtrain.data.order import SampleOrder
+from meshtrain.data.samples import Samples
+
+PREFETCHED_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one data-parallel rank reads for one step."""
+
+    step: int
+    """The optimizer step, from 0."""
+    epoch: int
+    """The epoch of the step, from 0."""
+    sample_ids: np.ndarray
+    """(global_batch,) int64: the samples of the whole step, on every rank, for those who ask what was trained on."""
+    tensors: dict[str, Tensor]
+    """This rank's rows, (global_batch/dp, seq) int64 each: input_ids, labels, and attention_mask for padded samples."""
+
+
+def build_loader(
+    samples: Samples,
+    order: SampleOrder,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    start_step: int,
+    stop_step: int,
+    pin_memory: bool = False,
+) -> Iterable[Batch]:
+    """Build the batches of the steps start_step <= step < stop_step for one data-parallel rank.
+
+    Each iteration starts a thread that reads up to PREFETCHED_BATCHES ahead; what it raises is raised here, with its
+    type. The thread ends with the iterator. Iterating again starts over at `start_step`.
+
+    Args:
+        dp_rank: this rank's place over all data-parallel axes; it takes the rows
+            dp_rank * local_batch <= row < (dp_rank + 1) * local_batch of the global batch.
+        dp_size: must divide the global batch.
+        pin_memory: put the tensors into page-locked memory; the process must have chosen its GPU before.
+    """
+    local_batch, rest = divmod(order.global_batch_size, dp_size)
+    assert rest == 0, f"a global batch of {order.global_batch_size} does not divide over {dp_size} ranks"
+    rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
+
+    def read(step: int) -> Batch:
+        sample_ids = order.sample_ids(step)
+        arrays = samples.read(sample_ids[rows])
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if pin_memory:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return Batch(step, order.epoch(step), sample_ids, tensors)
+
+    # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
+    # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.
+    steps = IterableWrapper(range(start_step, stop_step))
+    return cast(Iterable[Batch], Loader(Prefetcher(Mapper(steps, read), prefetch_factor=PREFETCHED_BATCHES)))

@@ -1,0 +1,125 @@
+"""Where the text comes from: the sources named in a run file become a list of files."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from meshtrain.errors import DataError, name_some
+
+PYTHON_STDLIB = "python-stdlib"
+"""The built-in source: the `.py` files of the running Python's standard library. Real text without a download."""
+
+NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+Kind = Literal["python", "jsonl", "jsonl.gz", "txt"]
+KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".txt": "txt"}
+
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of documents, and what its directory entry said when it was found."""
+
+    path: Path
+    kind: Kind
+    num_bytes: int
+    modified_nanoseconds: int
+
+
+def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
+    """Expand sources into files, in the order of the sources; the files of a glob are sorted by name.
+
+    A file that is named twice is read twice. Empty files of a glob are left out.
+
+    Args:
+        sources: PYTHON_STDLIB, or absolute paths and globs.
+        key: the key of the run file that names them, for messages.
+
+    Raises:
+        DataError: every source that is missing, empty or of an unknown kind.
+    """
+    files: list[SourceFile] = []
+    problems: list[str] = []
+    for source in sources:
+        try:
+            files += _python_stdlib() if source == PYTHON_STDLIB else _expand(source)
+        except DataError as error:
+            problems += [f"{key}: {problem}" for problem in error.problems]
+        except OSError as error:
+            problems.append(f'{key}: cannot look at "{error.filename}": {error.strerror}; mend its permissions')
+    if problems:
+        raise DataError(problems)
+    return files
+
+
+def _python_stdlib() -> list[SourceFile]:
+    root = sysconfig.get_path("stdlib")
+    paths: list[Path] = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = set(subdirectories) - NOT_STDLIB_TEXT
+        paths += [Path(directory, name) for name in names if name.endswith(".py")]
+    files = [file for path in sorted(paths) if (file := _source_file(path, "python")).num_bytes]
+    if not files:
+        raise DataError(f"{PYTHON_STDLIB}: this Python keeps no .py files in {root}; name files of your own")
+    return files
+
+
+def _expand(source: str) -> list[SourceFile]:
+    if glob.has_magic(source) and not os.path.lexists(source):
+        return _expand_glob(source)
+    path = Path(source)
+    if path.is_dir():
+        example = f"{source.rstrip('/')}/*.jsonl"
+        raise DataError(f'"{source}" is a directory; name its files, for example "{example}"; {_contents(path)}')
+    if not path.exists():
+        raise DataError(f'"{source}" does not exist; {_nearest(path)}')
+    file = _source_file(path, _kind(path))
+    if not file.num_bytes:
+        raise DataError(f'"{source}" is empty; leave it out, or write documents into it')
+    return [file]
+
+
+def _expand_glob(pattern: str) -> list[SourceFile]:
+    paths = [path for name in sorted(glob.glob(pattern, recursive=True)) if (path := Path(name)).is_file()]
+    if not paths:
+        fixed = Path(pattern)
+        while glob.has_magic(str(fixed)):
+            fixed = fixed.parent
+        raise DataError(f'"{pattern}" matches no file; {_contents(fixed) if fixed.is_dir() else _nearest(fixed)}')
+    files = [_source_file(path, _kind(path)) for path in paths]
+    if not any(file.num_bytes for file in files):
+        raise DataError(f'"{pattern}" matches only empty files; the first is {paths[0]}')
+    return [file for file in files if file.num_bytes]
+
+
+def _kind(path: Path) -> Kind:
+    for suffix, kind in KINDS.items():
+        if path.name.endswith(suffix):
+            return kind
+    raise DataError(
+        f'"{path}" is of no known kind; known are {", ".join(KINDS)} and the built-in source {PYTHON_STDLIB}'
+    )
+
+
+def _source_file(path: Path, kind: Kind) -> SourceFile:
+    status = path.stat()
+    return SourceFile(path, kind, status.st_size, status.st_mtime_ns)
+
+
+def _nearest(path: Path) -> str:
+    directory = next(parent for parent in path.parents if parent.is_dir())
+    if directory != path.parent:
+        return f"neither does its directory: {_contents(directory)}"
+    similar = get_close_matches(path.name, [PYTHON_STDLIB, *os.listdir(directory)], n=1)
+    return f'did you mean "{similar[0]}"?' if similar else _contents(directory)
+
+
+def _contents(directory: Path) -> str:
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+    return f"{directory} holds {name_some(names, NAMES_SHOWN) or 'nothing'}"

@@ -1,0 +1,98 @@
+"""Tokens per second of meshtrain's step next to a hand-written loop, in one run, as a ratio.
+
+    python -m tests.benchmarks.throughput [--steps 6] [--layout "tp 2"]
+
+Both sides live in the same processes and take turns, step by step, so that a slow moment of the machine hits both.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
+from meshtrain.config.toml import with_family
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.initialize import initialize_weights
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
+from meshtrain.training.loss import TokenLoss
+from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.step import Trainer, train_step
+from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, Step
+from tests.ranks import run_on_ranks
+
+GLOBAL_BATCH, SEQUENCE = 8, 512
+
+
+def meshtrain_step(degrees: dict[str, int]) -> Step:
+    """Build meshtrain's side of a layout."""
+    config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
+    model = build_model(config, dtype=torch.float32)
+    plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
+    batch = BatchShape(GLOBAL_BATCH, MICRO_BATCH, SEQUENCE)
+    plan = resolve_plan(with_family(plan, "llama"), model, batch, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    pipeline = parallelize(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
+    for stage in pipeline.stages:
+        initialize_weights(stage.model, seed=0, names=pipeline.canonical_names())
+    trainer = Trainer(
+        pipeline=pipeline,
+        loss=TokenLoss(CONFIG["vocab_size"], mesh.get_group("tp") if pipeline.logits_are_sharded else None),
+        optimizer=build_optimizer(pipeline, OptimizerConfig()),
+        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), 3e-4, 1000),
+        max_gradient_norm=1.0,
+    )
+    size = GLOBAL_BATCH // axis_size(mesh, *DATA_AXES)
+    rows = slice(data_rank(mesh) * size, (data_rank(mesh) + 1) * size)
+    number = 0
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        nonlocal number
+        number += 1
+        batch = {"input_ids": ids[rows], "labels": labels[rows]}
+        return train_step(trainer, number, batch, np.arange(GLOBAL_BATCH)).loss
+
+    return step
+
+
+def take_turns(layout: str, steps: int) -> list[tuple[float, float]]:
+    """Return the seconds of each pair of steps (bare, meshtrain), after one pair to warm up."""
+    build_bare, degrees = LAYOUTS[layout]
+    sides = [build_bare(), meshtrain_step(degrees)]
+    stream = torch.Generator().manual_seed(0)
+    pairs = []
+    for _ in range(steps + 1):
+        tokens = torch.randint(0, CONFIG["vocab_size"], (GLOBAL_BATCH, SEQUENCE + 1), generator=stream)
+        seconds = []
+        for step in sides:
+            dist.barrier()
+            begin = time.perf_counter()
+            step(tokens[:, :-1], tokens[:, 1:])
+            seconds.append(time.perf_counter() - begin)
+        pairs.append((seconds[0], seconds[1]))
+    return pairs[1:]
+
+
+def main() -> None:
+    """Print one line per layout."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layout", choices=list(LAYOUTS))
+    options = parser.parse_args()
+    print(f"{'layout':16}{'bare tok/s':>12}{'meshtrain':>12}{'ratio':>8}   (medians; ratio: median over {options.steps} pairs)")
+    for layout in [options.layout] if options.layout else LAYOUTS:
+        ranks = 1 if layout == "1 rank" else 2
+        pairs = run_on_ranks(ranks, take_turns, layout, options.steps, timeout=1200.0)[0]
+        bare, ours = (GLOBAL_BATCH * SEQUENCE / statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(a / b for a, b in pairs)
+        print(f"{layout:16}{bare:12,.0f}{ours:12,.0f}{ratio:8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Which directories are checkpoints, and what happens when one takes the name of another."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshtrain.checkpoint.directory import (
+    Manifest,
+    find_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    publish_checkpoint,
+    read_manifest,
+    write_manifest,
+)
+from meshtrain.errors import CheckpointError
+from meshtrain.models.fused import FusedParameter
+from tests.checkpoint.stages import manifest_of
+
+
+def make(root: Path, name: str, mark: str = "") -> Path:
+    directory = root / name
+    directory.mkdir(parents=True)
+    (directory / "mark").write_text(mark)
+    write_manifest(directory, manifest_of(1))
+    return directory
+
+
+def names(root: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(root)]
+
+
+def test_the_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
+    fused = FusedParameter("h.0.attn.c_attn.weight", ("h.0.attn.c_attn.q.weight", "h.0.attn.c_attn.k.weight"), 1)
+    manifest = manifest_of(7, fused=(fused,), tied={"lm_head.weight": "wte.weight"}, dtypes={"wte.weight": "bfloat16"})
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_only_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
+    for name in ("step-9", "step-10", "step-30.tmp", "step-x", "best"):
+        make(tmp_path, name)
+    (tmp_path / "step-20").mkdir()
+    assert names(tmp_path) == ["step-10", "step-9"]
+    assert names(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_set_aside_counts_until_its_name_is_taken(tmp_path: Path) -> None:
+    make(tmp_path, "step-10.old")
+    assert names(tmp_path) == ["step-10.old"]
+    make(tmp_path, "step-10")
+    assert names(tmp_path) == ["step-10"]
+
+
+def test_the_same_step_is_replaced_and_the_old_one_pruned(tmp_path: Path) -> None:
+    make(tmp_path, "step-10.old", "killed long ago")
+    make(tmp_path, "step-10", "old")
+    publish_checkpoint(make(tmp_path, "step-10.tmp", "new"), tmp_path / "step-10")
+    assert (tmp_path / "step-10" / "mark").read_text() == "new"
+    assert (tmp_path / "step-10.old" / "mark").read_text() == "old"
+    prune_checkpoints(tmp_path, step=10, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_pruning_keeps_the_newest_and_clears_what_killed_saves_left(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3", "step-9", "step-2.tmp", "step-3.old", "step-4.old.tmp", "best"):
+        make(tmp_path, name)
+    (tmp_path / "step-5").mkdir()
+    prune_checkpoints(tmp_path, step=3, keep=2)
+    # step-9 belongs to a future that was rewound, step-5 and best are not ours.
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-3", "step-9", "step-5", "best"}
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoints"])
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, inside: str) -> None:
+    newest = make(tmp_path / inside, "step-20")
+    make(tmp_path / inside, "step-3")
+    assert find_checkpoint(tmp_path) == newest
+    assert find_checkpoint(newest) == newest
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; give a step-N directory"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"nowhere is no checkpoint: it is not a directory"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"step-3.tmp was never finished"):
+        find_checkpoint(make(tmp_path, "step-3.tmp"))
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: cannot read .*manifest.json: No such file"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"manifest.json is broken \(Expecting property name"),
+        ("{}", r"manifest.json is broken \('format_version'\)"),
+        ("[]", r"manifest.json is broken \(list indices"),
+        (
+            '{"format_version": 2, "later": 1}',
+            r"has format version 2, this meshtrain reads 1; use the meshtrain that saved",
+        ),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_with_wrong_fields_names_each(tmp_path: Path) -> None:
+    fields = json.loads(manifest_of(3).model_dump_json())
+    del fields["seed"]
+    (tmp_path / "manifest.json").write_text(json.dumps(fields | {"step": "three"}))
+    with pytest.raises(CheckpointError, match=r"step: Input should be a valid integer; seed: Field required"):
+        read_manifest(tmp_path)
+
+
+def test_every_field_of_the_manifest_is_explained() -> None:
+    assert all(field.description for field in Manifest.model_fields.values())

@@ -1,0 +1,210 @@
+"""From a checkpoint to what stock transformers loads, bit for bit."""
+
+import ctypes
+import json
+import resource
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from meshtrain.checkpoint.directory import Manifest
+from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.errors import CheckpointError
+from meshtrain.models.fused import FusedParameter
+from tests.checkpoint.stages import manifest_of
+from tests.ranks import run_on_ranks
+
+GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=10, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+LLAMA = LlamaConfig(
+    vocab_size=40,
+    hidden_size=8,
+    intermediate_size=14,
+    num_hidden_layers=11,
+    num_attention_heads=2,
+    tie_word_embeddings=True,
+)
+M_MMAP_THRESHOLD = -3
+FUSED = tuple(
+    FusedParameter(f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in "qkv"), dim)
+    for name in ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
+    for kind, dim in (("weight", 1), ("bias", 0))
+)
+
+
+def tensors_of(model: PreTrainedModel, fused: tuple[FusedParameter, ...] = ()) -> dict[str, Tensor]:
+    """Return checkpoint key -> value, and optimizer state that must not be exported."""
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for entry in fused:
+        values |= dict(zip(entry.parts, values.pop(entry.name).chunk(3, entry.dim), strict=True))
+    states = {f"optimizer.exp_avg.{name}": torch.zeros_like(value) for name, value in values.items()}
+    return {f"model.{name}": value.contiguous() for name, value in values.items()} | states
+
+
+def save(
+    root: Path, model: PreTrainedModel, step: int = 1, fused: tuple[FusedParameter, ...] = (), **values: object
+) -> Path:
+    manifest = manifest_of(step, architecture=type(model).__name__, fused=fused, **values)
+    tensors = tensors_of(model, fused)
+    return save_checkpoint(root, step, tensors, manifest=manifest, huggingface=model.config.save_pretrained, keep=9)
+
+
+def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sharded = {
+        key: distribute_tensor(tensor, mesh, [Shard(0), Shard(tensor.dim() - 1)]) for key, tensor in tensors.items()
+    }
+    save_checkpoint(root, manifest.step, sharded, manifest=manifest, huggingface=huggingface, keep=1)
+
+
+def check_loads(folder: Path, model: PreTrainedModel) -> None:
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(loaded) is type(model)
+    wanted = model.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == wanted[name].dtype
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_fused_parts_are_joined_and_any_mesh_exports_the_same(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    manifest = manifest_of(
+        1, architecture="GPT2LMHeadModel", fused=FUSED, tied={"lm_head.weight": "transformer.wte.weight"}
+    )
+    one = save(tmp_path / "one", model, fused=FUSED)
+    run_on_ranks(4, save_sharded, tmp_path / "four", tensors_of(model, FUSED), manifest, one / "huggingface")
+    for name in ("one", "four"):
+        export_checkpoint(tmp_path / name / "step-1", tmp_path / f"{name}-exported")
+        check_loads(tmp_path / f"{name}-exported", model)
+    first, second = ((tmp_path / f"{name}-exported" / "model.safetensors").read_bytes() for name in ("one", "four"))
+    assert first == second
+
+
+def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LLAMA).to(torch.bfloat16)
+    in_float32 = LlamaForCausalLM(LLAMA)
+    in_float32.load_state_dict(model.state_dict())
+    save(tmp_path, in_float32, tied={"lm_head.weight": "model.embed_tokens.weight"}, dtype="bfloat16")
+    folder = tmp_path / "a" / "b"
+    export_checkpoint(tmp_path / "step-1", folder, max_shard_bytes=3000)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert "lm_head.weight" not in index["weight_map"]
+    layers = [name.split(".")[2] for name in index["weight_map"] if ".layers." in name]
+    assert layers == sorted(layers, key=int)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    check_loads(folder, model)
+
+
+def test_single_weights_keep_their_own_number_format(tmp_path: Path) -> None:
+    save(tmp_path, LlamaForCausalLM(LLAMA), dtype="bfloat16", dtypes={"model.norm.weight": "float32"})
+    export_checkpoint(tmp_path / "step-1", tmp_path / "out")
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name, value in weights.items() if value.dtype == torch.float32} == {"model.norm.weight"}
+
+
+def test_a_run_directory_gives_its_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 10):
+        model = LlamaForCausalLM(LLAMA)
+        save(tmp_path / "checkpoints", model, step)
+    export_checkpoint(tmp_path, tmp_path / "out")
+    check_loads(tmp_path / "out", model)
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/checkpoints/step-10 is the newest checkpoint" in said
+    assert f"{tmp_path}/out holds LlamaForCausalLM of step 10" in said
+
+
+def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path: Path) -> None:
+    save(tmp_path, LlamaForCausalLM(LLAMA))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    export_checkpoint(tmp_path / "step-1", folder)
+    before = sorted(folder.iterdir())
+    for taken in (folder, folder / "config.json"):
+        with pytest.raises(CheckpointError, match=f"{taken} exists and is not empty; export into a new folder"):
+            export_checkpoint(tmp_path / "step-1", taken)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_checkpoints_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    folder = tmp_path / "out"
+    lacking = save(tmp_path, model, 1)
+    manifest = manifest_of(1, fused=FUSED[:1])
+    (lacking / "manifest.json").write_text(manifest.model_dump_json())
+    with pytest.raises(
+        CheckpointError, match=r"step-1 lacks parts that its manifest names: transformer.h.0.attn.c_attn.k"
+    ):
+        export_checkpoint(lacking, folder)
+    bare = save_checkpoint(tmp_path, 2, tensors_of(model), manifest=manifest_of(2), huggingface=None, keep=9)
+    with pytest.raises(CheckpointError, match=r"step-2 has no huggingface/config.json; put the model's configuration"):
+        export_checkpoint(bare, folder)
+    (bare / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step-2/__0_0.distcp is missing; use another checkpoint"):
+        export_checkpoint(bare, folder)
+    assert not folder.exists()
+
+
+def export_on_full_disk(checkpoint: Path, folder: Path) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        export_checkpoint(checkpoint, folder)
+    return str(caught.value)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", LlamaForCausalLM(LLAMA))
+    folder = tmp_path / "out" / "model"
+    (message,) = run_on_ranks(1, export_on_full_disk, saved, folder)
+    assert message.startswith(f"cannot write {folder}: ")
+    assert "File too large" in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def peak_growth(checkpoint: Path, folder: Path, max_shard_bytes: int) -> int:
+    # glibc keeps freed memory up to a size that it raises as it goes; here freed means given back.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes()
+    export_checkpoint(checkpoint, folder, max_shard_bytes=max_shard_bytes)
+    return _peak_bytes() - before
+
+
+def _peak_bytes() -> int:
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    matrix, growth = torch.ones(1024, 1024), {}
+    for num_matrices in (8, 48):
+        tensors = {f"model.{index}": matrix for index in range(num_matrices)}
+        manifest, config = manifest_of(num_matrices), LLAMA.save_pretrained
+        saved = save_checkpoint(tmp_path, num_matrices, tensors, manifest=manifest, huggingface=config, keep=9)
+        (growth[num_matrices],) = run_on_ranks(1, peak_growth, saved, tmp_path / f"{num_matrices}", 4 * matrix.nbytes)
+    # A file of four matrices, and what the code itself and the reading of one takes.
+    assert max(growth.values()) < 10 * matrix.nbytes, growth
+    assert growth[48] < growth[8] + matrix.nbytes, growth

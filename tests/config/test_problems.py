@@ -1,0 +1,134 @@
+"""What is wrong in a file, in plain words: who said it, the key, what was expected, what was found."""
+
+import pytest
+
+from meshtrain.config.toml import load_run
+from meshtrain.errors import ConfigError
+
+
+def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(text=text, whole=whole), overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("plan.mesh.tq = 2", "plan.mesh.tq: unknown key; did you mean 'tp'?"),
+        ("tp = 2", "tp: unknown key; did you mean 'plan.mesh.tp'?"),
+        ("keep = 2", "keep: unknown key; did you mean 'checkpoint.keep'?"),
+        (
+            "plan.every = 2",
+            "plan.every: unknown key; did you mean 'evaluation.every' or 'checkpoint.every' or 'logging.every' or "
+            "'plan.recompute.every'?",
+        ),
+        ("plan.mesh.zzz = 2", "plan.mesh.zzz: unknown key; the keys here are: pp, dp_replicate, dp_shard, tp"),
+        ("optimiser.beta1 = 0.9", "optimiser: unknown key; did you mean 'optimizer'?"),
+    ],
+)
+def test_unknown_keys(write, text, message):
+    assert problems_of(write, text) == (f"run.toml: {message}",)
+
+
+def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
+    write("plan.toml", "tp = 2\nlearning_rate = 0.1", whole=False)
+
+    assert problems_of(write, 'plan = "plan.toml"') == (
+        "plan.toml: tp: unknown key; did you mean 'mesh.tp'?",
+        "plan.toml: learning_rate: unknown key; the keys here are: model_types, mesh, pipeline, tensor, shard, "
+        "precision, recompute, compile, extends",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed = 0.5", "seed: expected a whole number, found 0.5"),
+        ("epochs = 0", "epochs: expected a whole number from 1, found 0"),
+        ("epochs = true", "epochs: expected a whole number from 1, found true"),
+        ("epochs.x = 1", "epochs: expected a whole number from 1, found a table"),
+        ("data.shuffle = 'yes'", "data.shuffle: expected true or false, found the string 'yes'"),
+        ("data.text_key = 1979-05-27", 'data.text_key: expected a string, found "1979-05-27"'),
+        ("data.train = []", "data.train: expected a list of one or more strings, found []"),
+        ("data.train = ['a', 1]", 'data.train: expected a list of one or more strings, found ["a", 1]'),
+        ("data.validation = 1", "data.validation: expected a number from 0 below 1 or a list of strings, found 1"),
+        ("data.tokenizer = 'gpt2'", "data.tokenizer: expected a table, found the string 'gpt2'"),
+        (
+            "optimizer.learning_rate = '1e-4'",
+            "optimizer.learning_rate: expected a number above 0, found the string '1e-4'",
+        ),
+        ("plan = 3", "plan: expected a string or a table, found 3"),
+        ("plan.extends = 3", "plan.extends: expected a string, found 3"),
+        ("extends.x = 3", "extends: expected a string, found a table"),
+        (
+            "plan.pipeline.layers_per_stage = 'evn'",
+            "plan.pipeline.layers_per_stage: expected 'balanced', 'even' or a list of whole numbers from 0, found the "
+            "string 'evn'; did you mean 'even'?",
+        ),
+        (
+            "plan.pipeline.layers_per_stage = [1, 'x']",
+            "plan.pipeline.layers_per_stage: expected 'balanced', 'even' or a list of whole numbers from 0, "
+            'found [1, "x"]',
+        ),
+        (
+            "plan.pipeline.schedule = '1F1b'",
+            "plan.pipeline.schedule: expected 'GPipe', '1F1B' or 'Interleaved1F1B', found the string '1F1b'; "
+            "did you mean '1F1B'?",
+        ),
+        (
+            "plan.tensor.styles.'h.*.c_fc' = 'colwize'",
+            "plan.tensor.styles.\"h.*.c_fc\": expected 'colwise', 'colwise_gather_output', 'rowwise', "
+            "'embedding_rowwise', 'sequence_parallel', 'replicate', 'replicated_with_grad_allreduce' or 'shared_input'"
+            ", found the string 'colwize'; did you mean 'colwise'?",
+        ),
+    ],
+)
+def test_wrong_values(write, text, message):
+    assert problems_of(write, text) == (f"run.toml: {message}",)
+
+
+def test_a_long_value_is_shortened(write):
+    (line,) = problems_of(write, f"seed = '{'x' * 500}'")
+
+    assert line == f"run.toml: seed: expected a whole number, found the string '{'x' * 56}..."
+
+
+def test_missing_keys_are_the_fault_of_the_file_that_was_named(write):
+    write("base.toml", "steps = 1", whole=False)
+
+    assert problems_of(write, 'extends = "base.toml"\nmodel.type = "gpt2"', whole=False) == (
+        "run.toml: run_directory: missing; expected a string",
+        "run.toml: global_batch_size: missing; expected a whole number from 1",
+    )
+
+
+def test_a_misspelt_key_is_not_also_called_missing(write):
+    assert problems_of(write, "run_dir = 'x'\nglobal_batchsize = 3\nmodle.type = 'gpt2'\nsteps = 1", whole=False) == (
+        "run.toml: run_dir: unknown key; did you mean 'run_directory'?",
+        "run.toml: global_batchsize: unknown key; did you mean 'global_batch_size'?",
+        "run.toml: modle: unknown key; did you mean 'model'?",
+    )
+
+
+def test_a_contradiction_is_the_fault_of_those_who_set_the_keys(write):
+    assert problems_of(write, "", "epochs=1", "run_directory=x") == (
+        "run.toml, command line: both of `steps` and `epochs` given; give one",
+    )
+    assert problems_of(write, "", "model.path=gpt2") == (
+        "run.toml, command line: model: both of `path` and `type` given; give one: where the model is, or its type",
+    )
+    assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` given; give one",)
+
+
+def test_contradictions_inside_one_table(write):
+    assert problems_of(write, 'data.tokenizer = { path = "x", vocab_size = 300 }') == (
+        "run.toml: data.tokenizer: both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of "
+        "a new one",
+    )
+    assert problems_of(write, "", "model.weights=pretrained") == (
+        'command line: model: `weights` = "pretrained" needs `path`, the directory or hub id that holds them',
+    )
+    assert problems_of(write, "", "model.type=") == (
+        "command line: model: neither of `path` and `type` given; give one: where the model is, or its type",
+    )

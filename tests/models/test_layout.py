@@ -1,0 +1,45 @@
+"""Where the local part of a tensor lies, against what torch's own tensor parallelism and FSDP2 put there."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshtrain.models.layout import local_indices, local_ranges, local_tensor
+from tests.ranks import run_on_ranks
+
+# 9 and 50257 (GPT-2's vocabulary) are sizes that torch's arithmetic for _StridedShard gets wrong on this mesh.
+NUM_ROWS = (1, 3, 8, 9, 50257)
+
+
+def look(dp: int, tp: int) -> list[bool]:
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    module = nn.Module()
+    for rows in NUM_ROWS:
+        matrix = torch.stack([torch.arange(float(rows)), torch.full((rows,), -1.0)], dim=1)
+        module.register_parameter(f"{rows}", nn.Parameter(distribute_tensor(matrix, mesh["tp"], [Shard(0)])))
+    fully_shard(module, mesh=mesh["dp"])
+    same = []
+    for parameter in module.parameters():
+        rows, columns = local_indices(parameter)
+        same.append(torch.equal(local_tensor(parameter)[:, 0].long(), rows) and columns.tolist() == [0, 1])
+        whole = [torch.arange(size) for size in parameter.shape]
+        same.append(
+            all(
+                torch.equal(index[place], found)
+                for index, place, found in zip(whole, local_ranges(parameter), (rows, columns), strict=True)
+            )
+        )
+    return same
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(4, 2), (2, 3)])
+def test_indices_are_where_torch_put_the_rows(dp: int, tp: int) -> None:
+    assert all(all(same) for same in run_on_ranks(dp * tp, look, dp, tp))
+
+
+def test_a_plain_tensor_lies_here_whole() -> None:
+    assert [index.tolist() for index in local_indices(torch.zeros(2, 3))] == [[0, 1], [0, 1, 2]]
+    assert local_ranges(torch.zeros(2, 0)) == [slice(0, 2), slice(0, 0)]

@@ -1,0 +1,136 @@
+"""The doors as a person uses them: real processes, their exit codes, what they print and how long they think."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
+MOST_CPU_SECONDS = 0.5
+VERBS = ("train", "check", "plan", "export", "generate", "schema")
+
+
+def meshtrain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshtrain", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_verb(arguments):
+    shown = meshtrain(*arguments)
+
+    assert shown.returncode == 0
+    assert all(f"\n  {verb} " in shown.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb):
+    shown = meshtrain(verb, "--help")
+
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"Usage: meshtrain {verb} ")
+
+
+def test_version():
+    assert meshtrain("--version").stdout == "meshtrain 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trian"], "error: No such command 'trian'. Did you mean 'train'? (see meshtrain --help)\n"),
+        (["train"], "error: Missing argument 'RUN'. (see meshtrain --help)\n"),
+        (["check", "run.toml"], "error: Missing option '--world-size'. (see meshtrain --help)\n"),
+        (
+            ["plan", "run.toml", "--tml"],
+            "error: No such option: --tml (Possible options: --toml) (see meshtrain --help)\n",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments, line):
+    shown = meshtrain(*arguments)
+
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize("verb", [["train"], ["check", "--world-size", "2"], ["plan", "--toml"]])
+def test_mistakes_in_a_run_are_a_line_each(verb):
+    shown = meshtrain(*verb, "run.toml", "plan.mesh.tq=2", "step=3")
+
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.splitlines() == [
+        "error: command line: plan.mesh.tq: unknown key; did you mean 'tp'?",
+        "error: command line: step: unknown key; did you mean 'steps'?",
+    ]
+
+
+def test_other_ranks_end_silently():
+    shown = meshtrain("train", "run.toml", "step=3", RANK="1", WORLD_SIZE="2")
+
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", "")
+
+
+def test_a_missing_checkpoint_is_a_mistake():
+    shown = meshtrain("export", "nowhere", "folder")
+
+    assert shown.returncode == 2
+    assert shown.stderr.startswith("error: ")
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_bug_shows_its_traceback():
+    shown = meshtrain("train", "run.toml", RANK="one")
+
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("Traceback")
+
+
+def test_control_c_has_its_own_exit_code(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    process = subprocess.Popen([sys.executable, "-m", "meshtrain", "train", "pipe.toml"], stderr=subprocess.PIPE)
+    # Opening waits until the other process reads the run, which then waits for what never comes.
+    with (tmp_path / "pipe.toml").open("w"):
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)
+
+    assert (process.returncode, error) == (130, b"")
+
+
+@pytest.mark.parametrize(("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan")])
+def test_schemas(kind, title):
+    assert json.loads(meshtrain("schema", kind).stdout)["title"] == title
+
+
+def test_an_unknown_schema():
+    shown = meshtrain("schema", "rnu")
+
+    assert shown.returncode == 2
+    assert "'rnu' is not one of 'run', 'plan'" in shown.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "run.toml", "plan.mesh.tq=4", "plan=families/gpt2"]])
+def test_help_and_mistakes_answer_at_once(arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-X", "importtime", "-m", "meshtrain", *arguments]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    print(f"meshtrain {' '.join(arguments)}: {seconds:.2f} s of CPU")
+    loaded = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
+    assert "meshtrain.cli" in loaded
+    assert not {"torch", "transformers", "numpy"}.intersection(loaded)
+    assert seconds < MOST_CPU_SECONDS
