@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, RecomputePlan, ShardPlan, CompilePlan
+from meshtrain.config.plan import (
+    CompilePlan,
+    MeshPlan,
+    ParallelPlan,
+    PipelinePlan,
+    PrecisionPlan,
+    RecomputePlan,
+    ShardPlan,
+)
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
@@ -50,6 +58,7 @@ GPT2 = {
 }
 MODELS = {
     "gpt2-tied": ModelConfig(type="gpt2", config=GPT2),
+    "gpt2-odd": ModelConfig(type="gpt2", config={**GPT2, "vocab_size": VOCABULARY + 3}),
     "llama-untied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
     "llama-tied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": True}),
     "qwen3": ModelConfig(type="qwen3", config={**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
@@ -247,7 +256,7 @@ def build_trainer(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) ->
     group = pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None
     return Trainer(
         pipeline=pipeline,
-        loss=TokenLoss(VOCABULARY, group),
+        loss=TokenLoss(pipeline.stages[0].model.config.vocab_size, group),
         optimizer=build_optimizer(pipeline, optimizer),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, STEPS),
         max_gradient_norm=optimizer.max_gradient_norm,

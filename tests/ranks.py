@@ -43,9 +43,9 @@ class RankError(AssertionError):
         self.rank, self.original = rank, original
 
 
-def _send(pipe: Connection, done: bool, value: Any) -> None:
+def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseException | None] | None = None) -> None:
     # By value: multiprocessing would share the memory of tensors with a process that is about to end.
-    pipe.send_bytes(pickle.dumps((done, value)))
+    pipe.send_bytes(pickle.dumps((value, failure)))
 
 
 def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Callable, args: tuple) -> None:
@@ -55,7 +55,7 @@ def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Calla
     try:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        _send(pipe, True, fn(*args))
+        _send(pipe, value=fn(*args))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - carried to the test, whatever it is
@@ -63,7 +63,7 @@ def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Calla
             original = pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - an exception that cannot travel still has its trace
             original = None
-        _send(pipe, False, (traceback.format_exc(), original))
+        _send(pipe, failure=(traceback.format_exc(), original))
         pipe.close()
         os._exit(1)
 
@@ -124,10 +124,10 @@ def _collect(world_size: int, fn: Callable, args: tuple, store: str, timeout: fl
 
 def _receive(rank: int, pipe: Connection, process: Any) -> Any:
     try:
-        done, value = pickle.loads(pipe.recv_bytes())
+        value, failure = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(10)
         raise RankError(rank, f"ended without an answer, exit code {process.exitcode}", None) from None
-    if not done:
-        raise RankError(rank, *value)
+    if failure is not None:
+        raise RankError(rank, *failure)
     return value

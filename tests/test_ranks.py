@@ -38,5 +38,5 @@ def test_an_exception_on_one_rank_reaches_the_test() -> None:
 
 
 def test_a_killed_rank_is_reported() -> None:
-    with pytest.raises(RankError, match="exit code -9|Connection closed|Connection reset"):
+    with pytest.raises(RankError, match=r"exit code -9|Connection closed|Connection reset"):
         run_on_ranks(2, die_on_one)

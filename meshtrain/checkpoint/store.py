@@ -120,8 +120,9 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
             raise
 
 

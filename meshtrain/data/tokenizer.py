@@ -6,6 +6,7 @@ Either way the result is a directory that `AutoTokenizer.from_pretrained` loads 
 import heapq
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,17 @@ PAD_TOKEN = "<|pad|>"
 
 KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """What is taken for the end token of a tokenizer that does not say."""
+
+TOKENIZER_FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 
 TRAINING_BYTES = 64 << 20
 """A BPE learns next to nothing from more text than this, but its memory and time grow with it."""
@@ -58,6 +70,12 @@ class TokenizerFiles:
     def load(self) -> Tokenizer:
         """Load the tokenizer without the truncation and padding that its file may ask for."""
         return _load_tokenizer(self.directory / "tokenizer.json")
+
+    def copy(self, directory: Path) -> None:
+        """Copy the tokenizer into an existing directory, without what else lies beside it, such as a model."""
+        for name in TOKENIZER_FILE_NAMES:
+            if (self.directory / name).is_file():
+                shutil.copyfile(self.directory / name, directory / name)
 
 
 @contextmanager

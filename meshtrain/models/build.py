@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
@@ -36,12 +36,16 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
         for name, value in model.config.items():
             setattr(config, name, value)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
-        raise ModelError(f"model type {config.model_type!r} has no causal language model in transformers; use one that has")
+        raise ModelError(
+            f"model type {config.model_type!r} has no causal language model in transformers; use one that has"
+        )
     config.use_cache = False
     return config
 
 
-def build_model(config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "sdpa", trust_remote_code: bool = False) -> PreTrainedModel:
+def build_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "sdpa", trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Build the stock model on the meta device, in training mode.
 
     Args:
@@ -59,9 +63,11 @@ def build_model(config: PretrainedConfig, *, dtype: torch.dtype, attention: str 
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"transformers cannot build a {config.model_type} model from this configuration: {error}") from error
+        raise ModelError(
+            f"transformers cannot build a {config.model_type} model from this configuration: {error}"
+        ) from error
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def local_directory(path: str) -> Path:
@@ -75,7 +81,9 @@ def local_directory(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path = {path!r}: no such directory, and the hub cannot give it: {_first_line(error)}") from error
+        raise ModelError(
+            f"model.path = {path!r}: no such directory, and the hub cannot give it: {_first_line(error)}"
+        ) from error
 
 
 def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
@@ -97,7 +105,9 @@ def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
 def _config_at(model: ModelConfig) -> PretrainedConfig:
     assert model.path is not None
     if Path(model.path).is_dir() and not (Path(model.path) / "config.json").is_file():
-        raise ModelError(f"model.path = {model.path!r}: the directory holds no config.json; is it a Hugging Face model?")
+        raise ModelError(
+            f"model.path = {model.path!r}: the directory holds no config.json; is it a Hugging Face model?"
+        )
     try:
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:

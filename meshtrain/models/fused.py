@@ -62,26 +62,24 @@ def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedPa
     entries = []
     for name, part_names in found.items():
         module = model.get_submodule(name)
-        dim = _output_dim(module, name)
+        if not isinstance(module, (nn.Linear, Conv1D)):
+            raise PlanError(f"tensor.fused: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
+        dim = 0 if isinstance(module, nn.Linear) else 1
         size = module.weight.shape[dim]
         if size % len(part_names):
-            raise PlanError(f"tensor.fused: {name} has {size} outputs, which {len(part_names)} equal parts do not divide")
+            raise PlanError(
+                f"tensor.fused: {name} has {size} outputs, which {len(part_names)} equal parts do not divide"
+            )
         parts = {part: _take_part(module, dim, index, len(part_names)) for index, part in enumerate(part_names)}
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, UnfusedProjection(parts))
         entries += [
-            FusedParameter(f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in part_names), dim if kind == "weight" else 0)
+            FusedParameter(
+                f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in part_names), dim if kind == "weight" else 0
+            )
             for kind, _ in module.named_parameters()
         ]
     return entries
-
-
-def _output_dim(module: nn.Module, name: str) -> int:
-    if isinstance(module, nn.Linear):
-        return 0
-    if isinstance(module, Conv1D):
-        return 1
-    raise PlanError(f"tensor.fused: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
 
 
 def _take_part(module: nn.Linear | Conv1D, dim: int, index: int, num_parts: int) -> nn.Module:

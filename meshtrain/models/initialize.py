@@ -91,7 +91,9 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
 def _check_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise ModelError(f"{type(model).__name__} does not say how to compute its buffer {name}; it cannot be built on meta")
+            raise ModelError(
+                f"{type(model).__name__} does not say how to compute its buffer {name}; it cannot be built on meta"
+            )
 
 
 class _Filler:
@@ -111,7 +113,11 @@ class _Filler:
             elif kind in TILED:
                 # A tied weight may be filled twice at pp = 1 (as embedding, then as head) and once at pp = 2, so the
                 # key holds no count of fills: the second fill writes the same stream again.
-                fill_tiles(tensor, lambda tile, stream: original(tile, *args, generator=stream, **kwargs), key=f"{self.seed}|{name}")
+                fill_tiles(
+                    tensor,
+                    lambda tile, stream: original(tile, *args, generator=stream, **kwargs),
+                    key=f"{self.seed}|{name}",
+                )
             else:
                 raise ModelError(
                     f"{name} is initialised by {kind}, which needs the whole tensor and so cannot be repeated on every "
@@ -125,7 +131,7 @@ class _Filler:
 
 @contextmanager
 def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
-    originals = dict(TORCH_INIT_FUNCTIONS)
+    originals: dict[str, Any] = dict(TORCH_INIT_FUNCTIONS)
     TORCH_INIT_FUNCTIONS.update({kind: filler.replace(kind, original) for kind, original in originals.items()})
     try:
         yield
@@ -178,7 +184,7 @@ def _zero_padding_rows(model: nn.Module) -> None:
     # transformers zeroes the row of a DTensor in a copy, and at pp = 1 the rule of a tied head runs after it. The head
     # copy on another stage has no padding index of its own: it is an embedding's twin and gets it from there.
     for module in model.modules():
-        padding_index = getattr(module, "padding_idx", None)
-        if padding_index is not None and isinstance(getattr(module, "weight", None), Tensor):
-            rows = local_indices(module.weight)[0]
-            local_tensor(module.weight)[rows == padding_index] = 0
+        padding_index, weight = getattr(module, "padding_idx", None), getattr(module, "weight", None)
+        if padding_index is not None and isinstance(weight, Tensor):
+            rows = local_indices(weight)[0]
+            local_tensor(weight)[rows == padding_index] = 0

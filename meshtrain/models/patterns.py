@@ -38,7 +38,11 @@ def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> di
         if len(found) > 1
     ]
     used = {pattern for found in matches.values() for pattern in found}
-    problems += [f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}" for pattern in rules if pattern not in used]
+    problems += [
+        f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}"
+        for pattern in rules
+        if pattern not in used
+    ]
     if problems:
         raise PlanError(problems)
     return {name: rules[found[0]] for name, found in matches.items() if found}

@@ -48,8 +48,8 @@ def load_weights(
     with ExitStack() as stack:
         survey = _Survey()
         try:
-            files = _Files(source, stack)
-            names = {name: files.name_of(origin.name, base_prefix) for name, origin in origins.items()}
+            files = _Files(source, stack, base_prefix)
+            names = {name: files.name_of(origin.name) for name, origin in origins.items()}
             survey = _survey(parameters, origins, names, files)
         except ModelError as error:
             survey.unreadable.extend(error.problems)
@@ -97,20 +97,20 @@ class _Survey:
 class _Files:
     """The tensors of a directory, by the name that they have there."""
 
-    def __init__(self, source: Path, stack: ExitStack) -> None:
+    def __init__(self, source: Path, stack: ExitStack, base_prefix: str) -> None:
         self._stack = stack
         self._handles: dict[Path, Any] = {}
         self._paths = self._find_paths(source)
+        prefix = f"{base_prefix}."
+        self._left_out = "" if any(name.startswith(prefix) for name in self._paths) else prefix
 
     @property
     def names(self) -> Iterable[str]:
         return self._paths.keys()
 
-    def name_of(self, stock_name: str, base_prefix: str) -> str:
+    def name_of(self, stock_name: str) -> str:
         """Return the name that a stock parameter has in these files, whether it is there or not."""
-        prefix = f"{base_prefix}."
-        bare = not any(name.startswith(prefix) for name in self._paths)
-        return stock_name.removeprefix(prefix) if bare else stock_name
+        return stock_name.removeprefix(self._left_out)
 
     def shape(self, name: str) -> list[int]:
         return list(self._slice(name).get_shape())

@@ -19,7 +19,13 @@ from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank
 
 
 def parallelize(
-    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, *, micro_batch_size: int, seed: int, device: torch.device
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    plan: ParallelPlan,
+    *,
+    micro_batch_size: int,
+    seed: int,
+    device: torch.device,
 ) -> Pipeline:
     """Make a pipeline of a stock model, with memory for its parameters but no values yet.
 

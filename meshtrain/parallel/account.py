@@ -68,7 +68,8 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: dict[str, Style]) -> StageShare:
     shapes = [
-        (parameter.shape, styles.get(name.rpartition(".")[0]) in SHARDED) for name, parameter in stage.model.named_parameters()
+        (parameter.shape, styles.get(name.rpartition(".")[0]) in SHARDED)
+        for name, parameter in stage.model.named_parameters()
     ]
     local = sum(_local_numel(shape, plan.mesh.tp if over_tp else 1, plan.mesh.dp_shard) for shape, over_tp in shapes)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8

@@ -47,7 +47,9 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == expected and any(True for _ in module.parameters())
     ]
     if not candidates:
-        raise ModelError(f"{type(model).__name__} has no list of {expected} decoder layers; it cannot be cut or sharded by layer")
+        raise ModelError(
+            f"{type(model).__name__} has no list of {expected} decoder layers; it cannot be cut or sharded by layer"
+        )
     return min(candidates, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters())))
 
 
@@ -93,7 +95,9 @@ def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, as_tuple: b
         return hook
 
     with _short_circuit(layers, pass_through), _eval_mode(model):
-        handles = [model.get_submodule(sibling).register_forward_hook(note(sibling)) for sibling in _siblings(model, name)]
+        handles = [
+            model.get_submodule(sibling).register_forward_hook(note(sibling)) for sibling in _siblings(model, name)
+        ]
         try:
             model(**_meta_inputs(model), use_cache=False)
         finally:

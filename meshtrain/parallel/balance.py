@@ -52,4 +52,3 @@ def layers_split_at(names: Sequence[str], layers_name: str, num_layers: int) -> 
     """
     cuts = [0, *(int(name.removeprefix(f"{layers_name}.")) for name in names), num_layers]
     return [end - start for start, end in pairwise(cuts)]
-

@@ -1,10 +1,10 @@
-"""Does this plan fit this model, this run and this many processes? Every contradiction at once, before any process group."""
+"""Does this plan fit this model, these batches and so many processes? Every contradiction at once, up front."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -80,8 +80,8 @@ def _resolve_mesh(mesh: MeshPlan, world_size: int) -> MeshPlan:
         return mesh
     if world_size % fixed:
         raise PlanError(
-            f"mesh: {degrees} uses processes in groups of {fixed}, which does not divide the {world_size} that there are; "
-            f"start a multiple of {fixed}, or change the degrees"
+            f"mesh: {degrees} uses processes in groups of {fixed}, which does not divide the {world_size} there "
+            f"are; start a multiple of {fixed}, or change the degrees"
         )
     return mesh.model_copy(update={"dp_shard": world_size // fixed})
 
@@ -92,7 +92,8 @@ Problems = Iterator[str]
 def _check_model_type(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     model_type = model.config.model_type
     if plan.model_types and model_type not in plan.model_types:
-        yield f"model_types: this plan is for {', '.join(plan.model_types)}, the model is a {model_type}; use another plan"
+        known = ", ".join(plan.model_types)
+        yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
 
 
 def _check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -128,8 +129,8 @@ def _check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     tp = plan.mesh.tp
     if plan.tensor.sequence_parallel and batch.sequence_length % tp:
         yield (
-            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length = "
-            f"{batch.sequence_length}; the nearest are {_nearest_multiples(batch.sequence_length, tp)}"
+            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
+            f"= {batch.sequence_length}; the nearest are {_nearest_multiples(batch.sequence_length, tp)}"
         )
 
 
@@ -138,8 +139,8 @@ def _check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
         return
     if plan.mesh.tp > 1 and not plan.tensor.styles:
         yield (
-            f"tensor.styles: mesh.tp = {plan.mesh.tp}, but there are no rules for a {model.config.model_type}: no family "
-            "plan that is shipped knows it; write the rules, or set mesh.tp = 1"
+            f"tensor.styles: mesh.tp = {plan.mesh.tp}, but there are no rules for a {model.config.model_type}: no "
+            "shipped family plan knows it; write the rules, or set mesh.tp = 1"
         )
         return
     heads = list(_check_heads(plan, model))
@@ -159,9 +160,7 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(config, name, None)
         if count is not None and count % tp:
-            yield (
-                f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}"
-            )
+            yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
 
 
 def _check_widths(styles: Mapping[str, str], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
@@ -171,9 +170,9 @@ def _check_widths(styles: Mapping[str, str], model: nn.Module, tp: int, *, skip_
         if style not in ("colwise", "rowwise") or (skip_attention and "attn" in name):
             continue
         module = model.get_submodule(name)
-        weight = module.weight
+        assert isinstance(module.weight, Tensor)
         transposed = not isinstance(module, nn.Linear)
-        width = weight.shape[0 if (style == "colwise") != transposed else 1]
+        width = module.weight.shape[0 if (style == "colwise") != transposed else 1]
         kind = name.rpartition(".")[2]
         if width % tp and kind not in seen:
             seen.add(kind)
@@ -185,8 +184,8 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     stages = pp * pipeline.stages_per_rank
     if pipeline.stages_per_rank > 1 and (pp == 1 or pipeline.schedule != "Interleaved1F1B"):
         yield (
-            f"pipeline.stages_per_rank = {pipeline.stages_per_rank} needs mesh.pp > 1 and schedule = 'Interleaved1F1B'; "
-            f"found mesh.pp = {pp} and {pipeline.schedule!r}"
+            f"pipeline.stages_per_rank = {pipeline.stages_per_rank} needs mesh.pp > 1 and schedule = 'Interleaved1F1B', "
+            f"found mesh.pp = {pp} and {pipeline.schedule!r}; change one of them"
         )
     try:
         name, layers = find_layers(model)
@@ -196,7 +195,9 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
         yield from error.problems
         return
     if len(layers) < stages:
-        yield f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer stages"
+        yield (
+            f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
+        )
     elif pipeline.split_at is not None:
         yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
     elif isinstance(pipeline.layers_per_stage, list):
@@ -204,19 +205,23 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
 
 
 def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Problems:
+    what = f"pipeline.layers_per_stage = {list(layers)}"
     if len(layers) != stages:
-        yield f"pipeline.layers_per_stage = {list(layers)} names {len(layers)} stages, but pp x stages_per_rank makes {stages}"
+        yield f"{what} names {len(layers)} stages, but mesh.pp x stages_per_rank makes {stages}; give {stages} numbers"
     elif sum(layers) != num_layers:
-        yield f"pipeline.layers_per_stage = {list(layers)} adds up to {sum(layers)} layers, but the model has {num_layers}"
+        yield f"{what} adds up to {sum(layers)} layers, but the model has {num_layers}; make them add up"
     elif 0 in layers[:-1]:
-        yield f"pipeline.layers_per_stage = {list(layers)}: only the last stage may have no layer (it still has the head)"
+        yield f"{what}: only the last stage may have no layer (it still has the head)"
 
 
 def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: int) -> Problems:
     allowed = [f"{layers}.{index}" for index in range(1, num_layers)]
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        yield f"pipeline.split_at: {unknown[0]!r} is no layer where this model can be cut; layers are {allowed[0]} to {allowed[-1]}"
+        yield (
+            f"pipeline.split_at: {unknown[0]!r} is no layer where this model can be cut; those are {allowed[0]} to "
+            f"{allowed[-1]}"
+        )
     elif len(names) != stages - 1:
         yield f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}"
     elif [allowed.index(name) for name in names] != sorted({allowed.index(name) for name in names}):
@@ -226,7 +231,10 @@ def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: 
 def _check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     layer = find_layers(model)[1][0]
     if plan.recompute.mode != "none" and not isinstance(layer, GradientCheckpointingLayer):
-        yield f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; set it to 'none'"
+        yield (
+            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; "
+            "set it to 'none'"
+        )
 
 
 def _resolve_layers(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> list[int]:
@@ -252,5 +260,3 @@ def _divisors(number: int) -> str:
 def _nearest_multiples(number: int, unit: int) -> str:
     below = number // unit * unit
     return " and ".join(str(multiple) for multiple in (below, below + unit) if multiple)
-
-

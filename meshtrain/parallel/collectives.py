@@ -53,10 +53,10 @@ def _function(forward: Collective, backward: Collective) -> Callable[[Tensor, Pr
             return forward(x, group)
 
         @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
             return backward(gradient, ctx.group), None  # type: ignore[attr-defined]
 
-    return Function.apply  # type: ignore[no-any-return]
+    return Function.apply
 
 
 copy_to_shards = _function(_identity, _all_reduce)
@@ -80,7 +80,7 @@ join_sequence = _function(_all_gather, _split)
 
 class _GatherVocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
         width = shard_width(vocabulary, group)
         ctx.group, ctx.width = group, width  # type: ignore[attr-defined]
         padded = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
@@ -89,7 +89,7 @@ class _GatherVocabulary(torch.autograd.Function):
         return gathered if gathered.shape[-1] == vocabulary else gathered[..., :vocabulary].contiguous()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
         start = ctx.group.rank() * ctx.width  # type: ignore[attr-defined]
         return gradient[..., start : start + ctx.width].contiguous(), None, None  # type: ignore[attr-defined]
 
@@ -99,7 +99,7 @@ def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> T
 
     The shards may be uneven: the last ones are smaller, as torch.chunk makes them.
     """
-    return _GatherVocabulary.apply(logits, vocabulary, group)  # type: ignore[no-any-return]
+    return _GatherVocabulary.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
 
 
 def shard_width(size: int, group: ProcessGroup) -> int:

@@ -70,7 +70,7 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
     """
     num_stages = len(layers_per_stage)
     if num_stages == 1:
-        name, layers = find_layers(model)
+        _, layers = find_layers(model)
         stage = Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())
         _replace_forward(stage)
         return [stage]

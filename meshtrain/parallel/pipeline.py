@@ -151,7 +151,7 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
         target=labels if pipeline.has_last_stage else None,
         losses=losses if pipeline.has_last_stage else None,
         return_outputs=False,
-        **inputs,
+        **inputs,  # type: ignore[arg-type]
     )
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
@@ -169,7 +169,7 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
     stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
     return schedule_class(
-        stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]
+        stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
         n_microbatches=labels.shape[0] // pipeline.micro_batch_size,
         loss_fn=loss_function,
         # torch would divide what is already divided by the global token count.
@@ -241,7 +241,9 @@ def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, to: int) -> list[
     return [(work, tensor) for work, tensor in works if work is not None]
 
 
-def _microbatches(inputs: Mapping[str, Tensor], labels: Tensor, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+def _microbatches(
+    inputs: Mapping[str, Tensor], labels: Tensor, size: int
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     for start in range(0, labels.shape[0], size):
         yield {name: value[start : start + size] for name, value in inputs.items()}, labels[start : start + size]
 

@@ -7,12 +7,11 @@ weights drift apart, silently.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -88,24 +87,26 @@ def separate_head_streams(model: PreTrainedModel, group: ProcessGroup) -> None:
     probabilities nothing is changed.
     """
     config = model.config.get_text_config()
-    if not any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")):
+    if not any(
+        getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    ):
         return
     base = config._attn_implementation
     name = f"meshtrain_{base}_{group.rank()}_of_{group.size()}"
-    AttentionInterface.register(name, partial(_attend, base, group.rank()))
+    AttentionInterface.register(name, torch.compiler.disable(partial(_attend, base, group.rank())))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     model.set_attn_implementation(name)
 
 
-@torch.compiler.disable
 def _attend(base: str, coordinate: int, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    attention = _attention_function(base, module)
+    # The eager function is not registered: every modelling file has its own.
+    eager: Callable[..., Any] = vars(sys.modules[type(module).__module__]).get("eager_attention_forward", _no_eager)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
     if not kwargs.get("dropout"):
         return attention(module, *args, **kwargs)
     with own_stream(coordinate):
         return attention(module, *args, **kwargs)
 
 
-def _attention_function(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    # The eager function is not registered: every modelling file has its own.
-    return ALL_ATTENTION_FUNCTIONS.get_interface(base, getattr(sys.modules[type(module).__module__], "eager_attention_forward", None))
+def _no_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    raise AssertionError(f"{type(module).__name__} has no eager attention")

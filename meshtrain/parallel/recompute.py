@@ -16,4 +16,4 @@ def apply_recompute(stage: Stage, plan: RecomputePlan) -> None:
     for index, layer in enumerate(stage.own_layers(), start=stage.first_layer):
         assert isinstance(layer, GradientCheckpointingLayer), "the plan was not checked"
         layer.gradient_checkpointing = index % plan.every == 0
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

@@ -1,9 +1,10 @@
 """Parameter-free modules that stand where a stage does not own the real one.
 
-They let the unmodified forward of a Hugging Face model run on a stage that holds a few of its layers:
+They let the unmodified forward of a Hugging Face model run on a stage that holds a few of its layers. Stage 1 of 3:
 
-    stage 1 of 3          ids/carrier -> [embedding stub] -> stub, entry stub, layer 2, layer 3, exit stub, stub -> [norm stub] -> [head stub]
-                                                                  ^ gives the received stream      v keeps the result; the rest is thrown away
+    carrier -> embedding stub -> stub, entry stub, layer 2, layer 3, exit stub, stub -> norm stub -> head stub
+                                       |                             |
+                        gives what was received         keeps the result; what the others make of it is thrown away
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,11 @@ class LayerStub(nn.Module):
         super().__init__()
         self.as_tuple = as_tuple
         for name, value in vars(layer).items():
-            if not name.startswith("_") and name != "training" and isinstance(value, (str, int, float, bool, type(None))):
+            if (
+                not name.startswith("_")
+                and name != "training"
+                and isinstance(value, (str, int, float, bool, type(None)))
+            ):
                 setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:

@@ -74,7 +74,9 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
         raise PlanError([f"tensor.styles: no rule places the parameters of {name}; add one" for name in bare[:10]])
     head = _name_of(model, model.get_output_embeddings())
     if styles[head] not in ("colwise_gather_output", "replicate"):
-        raise PlanError(f"tensor.styles: the head {head} is {styles[head]!r}; it can be 'colwise_gather_output' or 'replicate'")
+        raise PlanError(
+            f"tensor.styles: the head {head} is {styles[head]!r}; it can be 'colwise_gather_output' or 'replicate'"
+        )
     return TensorRules(
         styles,
         match_modules(model, plan.local_attributes, "tensor.local_attributes"),
@@ -217,7 +219,9 @@ class _SharedInput(_Style):
     """Make the input of a block whole once for all its projections, instead of once in each."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def enter(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if args:
                 return (self.region.enter(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": self.region.enter(kwargs["hidden_states"])}
@@ -248,7 +252,7 @@ class _ColwiseGatherOutput(_Colwise):
         if not self.whole_logits:
             return _nothing
         output_dim = 1 if isinstance(module, Conv1D) else 0
-        return partial(gather_vocabulary, vocabulary=module.weight.shape[output_dim], group=self.region.group)  # type: ignore[union-attr, index, arg-type]
+        return partial(gather_vocabulary, vocabulary=module.weight.shape[output_dim], group=self.region.group)  # type: ignore[index, arg-type]
 
 
 class _Rowwise(_Style):
@@ -294,7 +298,9 @@ _STYLES: dict[Style, type[_Style]] = {
 def _become_sharded(module: nn.Module, dims: Mapping[str, int], mesh: DeviceMesh) -> None:
     sharded = SHARDED.get(type(module))
     if sharded is None:
-        raise PlanError(f"tensor.styles: colwise and rowwise are for Linear and Conv1D, not for a {type(module).__name__}")
+        raise PlanError(
+            f"tensor.styles: colwise and rowwise are for Linear and Conv1D, not for a {type(module).__name__}"
+        )
     _shard_parameters(module, dims, mesh)
     # In place, so that the name, the parameters and what others hold of the module stay the same.
     module.__class__ = sharded
@@ -336,7 +342,11 @@ def _shard_stream(stage: Stage, group: ProcessGroup) -> None:
 
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         torch.manual_seed(after["key"])
-        return (join_sequence(output[0], group), *output[1:]) if isinstance(output, tuple) else join_sequence(output, group)
+        return (
+            (join_sequence(output[0], group), *output[1:])
+            if isinstance(output, tuple)
+            else join_sequence(output, group)
+        )
 
     if stage.is_first:
         stage.layers[0].register_forward_pre_hook(split)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,7 +37,9 @@ def data_rank(mesh: DeviceMesh) -> int:
     return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(mesh, "dp_shard")
 
 
-def all_reduce_over(tensor: Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType | None = None) -> Tensor:
+def all_reduce_over(
+    tensor: Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType | None = None
+) -> Tensor:
     """Reduce `tensor` in place over the given axes, by sum unless told otherwise, and return it."""
     for axis in axes:
         if axis_size(mesh, axis) > 1:

@@ -51,5 +51,3 @@ def _device() -> torch.device:
     device = torch.device("cuda", local_rank_from_environment())
     torch.cuda.set_device(device)
     return device
-
-

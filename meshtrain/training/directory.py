@@ -51,7 +51,10 @@ def check_directory(config: RunConfig) -> None:
     ]
     if different:
         raise ConfigError(
-            [*different, f"{config.run_directory} holds another run; choose another run_directory, or resume that run unchanged"]
+            [
+                *different,
+                f"{config.run_directory} holds another run; choose another run_directory, or resume that run unchanged",
+            ]
         )
 
 

@@ -46,7 +46,9 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
             sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
             squares.update(zip(sharded, sums, strict=True))
     device = next(iter(squares.values())).device
-    total = torch.stack([torch.stack(list(squares.values())).sum(), *(value.to(device, torch.float64) for value in further)])
+    total = torch.stack(
+        [torch.stack(list(squares.values())).sum(), *(value.to(device, torch.float64) for value in further)]
+    )
     total = all_reduce_over(total, mesh, ["pp"])
     return total[0].sqrt(), *total[1:]
 
@@ -89,7 +91,9 @@ def _sharded_axes(gradient: Tensor) -> frozenset[str]:
     assert names is not None
     assert set(names) <= set(AXES)
     # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, and the gap is silent.
-    return frozenset(name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate())
+    return frozenset(
+        name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate()
+    )
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:

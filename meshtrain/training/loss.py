@@ -34,8 +34,8 @@ class TokenLoss:
         if self.group is None:
             total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         else:
-            total = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)
-        return total / self.num_tokens  # type: ignore[no-any-return]
+            total = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
+        return total / self.num_tokens
 
 
 def count_trained_tokens(labels: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, logits: Tensor, labels: Tensor, vocabulary: int, group: ProcessGroup
     ) -> Tensor:
         first = group.rank() * shard_width(vocabulary, group)
@@ -69,7 +69,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return (normaliser.log() - target).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         weights, columns, here, counted = ctx.saved_tensors  # type: ignore[attr-defined]
         weights.scatter_add_(-1, columns.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))
         weights *= (counted * gradient).unsqueeze(-1)

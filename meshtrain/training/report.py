@@ -94,9 +94,13 @@ def show_plan_table(plan: ParallelPlan) -> None:
         rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
     rows.append(("shard", f"reshard after forward: {plan.shard.reshard_after_forward}"))
     precision = plan.precision
-    rows.append(("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}"))
+    rows.append(
+        ("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}")
+    )
     recompute = plan.recompute
-    rows.append(("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}"))
+    rows.append(
+        ("recompute", recompute.mode if recompute.mode == "none" else f"{recompute.mode}, every {recompute.every}")
+    )
     rows.append(("compile", f"per layer, {plan.compile.backend}" if plan.compile.enabled else "no"))
     console.table(f"Plan {plan_hash(plan)}", ["part", "resolved"], rows)
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints, read_manifest
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
-from meshtrain.config.plan import AXES, ParallelPlan
+from meshtrain.config.plan import AXES
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import plan_hash
 from meshtrain.data.loader import Batch, build_loader
@@ -152,7 +151,9 @@ class Identity:
             if getattr(manifest, name) != value
         ]
         if problems:
-            raise CheckpointError([*problems, "the model or the data is not that of the checkpoint; use another run_directory"])
+            raise CheckpointError(
+                [*problems, "the model or the data is not that of the checkpoint; use another run_directory"]
+            )
 
     def write_huggingface(self, directory: Path) -> None:
         """Write configuration and tokenizer, as `export` hands them on."""
@@ -256,8 +257,8 @@ def _check_vocabulary(data: PreparedData, hf_config: PretrainedConfig) -> None:
     room, needed = hf_config.get_text_config().vocab_size, data.tokenizer.vocab_size
     if needed > room:
         raise DataError(
-            f"the tokenizer has {needed:,} tokens, the model's vocabulary has room for {room:,}; set model.config.vocab_size "
-            f"= {needed} or more for a new model, or use the tokenizer that belongs to it"
+            f"the tokenizer has {needed:,} tokens, the model's vocabulary has room for {room:,}; set "
+            f"model.config.vocab_size = {needed} or more for a new model, or use the tokenizer that belongs to it"
         )
 
 

@@ -31,7 +31,9 @@ def set_steps_done(optimizer: Optimizer, steps: int) -> None:
         state["step"].fill_(float(steps))
 
 
-def _named_tensors(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer
+) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in parameters:
         state = _state_of(parameter, optimizer)
         yield f"model.{name}", parameter.detach()

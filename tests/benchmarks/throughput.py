@@ -73,7 +73,7 @@ def take_turns(layout: str, steps: int) -> list[tuple[float, float]]:
         for step in sides:
             dist.barrier()
             begin = time.perf_counter()
-            step(tokens[:, :-1], tokens[:, 1:])
+            step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             seconds.append(time.perf_counter() - begin)
         pairs.append((seconds[0], seconds[1]))
     return pairs[1:]
@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layout", choices=list(LAYOUTS))
     options = parser.parse_args()
-    print(f"{'layout':16}{'bare tok/s':>12}{'meshtrain':>12}{'ratio':>8}   (medians; ratio: median over {options.steps} pairs)")
+    print(
+        f"{'layout':16}{'bare tok/s':>12}{'meshtrain':>12}{'ratio':>8}   (medians of {options.steps} interleaved pairs)"
+    )
     for layout in [options.layout] if options.layout else LAYOUTS:
         ranks = 1 if layout == "1 rank" else 2
         pairs = run_on_ranks(ranks, take_turns, layout, options.steps, timeout=1200.0)[0]

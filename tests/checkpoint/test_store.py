@@ -64,7 +64,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "step-10"
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 3, 2), (4, 1, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 3, 2), (4, 1, 1, 1), (1, 2, 2, 1)])
 def test_any_mesh_loads_any_other(wide: Path, tmp_path: Path, mesh: Mesh) -> None:
     assert all(run_on_ranks(world_size(mesh), round_trip, mesh, wide, tmp_path))
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
 from tests.ranks import run_on_ranks
 
-# 9 and 50257 (GPT-2's vocabulary) are sizes that torch's arithmetic for _StridedShard gets wrong on this mesh.
-NUM_ROWS = (1, 3, 8, 9, 50257)
+# 13 and 50257 (GPT-2's vocabulary) are sizes that torch's arithmetic for _StridedShard gets wrong over dp = 3 x tp = 2.
+NUM_ROWS = (1, 3, 8, 13, 50257)
 
 
 def look(dp: int, tp: int) -> list[bool]:
@@ -35,7 +35,7 @@ def look(dp: int, tp: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("dp", "tp"), [(3, 2), (2, 3)])
 def test_indices_are_where_torch_put_the_rows(dp: int, tp: int) -> None:
     assert all(all(same) for same in run_on_ranks(dp * tp, look, dp, tp))
 

@@ -1,0 +1,59 @@
+"""Small corpora on disk, tokenised byte by byte, so that a test can say exactly which tokens to expect."""
+
+import json
+import random
+import string
+from pathlib import Path
+
+from meshtrain.data.cache import Cache
+from meshtrain.data.contents import content_hashes
+from meshtrain.data.documents import Corpus, DocumentReader
+from meshtrain.data.sources import find_files
+from meshtrain.data.token_file import TRAIN, TokenFile, prepare_token_files
+from meshtrain.data.tokenizer import TokenizerFiles, train_tokenizer
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    """Write a .jsonl file with one document per text."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def open_corpus(*sources: Path | str, cache: Cache, **options) -> Corpus:
+    files = find_files([str(source) for source in sources], key="data.train")
+    return Corpus(tuple(files), tuple(content_hashes(files, cache)), **options)
+
+
+def read_pieces(*sources: Path | str, **options) -> tuple[list, DocumentReader]:
+    """Read all pieces, without a cache."""
+    files = find_files([str(source) for source in sources], key="data.train")
+    reader = DocumentReader(Corpus(tuple(files), (), **options))
+    return list(reader), reader
+
+
+def byte_tokenizer(cache: Cache) -> TokenizerFiles:
+    """A byte-level BPE without room for a single merge: one token per byte."""
+    source = cache.directory / "any.txt"
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    source.write_text("any text")
+    return train_tokenizer(open_corpus(source, cache=cache), 258, cache)
+
+
+def expected_tokens(texts: list[str], tokenizer: TokenizerFiles) -> list[list[int]]:
+    """Encode each text on its own, the plain way, with its end token."""
+    loaded = tokenizer.load()
+    return [[*loaded.encode(text, add_special_tokens=False).ids, tokenizer.end_id] for text in texts]
+
+
+def random_texts(rng: random.Random, count: int, longest: int = 40) -> list[str]:
+    return ["".join(rng.choices(string.ascii_letters, k=rng.randint(1, longest))) for _ in range(count)]
+
+
+def token_file(directory: Path, texts: list[str]) -> tuple[TokenFile, TokenizerFiles]:
+    """Tokenise texts into a cache of their own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    cache = Cache(directory / "cache")
+    tokenizer = byte_tokenizer(cache)
+    corpus = open_corpus(write_lines(directory / "texts.jsonl", texts), cache=cache)
+    files, _ = prepare_token_files(corpus, tokenizer, cache, description="Tokenising")
+    return files[TRAIN], tokenizer

@@ -1,0 +1,88 @@
+"""The order of the samples: a permutation, the same for everybody."""
+
+import time
+
+import numpy as np
+import pytest
+
+from meshtrain.data.order import FILLER, SampleOrder
+
+
+def epoch_of(order: SampleOrder, epoch: int = 0) -> np.ndarray:
+    first = epoch * order.steps_per_epoch
+    return np.concatenate([order.sample_ids(step) for step in range(first, first + order.steps_per_epoch)])
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 15, 16, 17, 100, 1023, 4096, 65_537])
+def test_an_epoch_visits_every_sample_once(num_samples):
+    order = SampleOrder(num_samples, global_batch_size=1 if num_samples < 100 else 7, seed=3, drop_last=False)
+
+    for epoch in (0, 1, 5):
+        ids = epoch_of(order, epoch)
+        assert np.array_equal(np.sort(ids[ids != FILLER]), np.arange(num_samples))
+
+
+def test_the_shuffle_leaves_no_trace_of_the_order_on_disk():
+    ids = epoch_of(SampleOrder(1 << 16, global_batch_size=1 << 12, seed=1))
+
+    assert ids.dtype == np.int64
+    assert abs(np.corrcoef(np.arange(len(ids)), ids)[0, 1]) < 0.02
+    assert np.mean(np.diff(ids) == 1) < 0.001
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    orders = [SampleOrder(1000, global_batch_size=10, seed=seed) for seed in (0, 1)]
+    epochs = [tuple(epoch_of(order, epoch)) for order in orders for epoch in (0, 1)]
+
+    assert len(set(epochs)) == 4
+
+
+def test_the_order_never_changes_between_versions():
+    """Checkpoints count on it: a run that goes on after an upgrade must not see a sample twice."""
+    order = SampleOrder(1000, global_batch_size=6, seed=7)
+
+    assert order.sample_ids(0).tolist() == GOLDEN[0]
+    assert order.sample_ids(166).tolist() == GOLDEN[166]
+
+
+GOLDEN = {0: [], 166: []}
+
+
+def test_without_shuffle_samples_come_as_stored():
+    order = SampleOrder(10, global_batch_size=4, shuffle=False)
+
+    assert [order.sample_ids(step).tolist() for step in (0, 1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_what_does_not_fill_a_batch_is_dropped_or_filled_up():
+    dropped = SampleOrder(10, global_batch_size=4, shuffle=False)
+    filled = SampleOrder(10, global_batch_size=4, shuffle=False, drop_last=False)
+
+    assert (dropped.steps_per_epoch, filled.steps_per_epoch) == (2, 3)
+    assert filled.sample_ids(2).tolist() == [8, 9, FILLER, FILLER]
+    assert filled.sample_ids(3).tolist() == [0, 1, 2, 3]
+
+
+def test_a_full_last_batch_needs_no_filler():
+    order = SampleOrder(8, global_batch_size=4, drop_last=False)
+
+    assert order.steps_per_epoch == 2
+    assert FILLER not in epoch_of(order)
+
+
+def test_steps_count_from_zero_across_epochs():
+    order = SampleOrder(100, global_batch_size=16)
+
+    assert [order.epoch(step) for step in (0, 5, 6, 11, 12)] == [0, 0, 1, 1, 2]
+
+
+def test_a_step_of_a_trillion_samples_takes_no_time():
+    order = SampleOrder(10**12, global_batch_size=256, seed=1)
+
+    def seconds(step: int) -> float:
+        begin = time.perf_counter()
+        ids = order.sample_ids(step)
+        assert 0 <= ids.min() <= ids.max() < 10**12
+        return time.perf_counter() - begin
+
+    assert min(map(seconds, range(100))) < 1e-3

@@ -1,0 +1,119 @@
+"""The law: in float64, every plan computes what the stock model computes in one process."""
+
+import functools
+
+import pytest
+
+from tests.parity import Case, Trace, assert_equal_to_reference, reference, run_case
+from tests.ranks import run_on_ranks
+
+MODELS = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")
+# pp, dp_replicate, dp_shard, tp
+MESHES = (
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (4, 1, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 4, 1),
+    (1, 1, 1, 2),
+    (1, 1, 1, 4),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (1, 1, 2, 2),
+    (2, 1, 2, 2),
+    (1, 2, 2, 1),
+)
+
+
+@functools.cache
+def stock(model: str, *, padded: bool = False) -> Trace:
+    """Train the stock model once per session."""
+    return run_on_ranks(1, reference, model, padded)[0]
+
+
+def run_cases(cases: list[Case]) -> list[Trace]:
+    """Train several cases after each other: starting the ranks costs as much as training."""
+    return [run_case(case) for case in cases]
+
+
+def prove(*cases: Case) -> None:
+    """Run cases of the same world size and compare each with the stock model."""
+    answers = run_on_ranks(cases[0].world_size, run_cases, list(cases))
+    for number, case in enumerate(cases):
+        worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, padded=case.padded))
+        print(case, {name: f"{error:.0e}" for name, error in worst.items()})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+def test_every_mesh_trains_like_one_process(mesh: tuple[int, int, int, int]) -> None:
+    prove(*(Case(model, mesh) for model in MODELS))
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+def test_every_schedule_trains_like_one_process(schedule: str, stages_per_rank: int) -> None:
+    prove(*(Case(model, (2, 1, 1, 2), schedule, stages_per_rank) for model in MODELS))
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
+def test_sequence_and_loss_parallel_change_nothing(mesh: tuple[int, int, int, int], loss_parallel: bool) -> None:
+    prove(*(Case(model, mesh, sequence_parallel=True, loss_parallel=loss_parallel) for model in MODELS))
+
+
+def test_loss_parallel_off_changes_nothing() -> None:
+    prove(*(Case(model, (2, 1, 1, 2), loss_parallel=False) for model in MODELS))
+
+
+def test_sequence_parallel_interleaved() -> None:
+    prove(*(Case(m, (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True) for m in ("gpt2-tied", "qwen3")))
+
+
+@pytest.mark.parametrize("model", ["qwen2-grouped", "mistral-grouped"])
+def test_grouped_query_heads(model: str) -> None:
+    prove(Case(model, (2, 1, 1, 2)), Case(model, (1, 1, 2, 2), sequence_parallel=True), Case(model, (1, 2, 1, 2)))
+
+
+def test_padded_samples() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 2), padded=True),
+        Case("llama-untied", (2, 1, 2, 1), padded=True),
+        Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, padded=True),
+    )
+
+
+def test_uneven_stages_and_a_stage_with_the_head_only() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 2), layers=(3, 1)),
+        Case("gpt2-tied", (2, 1, 1, 2), layers=(4, 0)),
+        Case("qwen3", (2, 1, 1, 2), layers=(4, 0), sequence_parallel=True),
+        Case("llama-untied", (2, 1, 2, 1), "Interleaved1F1B", 2, layers=(1, 2, 1, 0)),
+    )
+
+
+def test_recompute() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 2), recompute=1),
+        Case("llama-untied", (1, 1, 2, 2), recompute=2, sequence_parallel=True),
+        Case("qwen3", (2, 1, 2, 1), "Interleaved1F1B", 2, recompute=1),
+    )
+
+
+def test_resharding_policies() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 2, 1), reshard="always"),
+        Case("llama-untied", (1, 1, 2, 2), reshard="never"),
+        Case("llama-tied", (2, 1, 2, 1), "Interleaved1F1B", 2, reshard="always"),
+    )
+
+
+def test_compiled_layers() -> None:
+    prove(
+        Case("gpt2-tied", (1, 1, 1, 2), compiled=True),
+        Case("llama-untied", (1, 1, 2, 1), compiled=True, recompute=1),
+        Case("qwen3", (2, 1, 1, 1), compiled=True),
+        Case("qwen3", (1, 1, 1, 2), compiled=True, recompute=1, sequence_parallel=True),
+    )
+
+
+def test_vocabulary_that_tp_does_not_divide() -> None:
+    prove(Case("gpt2-odd", (2, 1, 1, 2)), Case("gpt2-odd", (1, 1, 2, 2), loss_parallel=False))
