@@ -51,10 +51,11 @@ class Cache:
                 written.
         """
         directory = self.directory / name
-        if is_whole(directory):
-            return False
         note = directory.with_name(f"{directory.name}.failed")
-        note_before = file_identity(note)
+        with explained(directory):
+            if is_whole(directory):
+                return False
+            note_before = file_identity(note)
 
         def has_failed() -> bool:
             return file_identity(note) != note_before
@@ -84,23 +85,29 @@ class Cache:
             DataError: if the cache cannot be written or its file system has no locks.
         """
         path = self.directory / name
-        descriptor = None
-        try:
+        with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            if not self.leads:
-                _let_the_leader_go_first(descriptor, is_done)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise DataError(
-                f"cannot lock {path}: {error.strerror}; "
-                "set data.cache_directory to a directory that this user can write and whose file system has locks"
-            ) from error
-        else:
+        try:
+            with explained(path):
+                if not self.leads:
+                    _let_the_leader_go_first(descriptor, is_done)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            os.close(descriptor)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what the system refuses at `path` in the cache into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot use {path}: {error.strerror}; "
+            "set data.cache_directory to a directory that this user can write and whose file system has locks"
+        ) from error
 
 
 def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> None:
@@ -145,7 +152,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
     """Return what changes whenever `path` is replaced; None if there is no such file."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_ino, status.st_mtime_ns
 

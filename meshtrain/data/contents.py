@@ -8,12 +8,12 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, file_identity, write_atomically
+from meshtrain.data.cache import Cache, explained, file_identity, write_atomically
 from meshtrain.data.sources import SourceFile
 from meshtrain.errors import DataError
 
 CHUNK_BYTES = 1 << 22
-WORTH_SHOWING_BYTES = 1 << 30
+WORTH_SHOWING_BYTES = 1 << 28
 SETTLED_NANOSECONDS = 2_000_000_000
 
 Entries = dict[str, list]
@@ -29,8 +29,9 @@ def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
         DataError: if a file cannot be read.
     """
     path = cache.directory / "content-hashes.json"
-    before = file_identity(path)
-    known = _load(path)
+    with explained(path):
+        before = file_identity(path)
+        known = _load(path)
     if any(_known_hash(known, file) is None for file in files):
         with cache.locked("content-hashes.lock", is_done=lambda: file_identity(path) != before):
             known = _load(path)

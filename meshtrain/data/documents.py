@@ -112,16 +112,16 @@ class DocumentReader:
             self.disk_bytes = before + file.num_bytes
 
     def _text_file(self, raw: BinaryIO, file: SourceFile) -> Iterator[Piece]:
-        stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        try:
-            while stream.read(PIECE_CHARACTERS):
-                pass
-        except UnicodeDecodeError as error:
-            if file.kind == "txt":
-                self._bad_record(f"{file.path}", f"not UTF-8 text ({error.reason})")
-            return
-        stream.seek(0)
-        yield from self._document(stream)
+        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream:
+            try:
+                while stream.read(PIECE_CHARACTERS):
+                    pass
+            except UnicodeDecodeError as error:
+                if file.kind == "txt":
+                    self._bad_record(f"{file.path}", f"not UTF-8 text ({error.reason})")
+                return
+            stream.seek(0)
+            yield from self._document(stream)
 
     def _json_lines(self, raw: BinaryIO, file: SourceFile) -> Iterator[Piece]:
         lines = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if file.kind == "jsonl.gz" else raw
@@ -174,9 +174,9 @@ def _text_of(line: bytes, text_key: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ValueError(f"not UTF-8 text (byte {error.start + 1}: {error.reason})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{_type_name(record)} where an object with the key {json.dumps(text_key)} is expected")
     if text_key not in record:

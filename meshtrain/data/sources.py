@@ -75,10 +75,10 @@ def _expand(source: str) -> list[SourceFile]:
         return _expand_glob(source)
     path = Path(source)
     if path.is_dir():
-        example = f"{source.rstrip('/')}/*.jsonl"
+        example = f"{source.rstrip('/')}/*.txt"
         raise DataError(f'"{source}" is a directory; name its files, for example "{example}"; {_contents(path)}')
     if not path.exists():
-        raise DataError(f'"{source}" does not exist; {_nearest(path)}')
+        raise DataError(f'"{source}" does not exist{_nearest(path)}')
     file = _source_file(path, _kind(path))
     if not file.num_bytes:
         raise DataError(f'"{source}" is empty; leave it out, or write documents into it')
@@ -91,7 +91,7 @@ def _expand_glob(pattern: str) -> list[SourceFile]:
         fixed = Path(pattern)
         while glob.has_magic(str(fixed)):
             fixed = fixed.parent
-        raise DataError(f'"{pattern}" matches no file; {_contents(fixed) if fixed.is_dir() else _nearest(fixed)}')
+        raise DataError(f'"{pattern}" matches no file; {_contents(_existing(fixed))}')
     files = [_source_file(path, _kind(path)) for path in paths]
     if not any(file.num_bytes for file in files):
         raise DataError(f'"{pattern}" matches only empty files; the first is {paths[0]}')
@@ -113,11 +113,15 @@ def _source_file(path: Path, kind: Kind) -> SourceFile:
 
 
 def _nearest(path: Path) -> str:
-    directory = next(parent for parent in path.parents if parent.is_dir())
+    directory = _existing(path)
     if directory != path.parent:
-        return f"neither does its directory: {_contents(directory)}"
+        return f", nor does its directory; {_contents(directory)}"
     similar = get_close_matches(path.name, [PYTHON_STDLIB, *os.listdir(directory)], n=1)
-    return f'did you mean "{similar[0]}"?' if similar else _contents(directory)
+    return f'; did you mean "{similar[0]}"?' if similar else f"; {_contents(directory)}"
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def _contents(directory: Path) -> str:

@@ -14,8 +14,8 @@ from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.shard import apply_shard
 from meshtrain.parallel.tensor import TensorRules, apply_tensor_parallel, resolve_rules
-from meshtrain.parallel.tied import TiedCopies, pair_group
-from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank
+from meshtrain.parallel.tied import TiedCopies
+from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
 
 
 def parallelize(
@@ -70,6 +70,7 @@ def parallelize(
         logits_are_sharded=rules.logits_are_sharded,
         tied_copies=_tied_copies(stages, mesh, tied),
         streams=streams,
+        peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
 
 
@@ -88,7 +89,7 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, tied: dict[str, str]) ->
     num_stages = stages[0].num_stages
     if not tied or num_stages == 1:
         return TiedCopies((), None)
-    group = pair_group(mesh)
+    group = new_group_along(mesh, "pp", ends_only=True)
     names = sorted(tied.items())
     if stages[0].is_first:
         return TiedCopies([stages[0].model.get_parameter(source) for _, source in names], group)

@@ -38,6 +38,8 @@ class Pipeline:
         logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
         tied_copies: the tied weights whose other end lies on another process.
         streams: seeds for dropout.
+        peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
+            of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
     """
 
     stages: tuple[Stage, ...]
@@ -49,6 +51,7 @@ class Pipeline:
     logits_are_sharded: bool
     tied_copies: TiedCopies
     streams: ForwardStreams
+    peers: dist.ProcessGroup | None
     _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
 
     @property
@@ -188,7 +191,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
         labels.device,
         input_args=(ids if stage.is_first else hidden,),
         output_args=(hidden,),
-        group=pipeline.mesh.get_group("pp"),
+        group=pipeline.peers,
     )
 
 
@@ -209,7 +212,6 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
     owners = stage_owners(pipeline.num_stages, axis_size(pipeline.mesh, "pp"))
     here = axis_rank(pipeline.mesh, "pp")
-    group = pipeline.mesh.get_group("pp")
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     sends: list[tuple[dist.Work, Tensor]] = []
     for stage in pipeline.stages:
@@ -219,7 +221,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
             first = arguments.pop("input_ids")
             if not stage.is_first:
                 first = _hidden_like(pipeline, labels, labels.device)
-                dist.recv(first, group=group, group_src=owners[stage.index - 1])
+                dist.recv(first, group=pipeline.peers, group_src=owners[stage.index - 1])
             output = stage.model(first, **arguments)
             if stage.is_last:
                 total += loss_function(output, targets)
@@ -227,15 +229,15 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
                 # Two processes that both send and receive: on NCCL one direction must be done before the other.
                 outputs.append(output.contiguous())
             else:
-                sends += _send([output.contiguous()], group, owners[stage.index + 1])
-        sends += _send(outputs, group, owners[stage.index + 1]) if outputs else []
+                sends += _send([output.contiguous()], pipeline.peers, owners[stage.index + 1])
+        sends += _send(outputs, pipeline.peers, owners[stage.index + 1]) if outputs else []
     assert here == owners[pipeline.stages[0].index]
     for work, _ in sends:
         work.wait()
     return total
 
 
-def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, to: int) -> list[tuple[dist.Work, Tensor]]:
+def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, to: int) -> list[tuple[dist.Work, Tensor]]:
     # The tensor is kept beside the work: it must live until it is sent.
     works = [(dist.isend(tensor, group=group, group_dst=to), tensor) for tensor in tensors]
     return [(work, tensor) for work, tensor in works if work is not None]

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshtrain.config.plan import AXES
 from meshtrain.models.layout import local_tensor
 
 
@@ -29,17 +27,3 @@ class TiedCopies:
         for parameter in self.parameters:
             assert parameter.grad is not None, "a tied weight has no gradient"
             dist.all_reduce(local_tensor(parameter.grad), group=self.group)
-
-
-def pair_group(mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group of this coordinate's first and last pipeline process; None on those between.
-
-    Collective: every process creates the groups of all coordinates, as torch demands.
-    """
-    columns = mesh.mesh.movedim(AXES.index("pp"), 0).flatten(1)
-    mine = None
-    for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
-        group = dist.new_group([first, last])
-        if dist.get_rank() in (first, last):
-            mine = group
-    return mine

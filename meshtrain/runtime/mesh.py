@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtrain.config.plan import AXES, MeshPlan
@@ -35,6 +36,23 @@ def axis_rank(mesh: DeviceMesh, axis: str) -> int:
 def data_rank(mesh: DeviceMesh) -> int:
     """Return which part of each global batch this process reads, from 0 to the product of the dp axes."""
     return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(mesh, "dp_shard")
+
+
+def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> ProcessGroup | None:
+    """Create one more group of this process's peers along an axis. Collective over all processes of the mesh.
+
+    Args:
+        ends_only: only the first and the last process of the axis; those between get None.
+    """
+    columns = mesh.mesh.movedim(AXES.index(axis), 0).flatten(1)
+    members = columns[[0, -1]] if ends_only else columns
+    mine = None
+    # torch wants every process to create the groups of all.
+    for ranks in members.T.tolist():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
 
 
 def all_reduce_over(

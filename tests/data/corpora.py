@@ -1,8 +1,11 @@
 """Small corpora on disk, tokenised byte by byte, so that a test can say exactly which tokens to expect."""
 
 import json
+import os
 import random
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshtrain.data.cache import Cache
@@ -11,6 +14,17 @@ from meshtrain.data.documents import Corpus, DocumentReader
 from meshtrain.data.sources import find_files
 from meshtrain.data.token_file import TRAIN, TokenFile, prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, train_tokenizer
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Be a user that file permissions hold for, where the tests run as root."""
+    before = os.geteuid()
+    os.seteuid(65534 if before == 0 else before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:

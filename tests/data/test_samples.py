@@ -29,7 +29,7 @@ def test_packed_samples_cover_exactly_the_stream(tmp_path, seed):
 
 
 def test_a_text_of_less_than_one_sequence_makes_no_packed_sample(tmp_path):
-    tokens, tokenizer = token_file(tmp_path, ["abc"])
+    tokens, _ = token_file(tmp_path, ["abc"])
 
     assert len(PackedSamples(tokens, 3, pad_id=0)) == 1
     assert len(PackedSamples(tokens, 4, pad_id=0)) == 0

@@ -1,0 +1,204 @@
+"""The cache under real processes: one builds, the others wait; whoever is killed leaves nothing that is believed."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtrain.data.cache import Cache
+from meshtrain.errors import DataError
+from tests.data.corpora import without_privileges
+
+# Not forked: a fork would inherit the threads of tokenizers as ruins.
+context = multiprocessing.get_context("spawn")
+
+
+def fill_slowly(directory: Path) -> None:
+    (directory / "half").write_text("first")
+    time.sleep(0.4)
+    (directory / "whole").write_text(str(os.getpid()))
+
+
+def fill_and_fail(directory: Path) -> None:
+    time.sleep(0.4)
+    with (directory.parent / "attempts").open("a") as attempts:
+        attempts.write("x")
+    raise DataError(["a.jsonl, line 3: not JSON", "b.txt: empty"])
+
+
+def fill_for_ever(directory: Path) -> None:
+    (directory / "half").write_text("first")
+    time.sleep(60)
+
+
+def fill_a_lot(directory: Path) -> None:
+    (directory / "large").write_bytes(bytes(1 << 20))
+
+
+def build(place: Path, fill: Callable[[Path], None], leads: bool, start: Any, answers: Any) -> None:
+    start.wait()
+    begin = time.monotonic()
+    try:
+        answer: Any = Cache(place, leads=leads).build("thing", fill)
+    except DataError as error:
+        answer = error.problems
+    answers.put((os.getpid(), answer, time.monotonic() - begin))
+
+
+class Builders:
+    """Processes that build at the same moment."""
+
+    def __init__(self, place: Path, fill: Callable[[Path], None], leads: list[bool]) -> None:
+        self.answers = context.Queue()
+        start = context.Barrier(len(leads) + 1)
+        self.processes = [
+            context.Process(target=build, args=(place, fill, lead, start, self.answers)) for lead in leads
+        ]
+        for process in self.processes:
+            process.start()
+        start.wait(30)
+
+    def results(self) -> list[tuple[int, Any, float]]:
+        results = [self.answers.get(timeout=30) for _ in self.processes]
+        for process in self.processes:
+            process.join(30)
+        return results
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_thing_is_built_once(tmp_path):
+    cache = Cache(tmp_path / "new/cache")
+
+    assert cache.build("some/thing", fill_slowly)
+    assert not cache.build("some/thing", fill_and_fail)
+    assert names_in(cache.directory / "some/thing") == {"half", "whole"}
+
+
+def test_what_is_not_whole_is_built_again(tmp_path):
+    cache = Cache(tmp_path)
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing/rubbish").touch()
+
+    assert cache.build("thing", fill_slowly, is_whole=lambda directory: (directory / "whole").exists())
+    assert names_in(tmp_path / "thing") == {"half", "whole"}
+
+
+def test_of_many_processes_one_builds_and_the_leader_goes_first(tmp_path):
+    builders = Builders(tmp_path, fill_slowly, leads=[False, False, True, False])
+
+    results = builders.results()
+
+    assert [answer for _, answer, _ in results] == [True] * 4
+    assert int((tmp_path / "thing/whole").read_text()) == builders.processes[2].pid
+
+
+def test_followers_do_not_wait_for_a_leader_that_is_elsewhere(tmp_path):
+    begin = time.monotonic()
+
+    assert Cache(tmp_path, leads=False).build("thing", fill_slowly)
+    assert time.monotonic() - begin < 10
+
+
+def test_if_the_builder_fails_all_fail_alike_and_at_once(tmp_path):
+    results = Builders(tmp_path, fill_and_fail, leads=[True, False, False]).results()
+
+    assert [answer for _, answer, _ in results] == [("a.jsonl, line 3: not JSON", "b.txt: empty")] * 3
+    assert (tmp_path / "attempts").read_text() == "x"
+    assert "thing" not in names_in(tmp_path)
+
+
+def test_a_failure_is_not_held_against_the_next_attempt(tmp_path):
+    cache = Cache(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 3: not JSON\nb\.txt: empty"):
+            cache.build("thing", fill_and_fail)
+
+    assert cache.build("thing", fill_slowly)
+    assert "thing.failed" not in names_in(tmp_path)
+
+
+def test_a_killed_builder_leaves_nothing_that_is_believed_and_the_next_one_takes_over(tmp_path):
+    killed = Builders(tmp_path, fill_for_ever, leads=[True])
+    wait_until(lambda: (tmp_path / "thing.partial/half").exists())
+    waiting = Builders(tmp_path, fill_slowly, leads=[True])
+    time.sleep(0.2)
+    assert "thing" not in names_in(tmp_path)
+
+    os.kill(killed.processes[0].pid, signal.SIGKILL)
+
+    ((_, answer, _),) = waiting.results()
+    assert answer is True
+    assert names_in(tmp_path / "thing") == {"half", "whole"}
+    assert names_in(tmp_path) == {"thing", "thing.lock"}
+
+
+def build_with_little_room(place: Path, answers: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    start = context.Barrier(1)
+    build(place, fill_a_lot, True, start, answers)  # noqa: FBT003
+
+
+def test_a_full_disk(tmp_path):
+    answers = context.Queue()
+    process = context.Process(target=build_with_little_room, args=(tmp_path, answers))
+    process.start()
+
+    _, problems, _ = answers.get(timeout=30)
+    process.join(30)
+
+    assert problems == (
+        f"cannot write {tmp_path}/thing: File too large; make room, or set data.cache_directory to another place",
+    )
+    assert not {"thing", "thing.partial"} & names_in(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(DataError) as caught:
+        Cache(tmp_path / "file/cache").build("thing", fill_slowly)
+
+    assert str(caught.value) == (
+        f"cannot use {tmp_path}/file/cache/thing.lock: Not a directory; "
+        "set data.cache_directory to a directory that this user can write and whose file system has locks"
+    )
+
+
+def test_a_cache_that_may_not_be_entered():
+    with without_privileges(), tempfile.TemporaryDirectory() as directory:
+        closed = Path(directory, "closed")
+        closed.mkdir(mode=0o000)
+
+        with pytest.raises(
+            DataError, match=f"cannot use {closed}/cache/thing: Permission denied; set data.cache_direc"
+        ):
+            Cache(closed / "cache").build("thing", fill_slowly)
+
+
+def test_a_cache_that_may_only_be_read_is_enough_when_everything_is_there():
+    with without_privileges(), tempfile.TemporaryDirectory() as directory:
+        cache = Cache(Path(directory))
+        cache.build("thing", fill_slowly)
+        Path(directory).chmod(0o500)
+
+        assert not cache.build("thing", fill_and_fail)
+        with pytest.raises(DataError, match=f"cannot use {directory}/other.lock: Permission denied"):
+            cache.build("other", fill_slowly)
+        Path(directory).chmod(0o700)

@@ -1,0 +1,206 @@
+"""Documents: read piece by piece from every kind of file."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from meshtrain.data.documents import PIECE_CHARACTERS, Corpus, DocumentReader
+from meshtrain.data.sources import SourceFile, find_files
+from meshtrain.errors import DataError
+from tests.data.corpora import read_pieces, write_lines
+
+UNICODE = ["grüß dich", "日本語のテキスト", "emoji 🦜\r\nand\tlines\u2028", '"quoted" \\ back', "plain"]
+
+
+def texts_of(*sources: Path | str, **options) -> list[str]:
+    return [piece.text for piece in read_pieces(*sources, **options)[0]]
+
+
+def problem_of(*sources: Path | str, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        read_pieces(*sources, **options)
+    return str(caught.value)
+
+
+def test_json_lines_in_any_alphabet(tmp_path):
+    escaped = write_lines(tmp_path / "a.jsonl", UNICODE)
+    plain = tmp_path / "b.jsonl"
+    plain.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in UNICODE))
+
+    pieces, reader = read_pieces(escaped, plain)
+
+    assert [piece.text for piece in pieces] == UNICODE * 2
+    assert [piece.num_bytes for piece in pieces] == [len(text.encode()) for text in UNICODE * 2]
+    assert all(piece.ends_document and not piece.is_held_out for piece in pieces)
+    assert reader.disk_bytes == escaped.stat().st_size + plain.stat().st_size
+
+
+def test_compressed_json_lines_in_several_members(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", UNICODE).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines) + gzip.compress(lines))
+
+    pieces, reader = read_pieces(tmp_path / "a.jsonl.gz")
+
+    assert [piece.text for piece in pieces] == UNICODE * 2
+    assert reader.disk_bytes == (tmp_path / "a.jsonl.gz").stat().st_size
+
+
+def test_a_text_file_is_one_document_as_it_is(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufefffirst\r\nsecond\n\n".encode())
+    (tmp_path / "b.txt").write_text("🦜")
+
+    assert texts_of(tmp_path / "*.txt") == ["first\r\nsecond\n\n", "🦜"]
+
+
+def test_another_text_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "body": "words", "text": 3}\n')
+
+    assert texts_of(tmp_path / "a.jsonl", text_key="body") == ["words"]
+
+
+def test_blank_lines_are_nothing_and_empty_texts_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\n{"text": "one"}\n   \n{"text": ""}\n{"text": "two"}\n\n')
+
+    pieces, reader = read_pieces(tmp_path / "a.jsonl")
+
+    assert [piece.text for piece in pieces] == ["one", "two"]
+    assert (reader.empty_documents, reader.skipped_records) == (1, 0)
+
+
+BROKEN = {
+    '{"text": "half': "not JSON (column 15: Invalid control character at)",
+    '{"text": "a"} {': "not JSON (column 15: Extra data)",
+    '["text"]': 'a list where an object with the key "text" is expected',
+    "null": 'null where an object with the key "text" is expected',
+    '"text"': 'text where an object with the key "text" is expected',
+    '{"id": 1, "content": "a"}': 'no key "text" (data.text_key); the keys are "id", "content"',
+    '{"text": 3.5}': 'the key "text" (data.text_key) holds a number and not text',
+    '{"text": null}': 'the key "text" (data.text_key) holds null and not text',
+    '{"text": true}': 'the key "text" (data.text_key) holds a boolean and not text',
+    '{"text": {"a": 1}}': 'the key "text" (data.text_key) holds an object and not text',
+    '{"text": "\\ud83e"}': 'the text of "text" holds half a surrogate pair, which stands for no character',
+    "[" * 100_000: "maximum recursion depth exceeded",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=[line[:20] for line in BROKEN])
+def test_a_broken_line_is_told_with_its_number_or_skipped(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{line}\n{{"text": "two"}}\n')
+
+    problem = problem_of(path)
+    pieces, reader = read_pieces(path, on_bad_record="skip")
+
+    assert problem.startswith(f"{path}, line 2: {BROKEN[line]}")
+    assert problem.endswith('; mend it, or leave such records out with data.on_bad_record = "skip"')
+    assert [piece.text for piece in pieces] == ["one", "two"]
+    assert reader.skipped_records == 1
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "one"}\n')
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+
+    assert problem_of(tmp_path / "a.jsonl").startswith(
+        f"{tmp_path}/a.jsonl, line 1: not UTF-8 text (byte 14: invalid continuation byte)"
+    )
+    assert problem_of(tmp_path / "b.txt").startswith(f"{tmp_path}/b.txt: not UTF-8 text (unexpected end of data)")
+    pieces, reader = read_pieces(tmp_path / "*", on_bad_record="skip")
+    assert [piece.text for piece in pieces] == ["one"]
+    assert reader.skipped_records == 2
+
+
+def test_python_files_that_are_no_text_are_left_out(tmp_path):
+    contents = {"a.py": b"x = 1\n", "latin.py": b"# caf\xe9\n", "z.py": b"y = 2\n"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = tuple(SourceFile(tmp_path / name, "python", 6, 0) for name in contents)
+
+    reader = DocumentReader(Corpus(files, ()))
+
+    assert [piece.text for piece in reader] == ["x = 1\n", "y = 2\n"]
+    assert reader.skipped_records == 0
+
+
+def test_a_damaged_gzip_file(tmp_path):
+    whole = gzip.compress(write_lines(tmp_path / "a.jsonl", UNICODE * 100).read_bytes())
+    damaged = {"cut": whole[:-20], "none": b'{"text": "plain"}\n', "middle": whole[:60] + b"\x00" * 30 + whole[90:]}
+    for name, content in damaged.items():
+        path = tmp_path / f"{name}.jsonl.gz"
+        path.write_bytes(content)
+
+        problem = problem_of(path, on_bad_record="skip")
+
+        assert problem.startswith(f"cannot read {path}: "), problem
+        assert problem.endswith(("the gzip file is damaged, write it again", "mend it or leave it out")), problem
+
+
+def test_a_file_that_is_gone_when_it_is_read(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", ["one"])
+    reader = DocumentReader(Corpus(tuple(find_files([str(path)], key="data.train")), ()))
+    path.unlink()
+
+    with pytest.raises(DataError, match=f"cannot read {path}: No such file or directory; mend it or leave it out"):
+        list(reader)
+
+
+def test_a_long_document_comes_in_pieces_that_end_with_a_line(tmp_path):
+    text = "".join(f"line {number} of a long text\n" for number in range(90_000))
+    (tmp_path / "a.txt").write_text(text)
+    write_lines(tmp_path / "b.jsonl", [text, "short"])
+
+    pieces, _ = read_pieces(tmp_path / "a.txt", tmp_path / "b.jsonl")
+
+    assert "".join(piece.text for piece in pieces) == text + text + "short"
+    assert [piece.ends_document for piece in pieces] == [False, False, True, False, False, True, True]
+    assert all(piece.text.endswith("\n") for piece in pieces[:-1])
+
+
+def test_a_long_line_is_cut_too(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * (3 * PIECE_CHARACTERS))
+
+    assert [len(text) for text in texts_of(tmp_path / "a.txt")] == [2 * PIECE_CHARACTERS, PIECE_CHARACTERS]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    (tmp_path / "a.txt").write_text(("x" * 99 + "\n") * 300_000)
+    reader = DocumentReader(Corpus(tuple(find_files([f"{tmp_path}/a.txt"], key="data.train")), ()))
+
+    tracemalloc.start()
+    characters = sum(len(piece.text) for piece in reader)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert characters == 30_000_000
+    assert most < 8 * PIECE_CHARACTERS
+
+
+def test_held_out_documents_are_the_same_for_all_who_ask(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [f"document {number}" for number in range(2000)])
+
+    held_out = [piece.is_held_out for piece in read_pieces(path, held_out=0.1)[0]]
+    more = [piece.is_held_out for piece in read_pieces(path, path, held_out=0.1)[0]]
+
+    assert 150 < sum(held_out) < 250
+    assert more[:2000] == held_out
+    assert held_out[0]
+    assert not any(piece.is_held_out for piece in read_pieces(path)[0])
+
+
+def test_a_corpus_is_known_by_what_it_holds_and_not_by_where(tmp_path):
+    files = [SourceFile(Path(name), "txt", 1, 1) for name in ("/a.txt", "/elsewhere/b.txt")]
+    corpora = [
+        Corpus((files[0],), ("hash",)),
+        Corpus((files[1],), ("hash",)),
+        Corpus((files[0],), ("other",)),
+        Corpus((files[0],), ("hash",), text_key="body"),
+        Corpus((files[0],), ("hash",), on_bad_record="skip"),
+        Corpus((files[0],), ("hash",), held_out=0.1),
+        Corpus((SourceFile(Path("/a.txt"), "jsonl", 1, 1),), ("hash",)),
+    ]
+
+    assert corpora[0].identity == corpora[1].identity
+    assert len({corpus.identity for corpus in corpora}) == len(corpora) - 1

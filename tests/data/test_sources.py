@@ -1,0 +1,136 @@
+"""Sources: what a run file may name, and what it hears when it names something else."""
+
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshtrain.data.sources import PYTHON_STDLIB, find_files
+from meshtrain.errors import DataError
+from tests.data.corpora import without_privileges
+
+
+def problems_of(*sources: Path | str) -> tuple[str, ...]:
+    with pytest.raises(DataError) as caught:
+        find_files([str(source) for source in sources], key="data.train")
+    return caught.value.problems
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "sub/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    return tmp_path
+
+
+def test_files_come_in_the_order_of_the_sources_and_globs_sorted_by_name(corpus):
+    files = find_files([f"{corpus}/sub/d.txt", f"{corpus}/*.jsonl*", f"{corpus}/**/*.txt"], key="data.train")
+
+    assert [file.path.name for file in files] == ["d.txt", "a.jsonl", "b.jsonl", "c.jsonl.gz", "d.txt"]
+    assert [file.kind for file in files] == ["txt", "jsonl", "jsonl", "jsonl.gz", "txt"]
+    assert {file.num_bytes for file in files} == {4}
+
+
+def test_a_name_with_brackets_may_be_a_file(tmp_path):
+    (tmp_path / "part[1].txt").write_text("text")
+
+    (file,) = find_files([f"{tmp_path}/part[1].txt"], key="data.train")
+
+    assert file.path.name == "part[1].txt"
+
+
+def test_the_standard_library_without_its_tests():
+    files = find_files([PYTHON_STDLIB], key="data.train")
+
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [file.path.relative_to(root).as_posix() for file in files]
+    assert {"argparse.py", "json/decoder.py", "idlelib/run.py"} < set(names)
+    assert names == [path.relative_to(root).as_posix() for path in sorted(file.path for file in files)]
+    assert len(names) > 400
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+    assert all(file.num_bytes and file.kind == "python" for file in files)
+
+
+def test_a_missing_file_shows_the_nearest_name(corpus):
+    assert problems_of(corpus / "aa.jsonl") == (
+        f'data.train: "{corpus}/aa.jsonl" does not exist; did you mean "a.jsonl"?',
+    )
+
+
+def test_a_mistyped_built_in_source(corpus):
+    (problem,) = problems_of(corpus / "python-stdlb")
+
+    assert problem.endswith('does not exist; did you mean "python-stdlib"?')
+
+
+def test_a_missing_file_shows_what_there_is(corpus):
+    assert problems_of(corpus / "wiki.txt") == (
+        f'data.train: "{corpus}/wiki.txt" does not exist; {corpus} holds a.jsonl, b.jsonl, c.jsonl.gz, sub/',
+    )
+
+
+def test_a_missing_directory_shows_the_nearest_that_exists(corpus):
+    (problem,) = problems_of(corpus / "data/new/wiki.txt")
+
+    assert problem.endswith(
+        f"does not exist, nor does its directory; {corpus} holds a.jsonl, b.jsonl, c.jsonl.gz, sub/"
+    )
+
+
+def test_a_glob_without_a_match_shows_what_there_is(corpus):
+    assert problems_of(corpus / "sub/*.jsonl", corpus / "none/*/x.txt") == (
+        f'data.train: "{corpus}/sub/*.jsonl" matches no file; {corpus}/sub holds d.txt',
+        f'data.train: "{corpus}/none/*/x.txt" matches no file; {corpus} holds a.jsonl, b.jsonl, c.jsonl.gz, sub/',
+    )
+
+
+def test_a_directory_is_not_a_source(corpus):
+    assert problems_of(corpus / "sub") == (
+        f'data.train: "{corpus}/sub" is a directory; name its files, for example "{corpus}/sub/*.txt"; '
+        f"{corpus}/sub holds d.txt",
+    )
+
+
+def test_an_unknown_kind_shows_the_known_ones(corpus):
+    (corpus / "table.csv").write_text("a,b")
+
+    for source in ("table.csv", "t*.csv"):
+        assert problems_of(corpus / source) == (
+            f'data.train: "{corpus}/table.csv" is of no known kind; '
+            "known are .jsonl, .jsonl.gz, .txt and the built-in source python-stdlib",
+        )
+
+
+def test_an_empty_file_is_refused_by_name_and_left_out_of_a_glob(corpus):
+    (corpus / "empty.jsonl").touch()
+
+    assert problems_of(corpus / "empty.jsonl") == (
+        f'data.train: "{corpus}/empty.jsonl" is empty; leave it out, or write documents into it',
+    )
+    assert len(find_files([f"{corpus}/*.jsonl"], key="data.train")) == 2
+
+
+def test_a_glob_of_empty_files_is_refused(tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.txt").touch()
+
+    assert problems_of(tmp_path / "*.txt") == (
+        f'data.train: "{tmp_path}/*.txt" matches only empty files; the first is {tmp_path}/a.txt',
+    )
+
+
+def test_all_wrong_sources_are_told_at_once(corpus):
+    assert len(problems_of("/nowhere/a.txt", corpus / "b.jsonl", corpus / "*.csv", corpus)) == 3
+
+
+def test_a_directory_that_may_not_be_entered():
+    with without_privileges(), tempfile.TemporaryDirectory() as directory:
+        closed = Path(directory, "closed")
+        closed.mkdir(mode=0o000)
+
+        assert problems_of(closed / "a.txt") == (
+            f'data.train: cannot look at "{closed}/a.txt": Permission denied; mend its permissions',
+        )
