@@ -28,7 +28,7 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
-from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, evaluate, train_step
 
 VOCABULARY, SEQUENCE, GLOBAL_BATCH, STEPS = 98, 12, 8, 3
@@ -93,7 +93,7 @@ class Case:
     def plan(self) -> ParallelPlan:
         pp, dp_replicate, dp_shard, tp = self.mesh
         stages = pp * self.stages_per_rank
-        reshard = {"auto": "never" if pp > 1 else "always"}.get(self.reshard, self.reshard)
+        reshard = {"auto": "never" if pp > 1 or dp_shard == 1 else "always"}.get(self.reshard, self.reshard)
         plan = ParallelPlan(
             mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
             pipeline=PipelinePlan(
@@ -257,7 +257,7 @@ def build_trainer(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) ->
     return Trainer(
         pipeline=pipeline,
         loss=TokenLoss(pipeline.stages[0].model.config.vocab_size, group),
-        optimizer=build_optimizer(pipeline, optimizer),
+        optimizer=ShardedAdamW(pipeline, optimizer),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, STEPS),
         max_gradient_norm=optimizer.max_gradient_norm,
     )

@@ -74,7 +74,7 @@ class ShardPlan(Words):
     """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free the gathered parameters after each forward; `auto`: never with a pipeline, otherwise always."""
+    """Free gathered parameters after each forward; `auto`: always, but never with a pipeline or without sharding."""
 
 
 class PrecisionPlan(Words):

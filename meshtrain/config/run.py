@@ -55,8 +55,8 @@ class TokenizerConfig(Words):
 
     path: str | None = None
     """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
-    vocab_size: Annotated[int, Field(ge=257)] | None = None
-    """Train a byte-level BPE of this size on the training data, once, and keep it in the cache."""
+    vocab_size: Annotated[int, Field(ge=258)] | None = None
+    """Train a byte-level BPE of this size (256 bytes, 2 special tokens, merges) on the training data, once."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -73,7 +73,7 @@ class DataConfig(Words):
     train: list[str] = Field(default=["python-stdlib"], min_length=1)
     """Sources: `python-stdlib`, or files and globs of `.jsonl`, `.jsonl.gz` and `.txt` (relative to the run file)."""
     validation: Fraction | list[str] = 0.0
-    """Sources for evaluation, or the fraction of the training documents that is kept aside for it; 0: none."""
+    """Sources for evaluation, or the fraction of the training documents kept aside for it, the same for every seed."""
     form: Literal["packed", "padded"] = "packed"
     """`packed`: documents joined by the end token into full sequences; `padded`: one document per sample."""
     sequence_length: Count = 1024
@@ -82,11 +82,11 @@ class DataConfig(Words):
     text_key: str = "text"
     """The key of a JSON line that holds the text."""
     on_bad_record: Literal["fail", "skip"] = "fail"
-    """What to do with a line that is not JSON or has no text; skipped lines are counted."""
+    """What to do with a line that is not JSON or has no text, or a `.txt` that is not UTF-8; `skip` counts them."""
     shuffle: bool = True
     """Visit the samples of an epoch in a seeded random order."""
     drop_last: bool = True
-    """Leave out the samples of an epoch that do not fill a global batch; otherwise the last batch is smaller."""
+    """Leave out the samples of an epoch that do not fill a global batch; otherwise untrained rows fill it."""
     cache_directory: Annotated[str, AfterValidator(expanduser), Field(validate_default=True)] = "~/.cache/meshtrain"
     """Where token files and trained tokenizers are kept."""
 

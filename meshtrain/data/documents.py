@@ -60,7 +60,7 @@ class Corpus:
         """Return whether a document is kept aside for validation.
 
         It depends on the document's place alone: the validation text stays the same for every seed and mesh, and for
-        more documents after these. The first document always is kept, so that there is one.
+        more documents after these. The first document always is held out, so that there is one.
         """
         if document == 0:
             return self.held_out > 0
@@ -70,11 +70,10 @@ class Corpus:
         """Check that no file was written to since its content was hashed.
 
         Raises:
-            DataError: naming the file that was.
+            DataError: naming the first file that was.
         """
         for file in self.files:
-            status = file.path.stat()
-            if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_nanoseconds):
+            if not file.is_unchanged():
                 raise DataError(
                     f"{file.path} changed while it was read; start again when nothing writes to it any more"
                 )

@@ -16,6 +16,7 @@ from meshtrain.data.tokenizer import TokenizerFiles, use_all_cores
 
 BATCH_BYTES = 1 << 20
 CORES_PER_ENCODER = 8
+MOST_ENCODERS = 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def encode_documents(reader: DocumentReader, tokenizer: TokenizerFiles) -> Itera
     way keeps the cores busy where the first one runs out, and hides reading and writing.
     """
     loaded = tokenizer.load()
-    encoders = max(2, (os.cpu_count() or 1) // CORES_PER_ENCODER)
+    encoders = min(MOST_ENCODERS, max(2, (os.cpu_count() or 1) // CORES_PER_ENCODER))
     pending: deque[Future[EncodedBatch]] = deque()
     with use_all_cores(), ThreadPoolExecutor(encoders) as pool:
         disk_bytes = 0

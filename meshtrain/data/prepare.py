@@ -117,7 +117,7 @@ def _too_small(key: str, prepared: PreparedData, tokens: TokenFile, needed: int)
         return None
     found = (
         f"{key}: {tokens.counts.documents:,} documents with {tokens.counts.tokens:,} tokens make {num_samples:,} "
-        f"{prepared.config.form} samples of {length:,} tokens, and {needed:,} are needed"
+        f"{prepared.config.form} samples of {length:,} tokens, and one batch needs {needed:,}"
     )
     ways = ["give it more text"]
     if needed > 1 and num_samples:
@@ -125,7 +125,7 @@ def _too_small(key: str, prepared: PreparedData, tokens: TokenFile, needed: int)
     longest = (tokens.counts.tokens - 1) // needed
     if prepared.config.form == "packed" and longest:
         ways.append(f"lower data.sequence_length to {longest:,} or less")
-    return f"{found} for one batch: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"
+    return f"{found}: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"
 
 
 def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:

@@ -31,6 +31,10 @@ class SourceFile:
     num_bytes: int
     modified_nanoseconds: int
 
+    def is_unchanged(self) -> bool:
+        """Tell whether the directory entry still says the same."""
+        return self.path.is_file() and _source_file(self.path, self.kind) == self
+
 
 def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
     """Expand sources into files, in the order of the sources; the files of a glob are sorted by name.
@@ -42,13 +46,13 @@ def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
         key: the key of the run file that names them, for messages.
 
     Raises:
-        DataError: every source that is missing, empty or of an unknown kind.
+        DataError: every source that is missing, empty, not readable or of an unknown kind.
     """
     files: list[SourceFile] = []
     problems: list[str] = []
     for source in sources:
         try:
-            files += _python_stdlib() if source == PYTHON_STDLIB else _expand(source)
+            files += find_python_files(sysconfig.get_path("stdlib")) if source == PYTHON_STDLIB else _expand(source)
         except DataError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
         except OSError as error:
@@ -58,8 +62,12 @@ def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
     return files
 
 
-def _python_stdlib() -> list[SourceFile]:
-    root = sysconfig.get_path("stdlib")
+def find_python_files(root: str) -> list[SourceFile]:
+    """Return the `.py` files of a standard library that lies in `root`, sorted, without tests and installed packages.
+
+    Raises:
+        DataError: if there are none, as in a Python that was packed into one file.
+    """
     paths: list[Path] = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = set(subdirectories) - NOT_STDLIB_TEXT
@@ -108,6 +116,8 @@ def _kind(path: Path) -> Kind:
 
 
 def _source_file(path: Path, kind: Kind) -> SourceFile:
+    if not os.access(path, os.R_OK, effective_ids=True):
+        raise DataError(f'"{path}" may not be read by this user; mend its permissions or leave it out')
     status = path.stat()
     return SourceFile(path, kind, status.st_size, status.st_mtime_ns)
 

@@ -158,27 +158,24 @@ class _Writer:
         self._token_type = _token_type(tokenizer.vocab_size)
         self._frequencies = np.zeros(tokenizer.vocab_size, np.int64)
         self._text_bytes = 0
-        self._tokens_of_whole_documents = 0
-        self._tokens_of_open_document = 0
+        self._whole_tokens = 0
+        self._open_tokens = 0
         self._append("tokens.bin", np.zeros(0, self._token_type))
         self._append("documents.bin", np.zeros(1, np.int64))
 
     def write(self, batch: EncodedBatch) -> None:
         """Append the pieces of a batch, and the end token after each piece that ends a document."""
-        ends = np.cumsum(batch.lengths)[batch.ends_document]
-        lengths = np.diff(ends, prepend=-self._tokens_of_open_document)
-        self._tokens_of_open_document = len(batch.tokens) - (
-            int(ends[-1]) if len(ends) else -self._tokens_of_open_document
-        )
+        # Within the tokens of this batch; the first document may have begun in a batch before, the last may go on.
+        borders = np.append(-self._open_tokens, np.cumsum(batch.lengths)[batch.ends_document])
+        self._open_tokens = len(batch.tokens) - int(borders[-1])
+        lengths = np.diff(borders)
         kept = lengths > 0
-        tokens = np.insert(batch.tokens, ends[kept], self._end_id)
+        tokens = np.insert(batch.tokens, borders[1:][kept], self._end_id)
         self._frequencies += np.bincount(tokens, minlength=len(self._frequencies))
         self._append("tokens.bin", tokens.astype(self._token_type))
-        document_ends = self._tokens_of_whole_documents + np.cumsum(lengths[kept] + 1)
-        self._append("documents.bin", document_ends.astype(np.int64))
-        self._tokens_of_whole_documents = (
-            int(document_ends[-1]) if len(document_ends) else self._tokens_of_whole_documents
-        )
+        document_ends = self._whole_tokens + np.cumsum(lengths[kept] + 1)
+        self._append("documents.bin", document_ends)
+        self._whole_tokens += int((lengths[kept] + 1).sum())
         self._text_bytes += int(batch.num_bytes.sum())
         self.num_documents += int(kept.sum())
         self.empty_documents += int((~kept).sum())
@@ -187,7 +184,7 @@ class _Writer:
         """Write what the files hold."""
         counts = TokenCounts(
             documents=self.num_documents,
-            tokens=self._tokens_of_whole_documents,
+            tokens=self._whole_tokens,
             text_bytes=self._text_bytes,
             skipped_records=skipped_records,
             empty_documents=empty_documents,

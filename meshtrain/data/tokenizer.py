@@ -93,7 +93,7 @@ def use_all_cores() -> Iterator[None]:
 
 
 def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
-    """Find an existing tokenizer: a directory, a tokenizer.json, or a hub id in the local hub cache.
+    """Find an existing tokenizer: a directory, a tokenizer.json, or a hub id.
 
     Where no end token is declared, a directory that declares the one that was found is made in the cache.
 
@@ -115,7 +115,7 @@ def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
             'name it as "eos_token" in tokenizer_config.json'
         )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "eos_token": end_token}
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     name = f"tokenizers/{identity_of(text, settings)}"
     cache.build(name, lambda directory: _write(directory, text, settings))
     return _tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
@@ -148,8 +148,8 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Cache) -> TokenizerF
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    texts = _training_sample(corpus)
     console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
+    texts = _training_sample(corpus)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -179,36 +179,39 @@ def _training_sample(corpus: Corpus) -> Iterator[str]:
 
 
 def _locate(path: str) -> Path:
-    place = Path(path)
+    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path)
     if place.is_file():
         return place
-    if place.is_dir():
-        if (place / "tokenizer.json").is_file():
-            return place / "tokenizer.json"
+    if not place.is_dir():
+        raise DataError(
+            f"data.tokenizer.path: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
+            "or set data.tokenizer.vocab_size to train one"
+        )
+    if not (place / "tokenizer.json").is_file():
         names = sorted(entry.name for entry in place.iterdir())
         raise DataError(
-            f"data.tokenizer.path: {path} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
+            f"data.tokenizer.path: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
             "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    if not is_hub_id(path):
-        raise DataError(
-            f"data.tokenizer.path: {path} does not exist; "
-            "name a Hugging Face directory, a tokenizer.json or a hub id, or set data.tokenizer.vocab_size to train one"
-        )
-    return _locate_in_hub_cache(path)
+    return place / "tokenizer.json"
 
 
-def _locate_in_hub_cache(hub_id: str) -> Path:
+def _hub_directory(hub_id: str) -> Path:
     # Imported only where it is needed: it takes as long as all the rest of a start without torch.
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
 
-    found = try_to_load_from_cache(hub_id, "tokenizer.json")
-    if not isinstance(found, str):
+    # What the cache has is taken from there: a start must not wait for the hub, nor the text change with it.
+    cached = try_to_load_from_cache(hub_id, "tokenizer.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(TOKENIZER_FILE_NAMES)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f'data.tokenizer.path: "{hub_id}" is neither a path that exists nor in the local hub cache; '
-            f"fetch it with `hf download {hub_id} --include 'tokenizer*' --include 'special_tokens_map.json'`"
-        )
-    return Path(found)
+            f'data.tokenizer.path: "{hub_id}" is no path that exists, is not in the local hub cache, '
+            f"and the hub cannot give it: {reason}"
+        ) from error
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -218,9 +221,10 @@ def _settings(directory: Path) -> dict[str, Any]:
         file = directory / name
         if file.is_file():
             try:
-                settings |= json.loads(file.read_text())
+                said = json.loads(file.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise DataError(f"{file} is not JSON ({error}); fetch or save the tokenizer again") from error
+            settings |= {key: value for key, value in said.items() if value is not None}
     return settings
 
 
@@ -238,7 +242,7 @@ def _tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any])
     end_id = _token_id(file, tokenizer, settings, "eos_token")
     pad_id = _token_id(file, tokenizer, settings, "pad_token") if settings.get("pad_token") else end_id
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    identity = identity_of(file.read_text(), end_id, pad_id)
+    identity = identity_of(file.read_text(encoding="utf-8"), end_id, pad_id)
     return TokenizerFiles(file.parent, vocab_size, end_id, pad_id, identity)
 
 
@@ -255,5 +259,5 @@ def _token_id(file: Path, tokenizer: Tokenizer, settings: dict[str, Any], role: 
 
 
 def _write(directory: Path, tokenizer: str, settings: dict[str, Any]) -> None:
-    (directory / "tokenizer.json").write_text(tokenizer)
+    (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -54,7 +54,8 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     layers = _resolve_layers(plan, model, batch)
     reshard = plan.shard.reshard_after_forward
     if reshard == "auto":
-        reshard = "never" if mesh.pp > 1 else "always"
+        # With a pipeline each microbatch would gather anew; without sharding nothing is gained by freeing.
+        reshard = "never" if mesh.pp > 1 or mesh.dp_shard == 1 else "always"
     return plan.model_copy(
         update={
             "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
@@ -184,7 +185,7 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     stages = pp * pipeline.stages_per_rank
     if pipeline.stages_per_rank > 1 and (pp == 1 or pipeline.schedule != "Interleaved1F1B"):
         yield (
-            f"pipeline.stages_per_rank = {pipeline.stages_per_rank} needs mesh.pp > 1 and schedule = 'Interleaved1F1B', "
+            f"pipeline.stages_per_rank = {pipeline.stages_per_rank} needs mesh.pp > 1 and schedule 'Interleaved1F1B', "
             f"found mesh.pp = {pp} and {pipeline.schedule!r}; change one of them"
         )
     try:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.fused import FusedParameter
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import ForwardStreams
-from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size
 
@@ -130,15 +129,11 @@ def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], T
 
 def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
     (stage,) = pipeline.stages
-    assert isinstance(stage.model, FSDPModule)
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
     never = pipeline.plan.shard.reshard_after_forward == "never"
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
-        is_last = number == len(microbatches)
-        stage.model.set_requires_gradient_sync(is_last)
-        if never:
-            stage.model.set_reshard_after_backward(is_last)
+        defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
         loss = loss_function(stage.model(**microbatch), targets)
         loss.backward()
         total += loss.detach()

@@ -10,12 +10,18 @@ from meshtrain.parallel.cut import Stage
 from meshtrain.runtime.mesh import axis_size
 
 
-def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    """Shard a stage, layer by layer, in place.
+def needs_fsdp(plan: ParallelPlan) -> bool:
+    """Return whether FSDP2 has something to do: parameters to shard, or two number formats to keep.
 
-    Also for one data-parallel process: FSDP2 keeps the parameters in one number format and computes in another, and
-    brings every gradient into the layout of its parameter.
+    Otherwise it would only copy every parameter and gradient once more per step.
     """
+    return plan.mesh.dp_shard > 1 or plan.precision.compute != plan.precision.parameters
+
+
+def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+    """Shard a stage, layer by layer, in place, where `needs_fsdp`."""
+    if not needs_fsdp(plan):
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
     )
@@ -34,6 +40,19 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Return every module that FSDP2 manages, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> None:
+    """Let gradients add up on this process until the last microbatch of a step.
+
+    Args:
+        is_last: whether the next backward pass is that of the last microbatch.
+        keep_gathered: do not free gathered parameters before it either.
+    """
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(is_last, recurse=False)
+        if keep_gathered:
+            module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

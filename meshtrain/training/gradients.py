@@ -9,17 +9,26 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import AXES
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
+
+# Elements from which a message is worth sending alone.
+LARGE = 2**18
 
 
 def finish_gradients(pipeline: Pipeline) -> None:
-    """Add what the backward pass has left on other processes: tp parts of replicated parameters, and tied copies."""
-    _sum_over_tp(pipeline)
+    """Add what the backward pass has left on other processes: tp parts, copies of the model, tied copies."""
+    gradients = {name: local_tensor(parameter.grad) for name, parameter in pipeline.named_parameters()}  # type: ignore[arg-type]
+    partial = [gradient for name, gradient in gradients.items() if name in pipeline.summed_over_tp]
+    _all_reduce(partial, pipeline.mesh, "tp")
+    if not needs_fsdp(pipeline.plan):
+        _all_reduce(list(gradients.values()), pipeline.mesh, "dp_replicate")
     pipeline.tied_copies.reduce_gradients()
     for name, parameter in pipeline.named_parameters():
         gradient = parameter.grad
@@ -61,18 +70,21 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
 
-def _sum_over_tp(pipeline: Pipeline) -> None:
-    partial = [
-        local_tensor(parameter.grad)
-        for name, parameter in pipeline.named_parameters()
-        if name in pipeline.summed_over_tp and parameter.grad is not None
-    ]
-    if partial:
-        # One reduction for all of them: they are many and small.
-        flat = torch.cat([gradient.flatten() for gradient in partial])
-        dist.all_reduce(flat, group=pipeline.mesh.get_group("tp"))
-        for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
+def _all_reduce(gradients: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> None:
+    """Sum gradients over an axis in place: large ones as they are, all small ones in one message."""
+    if axis_size(mesh, axis) == 1 or not gradients:
+        return
+    group = mesh.get_group(axis)
+    large = [gradient for gradient in gradients if gradient.numel() >= LARGE]
+    small = [gradient for gradient in gradients if gradient.numel() < LARGE]
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in large]
+    if small:
+        flat = torch.cat([gradient.flatten() for gradient in small])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(small, flat.split([gradient.numel() for gradient in small]), strict=True):
             gradient.copy_(total.view(gradient.shape))
+    for work in works:
+        work.wait()
 
 
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:

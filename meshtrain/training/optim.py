@@ -3,34 +3,90 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import get_scheduler
 
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig
 from meshtrain.errors import ConfigError
+from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> AdamW:
-    """Build AdamW over this process's parameters, with torch's fused kernel on every device.
 
-    Weight decay is for matrices: norms and biases (fewer than two dimensions) are left out.
+class ShardedAdamW:
+    """AdamW on what lies on this process, with torch's fused kernel on every device.
+
+    It works on the local tensors inside the DTensors: elementwise arithmetic needs no layout, and the fused kernel
+    takes no mixture of plain tensors and DTensors. Weight decay is for matrices: norms and biases are left out.
     """
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for _, parameter in pipeline.named_parameters():
-        (matrices if parameter.dim() >= 2 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
+
+    def __init__(self, pipeline: Pipeline, config: OptimizerConfig) -> None:
+        self._parameters = dict(pipeline.named_parameters())
+        self._shards = {name: _shard_of(parameter) for name, parameter in self._parameters.items()}
+        matrices = [shard for name, shard in self._shards.items() if self._parameters[name].dim() >= 2]
+        vectors = [shard for name, shard in self._shards.items() if self._parameters[name].dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._shards[name].grad = None
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter from its gradient."""
+        for name, parameter in self._parameters.items():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            self._shards[name].grad = local_tensor(parameter.grad)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """Return a parameter's two moments, laid out as the parameter; zeros before the first step."""
+        state = self._state(name)
+        return {moment: _laid_out_as(state[moment], self._parameters[name]) for moment in MOMENTS}
+
+    def set_steps_done(self, steps: int) -> None:
+        """Say how many steps the moments have seen, after they were loaded."""
+        for name in self._shards:
+            self._state(name)["step"].fill_(float(steps))
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        shard = self._shards[name]
+        state = self._adamw.state[shard]
+        if not state:
+            # What AdamW itself would make at its first step.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(shard, memory_format=torch.preserve_format).detach()
+        return state
+
+
+def _shard_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over the same memory as the local part of `parameter`."""
+    return nn.Parameter(local_tensor(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+
+
+def _laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -56,9 +112,3 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
         raise ConfigError(f"learning_rate: the schedule {config.name!r} refuses its arguments: {error}") from error
     factor = scheduler.lr_lambdas[0]
     return lambda step: base * factor(step)
-
-
-def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set the learning rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = value

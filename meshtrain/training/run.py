@@ -41,9 +41,9 @@ from meshtrain.runtime.process import Process, run_process
 from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
-from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
-from meshtrain.training.state import saved_tensors, set_steps_done, wanted_tensors
+from meshtrain.training.state import saved_tensors, wanted_tensors
 from meshtrain.training.step import Trainer
 
 LIBRARIES = ("torch", "transformers", "meshtrain")
@@ -81,7 +81,7 @@ def _build(config: RunConfig, data: PreparedData, resolved: Resolved, num_steps:
     trainer = Trainer(
         pipeline=pipeline,
         loss=TokenLoss(resolved.hf_config.get_text_config().vocab_size, group),
-        optimizer=build_optimizer(pipeline, config.optimizer),
+        optimizer=ShardedAdamW(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
     )
@@ -176,7 +176,7 @@ def _begin(config: RunConfig, trainer: Trainer, identity: Identity) -> int:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_checkpoint(newest, wanted_tensors(pipeline, trainer.optimizer))
-        set_steps_done(trainer.optimizer, manifest.step)
+        trainer.optimizer.set_steps_done(manifest.step)
         console.line(f"Resumed from {newest}: step {manifest.step:,} done")
         return manifest.step
     if config.model.weights == "pretrained":

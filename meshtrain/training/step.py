@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from meshtrain.errors import TrainingStopped
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
 from meshtrain.training.gradients import finish_gradients, gradient_norm, scale_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
-from meshtrain.training.optim import set_learning_rate
+from meshtrain.training.optim import ShardedAdamW
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Trainer:
 
     pipeline: Pipeline
     loss: TokenLoss
-    optimizer: Optimizer
+    optimizer: ShardedAdamW
     learning_rate: Callable[[int], float]
     max_gradient_norm: float
 
@@ -80,8 +79,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     _check_finite(loss.item(), norm.item(), step, sample_ids)
     if math.isfinite(trainer.max_gradient_norm):
         scale_gradients([parameter for _, parameter in pipeline.named_parameters()], norm, trainer.max_gradient_norm)
-    set_learning_rate(trainer.optimizer, learning_rate)
-    trainer.optimizer.step()
+    trainer.optimizer.step(learning_rate)
     return StepResult(
         loss=loss.item(),
         gradient_norm=norm.item(),

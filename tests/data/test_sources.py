@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.data.sources import PYTHON_STDLIB, find_files
+from meshtrain.data.sources import PYTHON_STDLIB, find_files, find_python_files
 from meshtrain.errors import DataError
 from tests.data.corpora import without_privileges
 
@@ -52,6 +52,18 @@ def test_the_standard_library_without_its_tests():
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
     assert all(file.num_bytes and file.kind == "python" for file in files)
+
+
+def test_a_python_without_source_files(tmp_path):
+    for name in ("test/test_json.py", "site-packages/numpy.py", "json/__pycache__/decoder.py", "os.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "json/__init__.py").touch()
+
+    with pytest.raises(DataError) as caught:
+        find_python_files(str(tmp_path))
+
+    assert str(caught.value) == (f"python-stdlib: this Python keeps no .py files in {tmp_path}; name files of your own")
 
 
 def test_a_missing_file_shows_the_nearest_name(corpus):
@@ -133,4 +145,16 @@ def test_a_directory_that_may_not_be_entered():
 
         assert problems_of(closed / "a.txt") == (
             f'data.train: cannot look at "{closed}/a.txt": Permission denied; mend its permissions',
+        )
+
+
+def test_a_file_that_may_not_be_read():
+    with without_privileges(), tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "a.txt")
+        path.write_text("text")
+        path.chmod(0o000)
+
+        assert (
+            problems_of(path, Path(directory, "*.txt"))
+            == (f'data.train: "{path}" may not be read by this user; mend its permissions or leave it out',) * 2
         )

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained GPT-2, on this machine, in a few minutes. Further arguments override the run, as in
+#   ./launch/quickstart.sh steps=400 optimizer.learning_rate=1e-3
+# Interrupt it and start it again: it goes on where its last checkpoint is.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+install_meshtrain
+
+run=launch/runs/quickstart.toml
+out=runs/quickstart
+
+gpus="$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)"
+processes=$((gpus == 0 ? 4 : gpus))
+arguments=("run_directory=$out")
+# The plan of the run file is 2 pipeline stages x 2 tensor ranks x the rest data parallel: for multiples of 4.
+if ((gpus > 0)); then
+  arguments+=("plan.precision.compute=bfloat16" "global_batch_size=$((gpus % 4 == 0 ? 4 * gpus : 16 * gpus))")
+fi
+if ((processes % 4 != 0)); then
+  arguments+=("plan.mesh.pp=1" "plan.mesh.tp=1")
+fi
+arguments+=("$@")
+
+if [[ -d $out/huggingface ]]; then
+  echo "== $out is a finished quickstart: beginning again"
+  rm -rf "$out"
+fi
+
+step() {
+  echo "== $*"
+  "$@"
+}
+
+# One thread per process: the processes are the parallelism.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A mistake is told here, in one line and with exit code 2, before any process starts.
+meshtrain plan "$run" --world-size "$processes" "${arguments[@]}" >/dev/null
+step torchrun --standalone --nproc-per-node "$processes" -m meshtrain train "$run" "${arguments[@]}"
+step meshtrain export "$out" "$out/huggingface"
+step meshtrain generate "$out/huggingface" --prompt "def read_file(path):" --max-new-tokens 60
+
+cat <<NEXT
+
+What to try next
+  tensorboard --logdir $out/tensorboard
+  meshtrain generate $out/huggingface --prompt "import os" --temperature 0
+  meshtrain check $run --world-size 8                    who would hold what on 8 processes
+  meshtrain plan $run --world-size 4 --toml              the resolved plan as a file
+  torchrun --standalone --nproc-per-node 2 -m meshtrain train $run run_directory=$out steps=300 plan.mesh.pp=1
+                                                         go on from step 200, on another mesh
+  your own text: data.train='["my/*.jsonl"]', and the README for everything else
+The environment: source .venv/bin/activate
+NEXT

@@ -1,0 +1,282 @@
+"""Preparing: from the words of a run file to samples, by one process or many."""
+
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtrain.config.run import DataConfig, TokenizerConfig
+from meshtrain.data.prepare import (
+    PreparedData,
+    check_enough,
+    prepare_data,
+    train_order,
+    train_samples,
+    validation_order,
+    validation_samples,
+)
+from meshtrain.data.samples import PackedSamples, PaddedSamples
+from meshtrain.errors import DataError
+from tests.data.corpora import write_lines
+
+# Not forked: a fork would inherit the threads of tokenizers as ruins.
+context = multiprocessing.get_context("spawn")
+
+TEXTS = [f"document {number} of the corpus" for number in range(100)]
+
+
+def configure(directory: Path, **options: Any) -> DataConfig:
+    """Describe a corpus of TEXTS, one token per byte, in samples of 32 tokens."""
+    path = directory / "train.jsonl"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_lines(path, TEXTS)
+    defaults: dict[str, Any] = {
+        "train": [str(path)],
+        "tokenizer": TokenizerConfig(vocab_size=258),
+        "sequence_length": 32,
+        "cache_directory": str(directory / "cache"),
+    }
+    return DataConfig(**(defaults | options))
+
+
+def problems_of(config: DataConfig) -> tuple[str, ...]:
+    with pytest.raises(DataError) as caught:
+        prepare_data(config)
+    return caught.value.problems
+
+
+def test_training_without_validation(tmp_path, capsys):
+    data = prepare_data(configure(tmp_path))
+
+    tokens = sum(len(text) + 1 for text in TEXTS)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"Data: train 100 documents, {tokens:,} tokens; vocabulary 258; tokenised into {tmp_path}/cache"
+    )
+    assert data.validation is None
+    assert validation_samples(data) is None
+    assert validation_order(data, global_batch_size=4) is None
+    assert isinstance(train_samples(data), PackedSamples)
+    assert len(train_samples(data)) == (tokens - 1) // 32
+    assert data.unigram_entropy_nats == data.train.counts.unigram_entropy_nats
+
+
+def test_the_second_time_it_is_only_opened(tmp_path, capsys):
+    first = prepare_data(configure(tmp_path, validation=0.1))
+    capsys.readouterr()
+
+    second = prepare_data(configure(tmp_path, validation=0.1))
+
+    out = capsys.readouterr().out
+    assert "; vocabulary 258; from " in out
+    assert out.count("\n") == 1
+    assert second.identity == first.identity
+    assert second.train.directory == first.train.directory
+
+
+def test_validation_by_fraction(tmp_path):
+    data = prepare_data(configure(tmp_path, validation=0.1, form="padded"))
+
+    assert data.validation is not None
+    assert data.train.counts.documents + data.validation.counts.documents == 100
+    assert 1 <= data.validation.counts.documents <= 25
+    assert isinstance(validation_samples(data), PaddedSamples)
+    assert data.unigram_entropy_nats == data.validation.counts.unigram_entropy_nats
+
+
+def test_validation_by_files(tmp_path, capsys):
+    path = write_lines(tmp_path / "validation.jsonl", ["kept aside", "as well"])
+
+    data = prepare_data(configure(tmp_path, validation=[str(path)]))
+
+    assert "; validation 2 documents, 19 tokens; vocabulary 258; tokenised into " in capsys.readouterr().out
+    assert data.train.counts.documents == 100
+    assert data.validation is not None
+    assert data.validation.counts.documents == 2
+
+
+def test_skipped_records_are_told(tmp_path, capsys):
+    path = write_lines(tmp_path / "train.jsonl", TEXTS)
+    path.write_text(path.read_text() + "broken\nbroken\n")
+
+    prepare_data(configure(tmp_path, on_bad_record="skip"))
+
+    assert "; 2 broken records skipped; tokenised into " in capsys.readouterr().out
+
+
+def test_orders_follow_the_run(tmp_path):
+    shuffled = prepare_data(configure(tmp_path, validation=0.1))
+    plain = prepare_data(configure(tmp_path, validation=0.1, shuffle=False, drop_last=False))
+    num_samples = len(train_samples(shuffled))
+
+    first, second = train_order(shuffled, global_batch_size=7, seed=1), train_order(plain, global_batch_size=7, seed=1)
+    evaluation = validation_order(shuffled, global_batch_size=7)
+
+    assert first.steps_per_epoch == num_samples // 7
+    assert second.steps_per_epoch == -(-num_samples // 7)
+    assert not np.array_equal(first.sample_ids(0), np.arange(7))
+    assert np.array_equal(second.sample_ids(0), np.arange(7))
+    assert evaluation is not None
+    seen = np.concatenate([evaluation.sample_ids(step) for step in range(evaluation.steps_per_epoch)])
+    samples = validation_samples(shuffled)
+    assert samples is not None
+    assert np.array_equal(seen[seen >= 0], np.arange(len(samples)))
+
+
+def test_the_identity_is_that_of_the_samples(tmp_path):
+    here, there = configure(tmp_path / "here"), configure(tmp_path / "there")
+    same = [here, there, configure(tmp_path / "here", shuffle=False)]
+    validation = [str(write_lines(tmp_path / "validation.jsonl", ["text"]))]
+    others = [
+        configure(tmp_path / "here", sequence_length=16),
+        configure(tmp_path / "here", form="padded"),
+        configure(tmp_path / "here", validation=0.1),
+        configure(tmp_path / "here", validation=validation),
+        configure(tmp_path / "here", tokenizer=TokenizerConfig(vocab_size=270)),
+        configure(tmp_path / "here", train=validation),
+    ]
+
+    assert len({prepare_data(config).identity for config in same}) == 1
+    assert len({prepare_data(config).identity for config in [here, *others]}) == 1 + len(others)
+
+
+def test_a_corpus_of_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text("a single document of some words, read again and again")
+
+    data = prepare_data(configure(tmp_path, train=[str(tmp_path / "a.txt")], sequence_length=8))
+
+    check_enough(data, 4)
+    assert len(train_samples(data)) == 6
+
+
+def test_all_wrong_sources_are_told_at_once(tmp_path):
+    config = configure(tmp_path, train=[f"{tmp_path}/none.txt"], validation=[f"{tmp_path}/*.csv"])
+
+    assert [problem.split(":")[0] for problem in problems_of(config)] == ["data.train", "data.validation"]
+
+
+def test_validation_on_what_is_trained_on(tmp_path):
+    config = configure(tmp_path)
+
+    assert problems_of(configure(tmp_path, validation=config.train)) == (
+        f"data.validation: {tmp_path}/train.jsonl is also in data.train, where a low loss on it means nothing; "
+        "leave it out of one of them, or keep documents aside with data.validation = 0.05",
+    )
+
+
+def test_no_tokenizer_at_all(tmp_path):
+    assert problems_of(configure(tmp_path, tokenizer=TokenizerConfig())) == (
+        "data.tokenizer: neither `path` nor `vocab_size` is set; "
+        "name an existing tokenizer, or the vocabulary size of one to be trained on data.train",
+    )
+
+
+def test_an_existing_tokenizer(tmp_path):
+    trained = prepare_data(configure(tmp_path))
+
+    found = prepare_data(configure(tmp_path, tokenizer=TokenizerConfig(path=str(trained.tokenizer.directory))))
+
+    assert found.tokenizer == trained.tokenizer
+    assert found.identity == trained.identity
+
+
+def problem_of_size(data: PreparedData, global_batch_size: int) -> str:
+    with pytest.raises(DataError) as caught:
+        check_enough(data, global_batch_size)
+    return str(caught.value)
+
+
+def test_fewer_samples_than_a_batch(tmp_path):
+    packed = prepare_data(configure(tmp_path, train=[str(write_lines(tmp_path / "a.jsonl", TEXTS[:10]))]))
+    padded = prepare_data(configure(tmp_path, train=packed.config.train, form="padded"))
+
+    check_enough(packed, 7)
+    check_enough(padded, 10)
+    assert problem_of_size(packed, 9) == (
+        "data.train: 10 documents with 250 tokens make 7 packed samples of 32 tokens, and one batch needs 9: "
+        "give it more text, lower global_batch_size to 7 or less, set data.drop_last to false "
+        "or lower data.sequence_length to 27 or less"
+    )
+    assert problem_of_size(padded, 11) == (
+        "data.train: 10 documents with 250 tokens make 10 padded samples of 32 tokens, and one batch needs 11: "
+        "give it more text, lower global_batch_size to 10 or less or set data.drop_last to false"
+    )
+
+
+def test_less_than_one_sample(tmp_path):
+    validation = [str(write_lines(tmp_path / "validation.jsonl", ["few words"]))]
+    data = prepare_data(configure(tmp_path, train=validation, drop_last=False))
+    with_validation = prepare_data(configure(tmp_path, validation=validation))
+
+    for key, problem in (
+        ("data.train", problem_of_size(data, 8)),
+        ("data.validation", problem_of_size(with_validation, 8)),
+    ):
+        assert problem == (
+            f"{key}: 1 documents with 10 tokens make 0 packed samples of 32 tokens, and one batch needs 1: "
+            "give it more text or lower data.sequence_length to 9 or less"
+        )
+
+
+def test_without_drop_last_few_samples_are_enough(tmp_path):
+    check_enough(prepare_data(configure(tmp_path, drop_last=False)), 1000)
+
+
+def prepare_elsewhere(config: DataConfig, leads: bool, start: Any, answers: Any) -> None:
+    start.wait()
+    try:
+        answers.put(prepare_data(config, leads=leads).identity)
+    except DataError as error:
+        answers.put(error.problems)
+
+
+def prepare_on_four(config: DataConfig) -> list[Any]:
+    start, answers = context.Barrier(4), context.Queue()
+    processes = [
+        context.Process(target=prepare_elsewhere, args=(config, rank == 0, start, answers)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    results = [answers.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+    return results
+
+
+def test_all_ranks_at_once(tmp_path):
+    identities = prepare_on_four(configure(tmp_path, validation=0.1))
+
+    assert identities == [prepare_data(configure(tmp_path, validation=0.1)).identity] * 4
+    assert len(list((tmp_path / "cache/tokens").glob("*/train"))) == 1
+
+
+def test_all_ranks_at_once_on_a_broken_file(tmp_path):
+    path = write_lines(tmp_path / "train.jsonl", TEXTS)
+    path.write_text(path.read_text() + "broken\n")
+
+    results = prepare_on_four(configure(tmp_path))
+
+    assert len(set(results)) == 1
+    assert results[0][0].startswith(f"{tmp_path}/train.jsonl, line 101: not JSON")
+
+
+PREPARE = """
+import json, sys
+from meshtrain.config.run import DataConfig
+from meshtrain.data.prepare import check_enough, prepare_data, train_samples
+data = prepare_data(DataConfig.model_validate_json(sys.argv[1]))
+check_enough(data, 4)
+print(*sys.modules)
+"""
+
+
+def test_preparing_loads_neither_torch_nor_transformers(tmp_path):
+    command = [sys.executable, "-c", PREPARE, configure(tmp_path).model_dump_json()]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+
+    assert "meshtrain.data.samples" in loaded
+    assert not {"torch", "transformers", "torchdata", "huggingface_hub"}.intersection(loaded)
