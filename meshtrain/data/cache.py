@@ -114,7 +114,8 @@ def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> No
     give_up = time.monotonic() + FOLLOWER_PATIENCE_SECONDS
     while not is_done() and time.monotonic() < give_up:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared, so that two followers who look at the same moment do not take each other for the leader.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -12,7 +12,8 @@ from meshtrain.parallel.cut import Stage, cut
 from meshtrain.parallel.pipeline import Pipeline, stage_owners
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
-from meshtrain.parallel.shard import apply_shard
+from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.shard import apply_shard, needs_fsdp
 from meshtrain.parallel.tensor import TensorRules, apply_tensor_parallel, resolve_rules
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
@@ -69,6 +70,7 @@ def parallelize(
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,
         tied_copies=_tied_copies(stages, mesh, tied),
+        replicas=_replicas(stages, mesh, plan),
         streams=streams,
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
@@ -83,6 +85,12 @@ def _layers_per_stage(plan: ParallelPlan) -> list[int]:
 def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:
     owners = stage_owners(len(_layers_per_stage(plan)), axis_size(mesh, "pp"))
     return [stage for stage, owner in enumerate(owners) if owner == axis_rank(mesh, "pp")]
+
+
+def _replicas(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> Replicas:
+    parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
+    alone = axis_size(mesh, "dp_replicate") == 1 or needs_fsdp(plan)
+    return Replicas(parameters, None if alone else mesh.get_group("dp_replicate"))
 
 
 def _tied_copies(stages: list[Stage], mesh: DeviceMesh, tied: dict[str, str]) -> TiedCopies:

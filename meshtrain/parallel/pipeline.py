@@ -15,6 +15,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.fused import FusedParameter
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import ForwardStreams
+from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size
@@ -36,6 +37,7 @@ class Pipeline:
         summed_over_tp: names of the parameters whose gradients are partial over tp.
         logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
         tied_copies: the tied weights whose other end lies on another process.
+        replicas: sums gradients over whole copies of the model.
         streams: seeds for dropout.
         peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
             of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
@@ -49,6 +51,7 @@ class Pipeline:
     summed_over_tp: frozenset[str]
     logits_are_sharded: bool
     tied_copies: TiedCopies
+    replicas: Replicas
     streams: ForwardStreams
     peers: dist.ProcessGroup | None
     _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class Pipeline:
         """
         inputs, labels = _split_off_labels(batch)
         self._set_sequence_length(labels)
+        self.replicas.begin_step(labels.shape[0] // self.micro_batch_size)
         run = _run_schedule if self.num_stages > 1 else _run_whole
         return run(self, inputs, labels, loss_function)
 

@@ -7,28 +7,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import AXES
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.shard import needs_fsdp
+from meshtrain.parallel.replicas import all_reduce_small, local_gradient
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
-
-# Elements from which a message is worth sending alone.
-LARGE = 2**18
 
 
 def finish_gradients(pipeline: Pipeline) -> None:
-    """Add what the backward pass has left on other processes: tp parts, copies of the model, tied copies."""
-    gradients = {name: local_tensor(parameter.grad) for name, parameter in pipeline.named_parameters()}  # type: ignore[arg-type]
-    partial = [gradient for name, gradient in gradients.items() if name in pipeline.summed_over_tp]
-    _all_reduce(partial, pipeline.mesh, "tp")
-    if not needs_fsdp(pipeline.plan):
-        _all_reduce(list(gradients.values()), pipeline.mesh, "dp_replicate")
+    """Add what the backward pass has left on other processes: copies of the model, tp parts, tied copies."""
+    pipeline.replicas.reduce_gradients()
+    if pipeline.summed_over_tp:
+        partial = [p for name, p in pipeline.named_parameters() if name in pipeline.summed_over_tp]
+        all_reduce_small([local_gradient(parameter) for parameter in partial], pipeline.mesh.get_group("tp"))
     pipeline.tied_copies.reduce_gradients()
     for name, parameter in pipeline.named_parameters():
         gradient = parameter.grad
@@ -68,23 +62,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in _by_dtype(parameters).values():
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
-
-def _all_reduce(gradients: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> None:
-    """Sum gradients over an axis in place: large ones as they are, all small ones in one message."""
-    if axis_size(mesh, axis) == 1 or not gradients:
-        return
-    group = mesh.get_group(axis)
-    large = [gradient for gradient in gradients if gradient.numel() >= LARGE]
-    small = [gradient for gradient in gradients if gradient.numel() < LARGE]
-    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in large]
-    if small:
-        flat = torch.cat([gradient.flatten() for gradient in small])
-        dist.all_reduce(flat, group=group)
-        for gradient, total in zip(small, flat.split([gradient.numel() for gradient in small]), strict=True):
-            gradient.copy_(total.view(gradient.shape))
-    for work in works:
-        work.wait()
 
 
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:

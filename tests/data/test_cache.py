@@ -27,7 +27,11 @@ def fill_slowly(directory: Path) -> None:
 
 
 def fill_and_fail(directory: Path) -> None:
-    time.sleep(0.4)
+    time.sleep(0.8)
+    fail(directory)
+
+
+def fail(directory: Path) -> None:
     with (directory.parent / "attempts").open("a") as attempts:
         attempts.write("x")
     raise DataError(["a.jsonl, line 3: not JSON", "b.txt: empty"])
@@ -128,7 +132,7 @@ def test_a_failure_is_not_held_against_the_next_attempt(tmp_path):
     cache = Cache(tmp_path)
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl, line 3: not JSON\nb\.txt: empty"):
-            cache.build("thing", fill_and_fail)
+            cache.build("thing", fail)
 
     assert cache.build("thing", fill_slowly)
     assert "thing.failed" not in names_in(tmp_path)

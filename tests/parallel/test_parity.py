@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from meshtrain.parallel import replicas
 from tests.parity import Case, Trace, assert_equal_to_reference, reference, run_case
 from tests.ranks import run_on_ranks
 
@@ -113,6 +114,22 @@ def test_compiled_layers() -> None:
         Case("qwen3", (2, 1, 1, 1), compiled=True),
         Case("qwen3", (1, 1, 1, 2), compiled=True, recompute=1, sequence_parallel=True),
     )
+
+
+def run_with_small_messages(cases: list[Case]) -> list[Trace]:
+    """Let every gradient travel alone while the backward pass runs, as the large ones of a real model do."""
+    replicas.LARGE = 1
+    return run_cases(cases)
+
+
+def test_copies_that_reduce_during_the_backward_pass() -> None:
+    cases = [
+        Case("gpt2-tied", (1, 2, 1, 2)),
+        Case("qwen3", (2, 2, 1, 1)),
+        Case("llama-tied", (1, 4, 1, 1), recompute=1),
+    ]
+    for number, traces in enumerate(zip(*run_on_ranks(4, run_with_small_messages, cases), strict=True)):
+        assert_equal_to_reference(list(traces), stock(cases[number].model))
 
 
 def test_vocabulary_that_tp_does_not_divide() -> None:
