@@ -30,8 +30,8 @@ from tests.ranks import run_on_ranks
 GLOBAL_BATCH, SEQUENCE = 8, 512
 
 
-def meshtrain_step(degrees: dict[str, int]) -> Step:
-    """Build meshtrain's side of a layout."""
+def build_trainer(degrees: dict[str, int]) -> Trainer:
+    """Build what meshtrain trains with under a layout."""
     config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
     model = build_model(config, dtype=torch.float32)
     plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
@@ -41,13 +41,19 @@ def meshtrain_step(degrees: dict[str, int]) -> Step:
     pipeline = parallelize(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
     for stage in pipeline.stages:
         initialize_weights(stage.model, seed=0, names=pipeline.canonical_names())
-    trainer = Trainer(
+    return Trainer(
         pipeline=pipeline,
         loss=TokenLoss(CONFIG["vocab_size"], mesh.get_group("tp") if pipeline.logits_are_sharded else None),
         optimizer=ShardedAdamW(pipeline, OptimizerConfig()),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), 3e-4, 1000),
         max_gradient_norm=1.0,
     )
+
+
+def meshtrain_step(degrees: dict[str, int]) -> Step:
+    """Build meshtrain's side of a layout."""
+    trainer = build_trainer(degrees)
+    mesh = trainer.pipeline.mesh
     size = GLOBAL_BATCH // axis_size(mesh, *DATA_AXES)
     rows = slice(data_rank(mesh) * size, (data_rank(mesh) + 1) * size)
     number = 0

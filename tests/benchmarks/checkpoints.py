@@ -1,0 +1,96 @@
+"""Seconds and bytes to save and load a checkpoint, next to plain DCP and to the disk itself.
+
+    python -m tests.benchmarks.checkpoints [--repeat 3] [--directory DIR]
+
+Two ranks hold a sharded Llama of the throughput benchmark with AdamW's moments; the contenders take turns, and the best
+of each counts, because the speed of a shared disk varies by a factor.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from meshtrain.checkpoint.directory import Manifest
+from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
+from meshtrain.models.layout import local_tensor
+from meshtrain.training.state import saved_tensors
+from tests.benchmarks.throughput import build_trainer
+from tests.ranks import run_on_ranks
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds until all ranks are done."""
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def raw_write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write this rank's bytes, and wait for the disk."""
+    with path.open("wb") as file:
+        for tensor in tensors.values():
+            file.write(memoryview(local_tensor(tensor).detach().contiguous().view(torch.uint8).numpy()).cast("B"))
+        os.fsync(file.fileno())
+
+
+def manifest(step: int) -> Manifest:
+    """Describe a checkpoint that nobody will resume."""
+    names = ("plan_hash", "model_type", "architecture", "model_identity", "data_identity")
+    return Manifest(step=step, seed=0, global_batch_size=8, mesh={}, **dict.fromkeys(names, ""))
+
+
+def measure(directory: str, repeat: int) -> dict[str, float]:
+    """Return seconds by name, and the bytes."""
+    trainer = build_trainer({"dp_shard": 2})
+    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+    root, rank = Path(directory), dist.get_rank()
+    best: dict[str, float] = {}
+
+    def count(name: str, work: Callable[[], object]) -> None:
+        best[name] = min(best.get(name, float("inf")), timed(work))
+
+    for number in range(1, repeat + 1):
+        ours, plain, raw = root / "ours", root / f"dcp-{number}", root / f"raw-{rank}"
+        count("disk write", partial(raw_write, raw, tensors))
+        count("dcp save", partial(dcp.save, tensors, checkpoint_id=plain))
+        here = manifest(number)
+        count("save", partial(save_checkpoint, ours, number, tensors, manifest=here, huggingface=None, keep=1))
+        count("disk read", raw.read_bytes)
+        count("dcp load", partial(dcp.load, tensors, checkpoint_id=plain))
+        count("load", partial(load_checkpoint, ours / f"step-{number}", tensors))
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(plain)
+    sizes = torch.tensor(sum(local_tensor(tensor).nbytes for tensor in tensors.values()))
+    dist.all_reduce(sizes)
+    return {**best, "bytes": float(sizes)}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--directory", default=None, help="on the disk to measure; a temporary one by default")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        best = run_on_ranks(2, measure, directory, options.repeat, timeout=1200.0)[0]
+    megabytes = best.pop("bytes") / 1e6
+    print(f"{megabytes:,.0f} MB of parameters and moments on 2 ranks, best of {options.repeat}")
+    for name, seconds in best.items():
+        print(f"{name:12}{seconds:8.2f} s{megabytes / seconds:10,.0f} MB/s")
+
+
+if __name__ == "__main__":
+    main()
