@@ -7,7 +7,6 @@ One fork server for the whole session imports torch and transformers once (secon
 import multiprocessing
 import os
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -27,9 +26,6 @@ PRELOAD = [
 
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
-# DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
-# torch reads it when it is imported, so it must be set before the fork server starts; a benchmark sets it to OFF.
-os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
@@ -48,16 +44,18 @@ def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseExcept
     pipe.send_bytes(pickle.dumps((value, failure)))
 
 
-def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Callable, args: tuple) -> None:
+def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
     import torch.distributed
 
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    os.environ.update(environment)
     try:
         torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        if joins:
+            torch.distributed.init_process_group("gloo")
         _send(pipe, value=fn(*args))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        if joins:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - carried to the test, whatever it is
         try:
             original = pickle.loads(pickle.dumps(error))
@@ -68,27 +66,42 @@ def _be_rank(rank: int, world_size: int, store: str, pipe: Connection, fn: Calla
         os._exit(1)
 
 
-def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call `fn(*args)` on every rank of a gloo group and return the results in rank order.
+def run_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, joins: bool = True, timeout: float = 120.0
+) -> list[Any]:
+    """Call `fn(*args)` on every rank and return the results in rank order.
 
     Args:
         world_size: number of processes.
-        fn: a module-level function; it finds the default process group initialised.
+        fn: a module-level function.
         args: must be picklable.
+        joins: whether `fn` finds the default process group initialised; otherwise it finds what torchrun gives it, to
+            join a group itself, once.
         timeout: seconds after which the ranks are killed.
 
     Raises:
         RankError: of the first rank that raised, with its traceback.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        return _collect(world_size, fn, args, os.path.join(directory, "store"), timeout)
+    from torch.distributed import TCPStore
+
+    # As torchrun does it: the store lives outside of the ranks.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    return _collect(environments, joins, fn, args, timeout)
 
 
-def _collect(world_size: int, fn: Callable, args: tuple, store: str, timeout: float) -> list[Any]:
+def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args: tuple, timeout: float) -> list[Any]:
+    world_size = len(environments)
     pipes, processes = [], []
-    for rank in range(world_size):
+    for environment in environments:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_be_rank, args=(rank, world_size, store, sender, fn, args), daemon=True)
+        process = context.Process(target=_be_rank, args=(environment, joins, sender, fn, args), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)

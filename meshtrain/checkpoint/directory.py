@@ -52,8 +52,6 @@ class Manifest(Words):
     """Hugging Face's `model_type`."""
     architecture: str
     """The stock class, such as `GPT2LMHeadModel`."""
-    model_identity: str
-    """Hash of what makes the model this one."""
     data_identity: str
     """Hash of what makes the data this one."""
     dtype: Dtype = "float32"

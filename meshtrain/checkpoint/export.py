@@ -23,7 +23,7 @@ from meshtrain.models.weights import INDEX_NAME, SINGLE_NAME
 
 
 @dataclass(frozen=True)
-class _StockTensor:
+class StockTensor:
     """A tensor of the stock model.
 
     Attributes:
@@ -69,7 +69,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 
         raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
     if not (source / HUGGINGFACE_NAME / "config.json").is_file():
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
-    shards = _split_into_shards(_list_tensors(source, metadata, manifest), max_shard_bytes)
+    shards = _split_into_shards(list_stock_tensors(source, metadata, manifest), max_shard_bytes)
     draft = folder.with_name(f".{folder.name}.exporting")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -86,8 +86,12 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 
     console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
 
 
-def _list_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> list[_StockTensor]:
-    """Return the tensors of the stock model in an order that does not depend on the mesh that saved them."""
+def list_stock_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
+    """Return the tensors of the stock model in an order that does not depend on the mesh that saved them.
+
+    Raises:
+        CheckpointError: if the checkpoint does not hold what its manifest names.
+    """
     saved = {
         key.removeprefix(MODEL_PREFIX): tuple(entry.size)
         for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
@@ -109,7 +113,7 @@ def _list_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> list[
             shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         dtype = getattr(torch, manifest.dtypes.get(name, manifest.dtype))
         keys = tuple(f"{MODEL_PREFIX}{part}" for part in names)
-        tensors.append(_StockTensor(name, keys, dim, sizes, shape, dtype))
+        tensors.append(StockTensor(name, keys, dim, sizes, shape, dtype))
     return tensors
 
 
@@ -117,8 +121,8 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"\.", name)]
 
 
-def _split_into_shards(tensors: Sequence[_StockTensor], max_shard_bytes: int) -> list[list[_StockTensor]]:
-    shards: list[list[_StockTensor]] = [[]]
+def _split_into_shards(tensors: Sequence[StockTensor], max_shard_bytes: int) -> list[list[StockTensor]]:
+    shards: list[list[StockTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
@@ -138,7 +142,7 @@ def _copy_huggingface(source: Path, draft: Path, manifest: Manifest) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[_StockTensor]], draft: Path) -> None:
+def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = sum(tensor.num_bytes for shard in shards for tensor in shard)
     with console.progress("export", total_bytes, unit="MB") as advance:
@@ -155,7 +159,7 @@ def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[_S
         (draft / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _read_stock_tensor(source: Path, metadata: Metadata, tensor: _StockTensor) -> Tensor:
+def _read_stock_tensor(source: Path, metadata: Metadata, tensor: StockTensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     parts = torch.split(whole, list(tensor.sizes), tensor.dim) if tensor.sizes else [whole]
     read_tensors(source, metadata, dict(zip(tensor.keys, parts, strict=True)))

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -13,6 +20,8 @@ from transformers.utils import logging
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
 
+# What transformers raises for a value that it does not like: of another type, or one that contradicts another.
+REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -33,8 +42,7 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
     else:
         config = _config_at(model)
         _check_names(config, model)
-        for name, value in model.config.items():
-            setattr(config, name, value)
+        _change(config, model.config)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
         raise ModelError(
             f"model type {config.model_type!r} has no causal language model in transformers; use one that has"
@@ -57,14 +65,15 @@ def build_model(
     Raises:
         ModelError: if transformers refuses the configuration.
     """
+    _check_attention(config, attention)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-    except (ValueError, TypeError, KeyError) as error:
+    except REFUSALS as error:
         raise ModelError(
-            f"transformers cannot build a {config.model_type} model from this configuration: {error}"
+            f"transformers cannot build a {config.model_type} model from this configuration: {_reason(error)}"
         ) from error
     model.train()
     return model
@@ -82,7 +91,7 @@ def local_directory(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.path = {path!r}: no such directory, and the hub cannot give it: {_first_line(error)}"
+            f"model.path = {path!r}: no such directory, and the hub cannot give it: {_reason(error)}"
         ) from error
 
 
@@ -96,8 +105,8 @@ def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
     logging.set_verbosity_error()
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"model.config: transformers refuses it for {model_type!r}: {_first_line(error)}") from error
+    except REFUSALS as error:
+        raise _refusal(model_type, error) from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -110,8 +119,29 @@ def _config_at(model: ModelConfig) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path = {model.path!r}: no Hugging Face model there: {_first_line(error)}") from error
+    except (OSError, *REFUSALS) as error:
+        raise ModelError(f"model.path = {model.path!r}: no Hugging Face model there: {_reason(error)}") from error
+
+
+def _change(config: PretrainedConfig, values: dict) -> None:
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+    except REFUSALS as error:
+        raise _refusal(config.model_type, error) from error
+
+
+def _refusal(model_type: str, error: Exception) -> ModelError:
+    return ModelError(f"model.config: transformers refuses it for {model_type!r}: {_reason(error)}")
+
+
+def _check_attention(config: PretrainedConfig, attention: str) -> None:
+    # A class that comes with its own code is in no list; transformers checks it.
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if known and attention == "sdpa" and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+        raise ModelError(
+            f"model.attention = 'sdpa': transformers has it not for {config.model_type!r}; set model.attention = 'eager'"
+        )
 
 
 def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
@@ -127,5 +157,8 @@ def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
         raise ModelError(problems)
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """Return one line; the checks of a configuration's values hide the reason in the cause."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        return str(error.__cause__)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,15 +8,18 @@ RUN/checkpoints/step-N  see meshtrain.checkpoint.directory
 """
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError
 
-RUN_NAME, PLAN_NAME = "run.toml", "plan.toml"
+RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 # What may change between a stop and a resume: how the run is laid out, shown and saved, and how long it goes on. All
 # else decides what is learned.
 FREE = (
@@ -29,33 +32,40 @@ FREE = (
     "logging",
     "plan",
     "data.cache_directory",
-    "data.validation",
     "model.attention",
 )
 
 
 def check_directory(config: RunConfig) -> None:
-    """Check that the run directory is new or holds this very run.
+    """Check that the run directory holds nothing yet, or this very run.
 
     Raises:
         ConfigError: with every key that differs.
     """
-    path = Path(config.run_directory) / RUN_NAME
-    if not path.exists():
+    directory = Path(config.run_directory)
+    path = directory / RUN_NAME
+    if not path.exists() or not _holds_work(directory):
         return
-    there, here = _flat(tomllib.loads(path.read_text())), _flat(tomllib.loads(dump_toml(config)))
-    different = [
-        f"{path}: {key} is {there.get(key, 'not set')!r} there and {here.get(key, 'not set')!r} here"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key) and not key.startswith(FREE)
-    ]
-    if different:
+    there, here = _decisive(tomllib.loads(path.read_text())), _decisive(tomllib.loads(dump_toml(config)))
+    if different := differences(there, here):
         raise ConfigError(
             [
-                *different,
-                f"{config.run_directory} holds another run; choose another run_directory, or resume that run unchanged",
+                *(f"{shown(path)}: {difference}" for difference in different),
+                f"{shown(directory)} holds another run: choose another run_directory, resume that run unchanged, or, "
+                f"if it shall go on in another way, change {shown(path)} too",
             ]
         )
+
+
+def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    """Say of everything that is not the same on both sides what it is."""
+    unset = object()
+
+    def shown_value(side: Mapping[str, object], name: str) -> str:
+        return repr(side[name]) if name in side else "not set"
+
+    names = sorted(name for name in {*there, *here} if there.get(name, unset) != here.get(name, unset))
+    return [f"{name} is {shown_value(there, name)} there and {shown_value(here, name)} here" for name in names]
 
 
 def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:
@@ -64,6 +74,16 @@ def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / RUN_NAME).write_text(dump_toml(config.model_copy(update={"plan": plan})))
     (directory / PLAN_NAME).write_text(dump_toml(plan))
+
+
+def _holds_work(directory: Path) -> bool:
+    """Whether a run got so far that there is something to lose."""
+    metrics = directory / METRICS_NAME
+    return bool(list_checkpoints(directory / CHECKPOINTS_NAME)) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _decisive(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _flat(run).items() if not key.startswith(FREE)}
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -53,35 +53,29 @@ def run_loop(run: Run) -> None:
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return
-    with _open_writer(run) as write:
-        evaluation_loss = None
-        averages = EpochAverages()
+    evaluation_loss = None
+    with _open_metrics(run) as metrics:
         for batch, data_seconds in _timed(run.train_batches):
-            metrics = _one_step(run, batch, data_seconds)
             step = batch.step + 1
-            write(step, metrics)
-            averages.add(metrics)
+            metrics.write(step, _one_step(run, batch, data_seconds, metrics))
             if step % run.steps_per_epoch == 0 or step == run.num_steps:
-                write(step, averages.take(batch.epoch + 1))
+                metrics.write_epoch(step)
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
-                evaluation_loss = _evaluate(run, step, write)
+                evaluation_loss = _evaluate(run, step, metrics)
             if _is_due(step, run.config.checkpoint.every, run.num_steps):
-                _checkpoint(run, step, write)
+                _checkpoint(run, step, metrics)
     _show_end(run, evaluation_loss)
 
 
-Write = Callable[[int, Mapping[str, float]], None]
-
-
-@contextmanager
-def _open_writer(run: Run) -> Iterator[Write]:
+def _open_metrics(run: Run) -> MetricsWriter | Unwritten:
     if not run.is_first_rank:
-        yield lambda step, metrics: None
-        return
-    progress = TrainingProgress(run.num_steps, every=run.config.logging.every)
-    directory, tensorboard = Path(run.config.run_directory), run.config.logging.tensorboard
-    with MetricsWriter(directory, first_step=run.first_step, progress=progress, tensorboard=tensorboard) as writer:
-        yield writer.write
+        return Unwritten()
+    return MetricsWriter(
+        Path(run.config.run_directory),
+        first_step=run.first_step,
+        progress=TrainingProgress(run.num_steps, every=run.config.logging.every),
+        tensorboard=run.config.logging.tensorboard,
+    )
 
 
 def _timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:

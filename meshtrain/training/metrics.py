@@ -1,17 +1,26 @@
 """What a run writes down: metrics.jsonl, TensorBoard, and the line or bar on the screen. On rank 0 only."""
 
 import json
+import os
 import resource
+import socket
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol, Self
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from meshtrain.config.reading import shown
 from meshtrain.console import TrainingProgress
+from meshtrain.data.cache import write_atomically
+from meshtrain.training.directory import METRICS_NAME
 
-METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 AVERAGED = (
     "loss",
@@ -28,6 +37,8 @@ SHOWN = {"loss", "eval_loss"}
 class MetricsWriter:
     """Writes every object of metrics to all places; a context manager.
 
+    A file that cannot be written does not raise here, where the other ranks would not learn of it: see `problem`.
+
     Args:
         directory: of the run.
         first_step: steps done before; what a stopped run wrote behind its last checkpoint is dropped.
@@ -36,25 +47,30 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: Path, *, first_step: int, progress: TrainingProgress, tensorboard: bool) -> None:
-        self._path = directory / METRICS_NAME
-        self._tensorboard_directory = directory / TENSORBOARD_NAME if tensorboard else None
-        self._first_step = first_step
+        self.problem: str | None = None
+        self._directory, self._first_step = directory, first_step
         self._progress = progress
-        self._file: IO[str] | None = None
-        self._events: Any = None
+        self._tensorboard = tensorboard
+        self._files: list[_MetricsFile] = []
+        self._epoch = _EpochAverages()
 
-    def __enter__(self) -> "MetricsWriter":
-        _drop_lines_behind(self._path, self._first_step)
-        self._file = self._path.open("a", encoding="utf-8")
+    def __enter__(self) -> Self:
+        with self._noting_problems():
+            path = self._directory / METRICS_NAME
+            for metrics in _drop_lines_behind(path, self._first_step):
+                self._epoch.add(metrics)
+            self._files.append(_JsonLines(path))
+            if self._tensorboard:
+                self._files.append(_Events(self._directory / TENSORBOARD_NAME, first_step=self._first_step))
         self._progress.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._progress.__exit__(*exception)
-        assert self._file is not None
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for file in self._files:
+            # Everything was flushed when it was written, and a failure noted then.
+            with suppress(OSError):
+                file.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one object: of a step, an evaluation, a checkpoint or an epoch.
@@ -63,45 +79,99 @@ class MetricsWriter:
             step: optimizer steps done.
             metrics: name -> number.
         """
-        assert self._file is not None, "not entered"
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._epoch.add(metrics)
+        with self._noting_problems():
+            for file in self._files:
+                file.write(step, metrics)
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
-        if self._tensorboard_directory is not None:
-            events = self._open_events(self._tensorboard_directory)
-            for name, value in metrics.items():
-                events.add_scalar(f"{_tensorboard_group(name)}/{name}", value, step)
 
-    def _open_events(self, directory: Path) -> Any:
-        if self._events is None:
-            # Not at the top: it takes half a second, which a run has after its first step and not before.
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    def write_epoch(self, step: int) -> None:
+        """Write the averages over the epoch of the latest step, as far as it has come."""
+        self.write(step, self._epoch.averages())
 
-            self._events = SummaryWriter(str(directory), purge_step=self._first_step + 1)
-        return self._events
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = f"cannot write metrics into {shown(self._directory)}: {error.strerror}"
 
 
-class EpochAverages:
-    """Averages of the steps of an epoch that this process has seen."""
+class _MetricsFile(Protocol):
+    """A file to which metrics are appended; what was written before a kill can be read."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    """One JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Events:
+    """TensorBoard's event file.
+
+    Not torch's SummaryWriter: its thread writes minutes later, and shows a traceback of its own when the disk is full.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns():020}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._add(Event(file_version="brain.Event:2"))
+        # Readers then forget what a stopped run wrote behind its last checkpoint.
+        self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+class _EpochAverages:
+    """Averages over the steps of the latest epoch, those before a resume included."""
 
     def __init__(self) -> None:
+        self._epoch = 0
+        self._steps = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._num_steps = 0
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Count a step in."""
-        self._num_steps += 1
+        """Count a step in; what is not a step's does not count."""
+        if "loss" not in metrics:
+            return
+        if metrics["epoch"] != self._epoch:
+            self._epoch, self._steps = int(metrics["epoch"]), 0
+            self._sums.clear()
+        self._steps += 1
         for name in AVERAGED:
             self._sums[name] += metrics[name]
 
-    def take(self, epoch: int) -> dict[str, float]:
-        """Return the averages as metrics of the epoch (from 1), and begin the next."""
-        averages = {f"epoch_{name}": total / self._num_steps for name, total in self._sums.items()}
-        summary = {"epoch": epoch, "epoch_steps": self._num_steps, **averages}
-        self._sums.clear()
-        self._num_steps = 0
-        return summary
+    def averages(self) -> dict[str, float]:
+        """Return them as metrics of the epoch."""
+        averages = {f"epoch_{name}": total / self._steps for name, total in self._sums.items()}
+        return {"epoch": self._epoch, "epoch_steps": self._steps, **averages}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -111,21 +181,21 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _drop_lines_behind(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float]]:
+    """Drop the lines of later steps from metrics.jsonl, and return the others as objects."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     # The last line of a killed run may be cut off.
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if kept != lines:
-        draft = path.with_suffix(".tmp")
-        draft.write_text("".join(kept), encoding="utf-8")
-        draft.replace(path)
+    read = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+    kept = [(line, metrics) for line, metrics in read if metrics["step"] <= step]
+    if len(kept) < len(lines):
+        write_atomically(path, "".join(line for line, _ in kept))
+    return [metrics for _, metrics in kept]
 
 
-def _tensorboard_group(name: str) -> str:
-    if name.startswith("epoch"):
-        return "epoch"
-    if name.startswith("eval"):
-        return "evaluation"
-    return "timing" if name.endswith("seconds") else "train"
+def _tensorboard_tag(name: str) -> str:
+    """Return group/name; TensorBoard folds groups."""
+    if name.startswith("epoch_"):
+        return f"epoch/{name.removeprefix('epoch_')}"
+    if name.endswith("seconds"):
+        return f"timing/{name}"
+    return f"evaluation/{name}" if name.startswith("eval_") else f"train/{name}"

@@ -29,17 +29,16 @@ class Resolved:
     plan: ParallelPlan
 
 
-def resolve_run(config: RunConfig, world_size: int, *, end_id: int | None = None) -> Resolved:
+def resolve_run(config: RunConfig, world_size: int) -> Resolved:
     """Build the model on meta and fit the plan to it.
 
     Args:
         world_size: number of processes.
-        end_id: the end token of the tokenizer, for a new model that does not say its own.
 
     Raises:
         UserError: with every contradiction.
     """
-    hf_config = load_hf_config(config.model, end_id=end_id)
+    hf_config = load_hf_config(config.model)
     plan = with_family(config.plan, hf_config.model_type)
     model = build_model(
         hf_config,

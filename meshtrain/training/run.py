@@ -1,23 +1,16 @@
 """A training run from its configuration to its end: the one path."""
 
-import hashlib
-import importlib.metadata
-import json
-import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
-from meshtrain.config.plan import AXES
+from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
-from meshtrain.config.toml import plan_hash
 from meshtrain.data.loader import Batch, build_loader
 from meshtrain.data.prepare import (
     PreparedData,
@@ -28,17 +21,19 @@ from meshtrain.data.prepare import (
     validation_order,
     validation_samples,
 )
-from meshtrain.errors import CheckpointError, DataError
-from meshtrain.models.build import local_directory
+from meshtrain.errors import ConfigError, DataError
+from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.weights import load_weights
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.account import account
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.runtime.process import Process, run_process
 from meshtrain.training.directory import check_directory, write_resolved
+from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
@@ -46,7 +41,8 @@ from meshtrain.training.report import Resolved, batch_equation, batch_shape, res
 from meshtrain.training.state import saved_tensors, wanted_tensors
 from meshtrain.training.step import Trainer
 
-LIBRARIES = ("torch", "transformers", "meshtrain")
+Saved = tuple[Path, Manifest]
+"""A checkpoint and what it says of itself."""
 
 
 def train(config: RunConfig) -> None:
@@ -56,18 +52,28 @@ def train(config: RunConfig) -> None:
         UserError: before any process group is joined, wherever the mistake can be known there.
     """
     check_directory(config)
+    resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_enough(data, config.global_batch_size)
-    resolved = resolve_run(config, world_size_from_environment(), end_id=data.tokenizer.end_id)
     _check_vocabulary(data, resolved.hf_config)
     num_steps = _num_steps(config, data)
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
+    hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
+    identity = Identity(config, data, resolved, hf_config)
+    saved = _find_saved(config, identity)
     _show_head(config, resolved, num_steps)
     with run_process() as process:
-        run_loop(_build(config, data, resolved, num_steps, process))
+        run_loop(_build(identity, num_steps, saved, process))
 
 
-def _build(config: RunConfig, data: PreparedData, resolved: Resolved, num_steps: int, process: Process) -> Run:
+def _find_saved(config: RunConfig, identity: Identity) -> Saved | None:
+    """Return the newest checkpoint of the run, if there is one."""
+    checkpoints = list_checkpoints(Path(config.run_directory) / CHECKPOINTS_NAME)
+    return (checkpoints[0], identity.check(checkpoints[0])) if checkpoints else None
+
+
+def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Process) -> Run:
+    config, data, resolved = identity.config, identity.data, identity.resolved
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
     pipeline = parallelize(
         resolved.model,
@@ -85,11 +91,9 @@ def _build(config: RunConfig, data: PreparedData, resolved: Resolved, num_steps:
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
     )
-    identity = Identity(config, data, resolved)
-    first_step = _begin(config, trainer, identity)
-    if process.rank == 0:
-        write_resolved(config, resolved.plan)
-    dist.barrier()
+    # On a shared file system not all may see the newest at once: the first process decides.
+    first_step = _begin(config, trainer, gather_objects(saved)[0])
+    _write_resolved(config, resolved, process)
     return Run(
         config=config,
         trainer=trainer,
@@ -100,84 +104,21 @@ def _build(config: RunConfig, data: PreparedData, resolved: Resolved, num_steps:
         steps_per_epoch=train_order(data, global_batch_size=config.global_batch_size, seed=config.seed).steps_per_epoch,
         train_batches=_train_batches(config, data, pipeline, process, first_step, num_steps),
         evaluation_batches=_evaluation_batches(config, data, pipeline, process),
-        save=partial(_save, config, trainer, identity),
+        save=partial(_save, identity, trainer),
         unigram_entropy=data.unigram_entropy_nats,
     )
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What a checkpoint must agree with, and what it hands on."""
-
-    config: RunConfig
-    data: PreparedData
-    resolved: Resolved
-
-    def manifest(self, step: int, pipeline: Pipeline) -> Manifest:
-        """Describe a checkpoint of this run."""
-        plan = self.resolved.plan
-        return Manifest(
-            step=step,
-            seed=self.config.seed,
-            global_batch_size=self.config.global_batch_size,
-            mesh={axis: getattr(plan.mesh, axis) for axis in AXES},
-            plan_hash=plan_hash(plan),
-            model_type=self.resolved.hf_config.model_type,
-            architecture=type(self.resolved.model).__name__,
-            model_identity=_model_identity(self.resolved.hf_config),
-            data_identity=self.data.identity,
-            dtype=plan.precision.parameters,
-            fused=pipeline.fused,
-            tied=dict(self.resolved.model.all_tied_weights_keys),
-            versions={library: importlib.metadata.version(library) for library in LIBRARIES},
-        )
-
-    def check(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Refuse a checkpoint that this run cannot go on from.
-
-        Raises:
-            CheckpointError: with what differs.
-        """
-        here = {
-            "seed": self.config.seed,
-            "global_batch_size": self.config.global_batch_size,
-            "model_type": self.resolved.hf_config.model_type,
-            "model_identity": _model_identity(self.resolved.hf_config),
-            "data_identity": self.data.identity,
-        }
-        problems = [
-            f"{checkpoint}: {name} is {getattr(manifest, name)!r} there and {value!r} here"
-            for name, value in here.items()
-            if getattr(manifest, name) != value
-        ]
-        if problems:
-            raise CheckpointError(
-                [*problems, "the model or the data is not that of the checkpoint; use another run_directory"]
-            )
-
-    def write_huggingface(self, directory: Path) -> None:
-        """Write configuration and tokenizer, as `export` hands them on."""
-        hf_config = self.resolved.hf_config
-        hf_config.architectures = [type(self.resolved.model).__name__]
-        hf_config.save_pretrained(directory)
-        generation = GenerationConfig(eos_token_id=self.data.tokenizer.end_id, pad_token_id=self.data.tokenizer.pad_id)
-        generation.save_pretrained(directory)
-        shutil.copytree(self.data.tokenizer.directory, directory, dirs_exist_ok=True)
-
-
-def _begin(config: RunConfig, trainer: Trainer, identity: Identity) -> int:
+def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
     """Give the parameters their values, and return the number of steps already done."""
-    checkpoints = list_checkpoints(Path(config.run_directory) / CHECKPOINTS_NAME)
     pipeline = trainer.pipeline
-    if checkpoints:
-        newest = checkpoints[0]
-        manifest = read_manifest(newest)
-        identity.check(newest, manifest)
+    if saved is not None:
+        checkpoint, manifest = saved
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        load_checkpoint(newest, wanted_tensors(pipeline, trainer.optimizer))
+        load_checkpoint(checkpoint, wanted_tensors(pipeline, trainer.optimizer))
         trainer.optimizer.set_steps_done(manifest.step)
-        console.line(f"Resumed from {newest}: step {manifest.step:,} done")
+        console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
         return manifest.step
     if config.model.weights == "pretrained":
         _load_pretrained(config, pipeline)
@@ -185,6 +126,16 @@ def _begin(config: RunConfig, trainer: Trainer, identity: Identity) -> int:
         for stage in pipeline.stages:
             initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
     return 0
+
+
+def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> None:
+    problems = []
+    if process.rank == 0:
+        try:
+            write_resolved(config, resolved.plan)
+        except OSError as error:
+            problems.append(f"cannot write {error.filename}: {error.strerror}; set run_directory to another place")
+    raise_together(problems, ConfigError)
 
 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
@@ -201,14 +152,14 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     )
 
 
-def _save(config: RunConfig, trainer: Trainer, identity: Identity, step: int) -> Path:
+def _save(identity: Identity, trainer: Trainer, step: int) -> Path:
     return save_checkpoint(
-        Path(config.run_directory) / CHECKPOINTS_NAME,
+        Path(identity.config.run_directory) / CHECKPOINTS_NAME,
         step,
         saved_tensors(trainer.pipeline, trainer.optimizer),
-        manifest=identity.manifest(step, trainer.pipeline),
+        manifest=identity.manifest(step, trainer.pipeline.fused),
         huggingface=identity.write_huggingface,
-        keep=config.checkpoint.keep,
+        keep=identity.config.checkpoint.keep,
     )
 
 
@@ -266,10 +217,4 @@ def _show_head(config: RunConfig, resolved: Resolved, num_steps: int) -> None:
     show_plan_table(resolved.plan)
     show_shares(account(resolved.model, resolved.plan))
     console.line(batch_equation(resolved.plan, batch_shape(config)))
-    console.line(f"{num_steps:,} steps into {config.run_directory}")
-
-
-def _model_identity(config: PretrainedConfig) -> str:
-    volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
-    facts = {name: value for name, value in config.to_dict().items() if name not in volatile}
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    console.line(f"{num_steps:,} steps into {shown(Path(config.run_directory))}")

@@ -27,6 +27,7 @@ CONFIG = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+SMALL = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 Step = Callable[[Tensor, Tensor], float]
 
 

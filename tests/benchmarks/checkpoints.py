@@ -24,6 +24,7 @@ from meshtrain.checkpoint.directory import Manifest
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
 from meshtrain.models.layout import local_tensor
 from meshtrain.training.state import saved_tensors
+from tests.benchmarks.bare import CONFIG, SMALL
 from tests.benchmarks.throughput import build_trainer
 from tests.ranks import run_on_ranks
 
@@ -47,12 +48,13 @@ def raw_write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def manifest(step: int) -> Manifest:
     """Describe a checkpoint that nobody will resume."""
-    names = ("plan_hash", "model_type", "architecture", "model_identity", "data_identity")
+    names = ("plan_hash", "model_type", "architecture", "data_identity")
     return Manifest(step=step, seed=0, global_batch_size=8, mesh={}, **dict.fromkeys(names, ""))
 
 
-def measure(directory: str, repeat: int) -> dict[str, float]:
+def measure(directory: str, repeat: int, small: bool) -> dict[str, float]:
     """Return seconds by name, and the bytes."""
+    CONFIG.update(SMALL if small else {})
     trainer = build_trainer({"dp_shard": 2})
     tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
     root, rank = Path(directory), dist.get_rank()
@@ -83,9 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", default=None, help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        best = run_on_ranks(2, measure, directory, options.repeat, timeout=1200.0)[0]
+        best = run_on_ranks(2, measure, directory, options.repeat, options.small, timeout=1200.0)[0]
     megabytes = best.pop("bytes") / 1e6
     print(f"{megabytes:,.0f} MB of parameters and moments on 2 ranks, best of {options.repeat}")
     for name, seconds in best.items():

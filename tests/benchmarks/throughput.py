@@ -24,7 +24,7 @@ from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, train_step
-from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, Step
+from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, SMALL, Step
 from tests.ranks import run_on_ranks
 
 GLOBAL_BATCH, SEQUENCE = 8, 512
@@ -67,8 +67,9 @@ def meshtrain_step(degrees: dict[str, int]) -> Step:
     return step
 
 
-def take_turns(layout: str, steps: int) -> list[tuple[float, float]]:
+def take_turns(layout: str, steps: int, small: bool) -> list[tuple[float, float]]:
     """Return the seconds of each pair of steps (bare, meshtrain), after one pair to warm up."""
+    CONFIG.update(SMALL if small else {})
     build_bare, degrees = LAYOUTS[layout]
     sides = [build_bare(), meshtrain_step(degrees)]
     stream = torch.Generator().manual_seed(0)
@@ -91,13 +92,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layout", choices=list(LAYOUTS))
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
     options = parser.parse_args()
     print(
         f"{'layout':16}{'bare tok/s':>12}{'meshtrain':>12}{'ratio':>8}   (medians of {options.steps} interleaved pairs)"
     )
     for layout in [options.layout] if options.layout else LAYOUTS:
         ranks = 1 if layout == "1 rank" else 2
-        pairs = run_on_ranks(ranks, take_turns, layout, options.steps, timeout=1200.0)[0]
+        pairs = run_on_ranks(ranks, take_turns, layout, options.steps, options.small, timeout=1200.0)[0]
         bare, ours = (GLOBAL_BATCH * SEQUENCE / statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
         print(f"{layout:16}{bare:12,.0f}{ours:12,.0f}{ratio:8.3f}", flush=True)

@@ -76,7 +76,6 @@ def manifest_of(step: int, **values: object) -> Manifest:
         "plan_hash": "p",
         "model_type": "llama",
         "architecture": "LlamaForCausalLM",
-        "model_identity": "m",
         "data_identity": "d",
     }
     return Manifest(step=step, **(fields | values))

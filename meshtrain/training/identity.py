@@ -1,0 +1,130 @@
+"""What makes a run this run: what its checkpoints say of themselves, and whether it can go on from one."""
+
+import importlib.metadata
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig
+
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
+from meshtrain.checkpoint.export import list_stock_tensors
+from meshtrain.checkpoint.reading import read_metadata
+from meshtrain.config.plan import AXES, ParallelPlan
+from meshtrain.config.reading import shown
+from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.config.toml import plan_hash
+from meshtrain.data.prepare import PreparedData
+from meshtrain.errors import CheckpointError, name_some
+from meshtrain.models.build import load_hf_config
+from meshtrain.models.fused import FusedParameter
+from meshtrain.training.directory import differences
+from meshtrain.training.report import Resolved
+
+LIBRARIES = ("torch", "transformers", "meshtrain")
+# Values of a Hugging Face configuration that say nothing about what the model computes.
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures", "use_cache")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must agree with, and what it hands on.
+
+    Attributes:
+        hf_config: with the end token of the tokenizer, as the exported model has it.
+    """
+
+    config: RunConfig
+    data: PreparedData
+    resolved: Resolved
+    hf_config: PretrainedConfig
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The resolved plan."""
+        return self.resolved.plan
+
+    def manifest(self, step: int, fused: tuple[FusedParameter, ...]) -> Manifest:
+        """Describe the checkpoint of a step."""
+        return Manifest(
+            step=step,
+            seed=self.config.seed,
+            global_batch_size=self.config.global_batch_size,
+            mesh={axis: getattr(self.plan.mesh, axis) for axis in AXES},
+            plan_hash=plan_hash(self.plan),
+            model_type=self.hf_config.model_type,
+            architecture=type(self.resolved.model).__name__,
+            data_identity=self.data.identity,
+            dtype=self.plan.precision.parameters,
+            fused=fused,
+            tied=dict(self.resolved.model.all_tied_weights_keys),
+            versions={library: importlib.metadata.version(library) for library in LIBRARIES},
+        )
+
+    def write_huggingface(self, directory: Path) -> None:
+        """Write configuration and tokenizer, as `export` hands them on."""
+        self.hf_config.architectures = [type(self.resolved.model).__name__]
+        self.hf_config.save_pretrained(directory)
+        tokenizer = self.data.tokenizer
+        generation = GenerationConfig(eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id)
+        generation.save_pretrained(directory)
+        shutil.copytree(tokenizer.directory, directory, dirs_exist_ok=True)
+
+    def check(self, checkpoint: Path) -> Manifest:
+        """Refuse a checkpoint that this run cannot go on from, before any process group.
+
+        Returns:
+            The manifest of the checkpoint.
+
+        Raises:
+            CheckpointError: with everything that differs.
+        """
+        manifest = read_manifest(checkpoint)
+        there = {
+            "seed": manifest.seed,
+            "global_batch_size": manifest.global_batch_size,
+            "plan.precision.parameters": manifest.dtype,
+            **self._model_values(checkpoint),
+        }
+        here = {
+            "seed": self.config.seed,
+            "global_batch_size": self.config.global_batch_size,
+            "plan.precision.parameters": self.plan.precision.parameters,
+            **_values(self.hf_config),
+        }
+        problems = differences(there, here)
+        if manifest.model_type != self.hf_config.model_type:
+            problems = [f"the model is a {manifest.model_type} there and a {self.hf_config.model_type} here"]
+        problems += self._tensor_differences(checkpoint, manifest)
+        if manifest.data_identity != self.data.identity:
+            problems.append("the data is not what it was trained on: text, tokenizer, form or length has changed")
+        if problems:
+            raise CheckpointError(
+                [
+                    *(f"{shown(checkpoint)}: {problem}" for problem in problems),
+                    f"{shown(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
+                    "give this one back what it was started with",
+                ]
+            )
+        return manifest
+
+    def _model_values(self, checkpoint: Path) -> dict[str, Any]:
+        saved = ModelConfig(
+            path=str(checkpoint / HUGGINGFACE_NAME), trust_remote_code=self.config.model.trust_remote_code
+        )
+        return _values(load_hf_config(saved))
+
+    def _tensor_differences(self, checkpoint: Path, manifest: Manifest) -> list[str]:
+        tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
+        there = {tensor.name: tensor.shape for tensor in tensors}
+        here = {name: tuple(parameter.shape) for name, parameter in self.resolved.model.named_parameters()}
+        different = differences(there, here)
+        return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
+
+
+def _values(config: PretrainedConfig) -> dict[str, Any]:
+    values = {name: value for name, value in config.to_dict().items() if name not in VOLATILE}
+    # Through JSON, as one of the two sides has gone: its keys are strings, and it has no tuples.
+    return {f"model.config.{name}": value for name, value in json.loads(json.dumps(values, default=str)).items()}

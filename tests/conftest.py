@@ -1,0 +1,7 @@
+"""Set up once, before anything imports torch."""
+
+import os
+
+# DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
+# torch reads it when it is imported. The benchmarks, which are not started by pytest, go without.
+os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
