@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.fused import FusedParameter
+from meshtrain.parallel.collectives import shard_width
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
@@ -182,14 +183,14 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
     ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
     hidden = _hidden_like(pipeline, labels, device="meta").requires_grad_()
-    # The last stage sends nothing; only the presence of its output is looked at.
+    output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
     return PipelineStage(
         stage.model,
         stage.index,
         stage.num_stages,
         labels.device,
         input_args=(ids if stage.is_first else hidden,),
-        output_args=(hidden,),
+        output_args=(output,),
         group=pipeline.peers,
     )
 
@@ -201,6 +202,17 @@ def _hidden_like(pipeline: Pipeline, labels: Tensor, device: torch.device | str)
     local_length = labels.shape[1] // tp if pipeline.plan.tensor.sequence_parallel and tp > 1 else labels.shape[1]
     dtype = getattr(torch, pipeline.plan.precision.compute)
     return torch.empty(pipeline.micro_batch_size, local_length, config.hidden_size, dtype=dtype, device=device)
+
+
+def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
+    """Return the logits of one microbatch on meta, as the last stage gives them."""
+    config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group("tp")
+    width = config.vocab_size
+    if pipeline.logits_are_sharded:
+        whole = shard_width(config.vocab_size, group)
+        width = max(0, min(whole, config.vocab_size - whole * group.rank()))
+    dtype = getattr(torch, pipeline.plan.precision.compute)
+    return torch.empty(pipeline.micro_batch_size, labels.shape[1], width, dtype=dtype, device="meta")
 
 
 def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
