@@ -8,8 +8,11 @@ install_meshtrain
 
 run=launch/runs/quickstart.toml
 out=runs/quickstart
+for argument in "$@"; do
+  if [[ $argument == run_directory=* ]]; then out="${argument#*=}"; fi
+done
 
-gpus="$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)"
+gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 processes=$((gpus == 0 ? 4 : gpus))
 arguments=("run_directory=$out")
 # The plan of the run file is 2 pipeline stages x 2 tensor ranks x the rest data parallel: for multiples of 4.
@@ -21,9 +24,13 @@ if ((processes % 4 != 0)); then
 fi
 arguments+=("$@")
 
+# A mistake is told here, in one line and with exit code 2, before any process starts and anything is removed.
 if [[ -d $out/huggingface ]]; then
+  meshtrain plan "$run" --world-size "$processes" "${arguments[@]}" >/dev/null
   echo "== $out is a finished quickstart: beginning again"
-  rm -rf "$out"
+  rm -rf "$out"/{checkpoints,huggingface,metrics.jsonl,plan.toml,run.toml,tensorboard}
+else
+  meshtrain check "$run" --world-size "$processes" "${arguments[@]}" >/dev/null
 fi
 
 step() {
@@ -33,8 +40,7 @@ step() {
 
 # One thread per process: the processes are the parallelism.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# A mistake is told here, in one line and with exit code 2, before any process starts.
-meshtrain plan "$run" --world-size "$processes" "${arguments[@]}" >/dev/null
+trap 'echo "== Interrupted. Start it again: it goes on from its last checkpoint."; exit 130' INT
 step torchrun --standalone --nproc-per-node "$processes" -m meshtrain train "$run" "${arguments[@]}"
 step meshtrain export "$out" "$out/huggingface"
 step meshtrain generate "$out/huggingface" --prompt "def read_file(path):" --max-new-tokens 60

@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 a bug (with its traceback), 2 the user's mistake (a line f
 
 import json
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +17,7 @@ from meshtrain.errors import UserError
 
 USER_MISTAKE = 2
 INTERRUPTED = 130
+SECONDS_FOR_RANK_0 = 5.0
 
 # Neither rich's help panels nor its tracebacks: they take longer to load than everything else here together.
 app = typer.Typer(
@@ -50,14 +53,23 @@ def _exit_code(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as mistake:
-        console.error_lines([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
-        return USER_MISTAKE
+        return _tell_mistake([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
     except UserError as mistake:
-        console.error_lines(mistake.problems)
-        return USER_MISTAKE
+        return _tell_mistake(mistake.problems)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _tell_mistake(problems: Iterable[str]) -> int:
+    from meshtrain.runtime.environment import rank_from_environment
+
+    if rank_from_environment() != 0:
+        # Almost always rank 0 finds the same and says it, and torchrun ends this process meanwhile. What rank 0 does
+        # not find (the disk of another machine, say) must not go unsaid.
+        time.sleep(SECONDS_FOR_RANK_0)
+    console.error_lines(problems)
+    return USER_MISTAKE
 
 
 def _show_version(wanted: bool) -> None:

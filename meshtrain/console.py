@@ -1,4 +1,4 @@
-"""Everything a person sees while meshtrain works: lines, tables, progress. Only rank 0 shows anything.
+"""Everything a person sees while meshtrain works: lines, tables, progress. Only rank 0 shows anything but errors.
 
 Texts are shown as they are: square brackets in a path or a model name are never taken for rich's markup.
 """
@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -69,7 +70,7 @@ def configure(*, rank: int = 0, record: bool = False) -> None:
     """Say who is looking.
 
     Args:
-        rank: of this process; only rank 0 shows anything.
+        rank: of this process; only rank 0 shows anything but errors.
         record: keep what is shown for `save_svg`.
     """
     global _screen
@@ -89,31 +90,32 @@ def line(text: str) -> None:
 
 def warning(text: str) -> None:
     """Show a line that starts with `warning:` on standard error."""
-    _show_on_standard_error(f"warning: {text}")
+    if _screen.rank == 0:
+        _show_on_standard_error(f"warning: {text}")
 
 
 def error_lines(problems: Iterable[str]) -> None:
-    """Show each problem on standard error, in one line that starts with `error:`."""
+    """Show each problem on standard error, in a line that starts with `error:`; other ranks than 0 say who they are."""
+    speaker = f"rank {_screen.rank}: " if _screen.rank else ""
     for problem in problems:
-        _show_on_standard_error(f"error: {problem}")
+        _show_on_standard_error(f"error: {speaker}{problem}")
 
 
 def _show_on_standard_error(text: str) -> None:
-    if _screen.rank == 0:
-        # Through sys.stderr, not through a rich console: while a bar is drawn, rich puts these lines above it.
-        sys.stderr.write(" ".join(text.splitlines()) + "\n")
+    # Through sys.stderr, not through a rich console: while a bar is drawn, rich puts these lines above it.
+    sys.stderr.write(" ".join(text.splitlines()) + "\n")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Show a table; columns of numbers (and numbers with units) are flush right."""
     texts = [[str(cell) for cell in row] for row in rows]
-    shown = Table(title=Text(title, "bold"), title_justify="left", box=SIMPLE_HEAD)
+    shown = Table(title=Text(title, "bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
         is_number = all(row[index][:1].isdigit() for row in texts)
         shown.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
     for row in texts:
         shown.add_row(*map(Text, row))
-    _screen.show(shown)
+    _screen.show(Padding(shown, (0, 0, 1, 0), expand=False))
 
 
 @contextmanager
@@ -184,7 +186,9 @@ class TrainingProgress:
         left = self._left.at(step)
         if self._bar is not None:
             self._bar.draw(step, steps, _joined(*_formatted(self._latest, BAR_METRICS), left))
-        elif step % self._every == 0 or step == self._total_steps or "eval_loss" in metrics:
+        if "eval_loss" in metrics:
+            line(_joined(steps, *_formatted(metrics, METRIC_FORMATS)))
+        elif self._bar is None and (step % self._every == 0 or step == self._total_steps):
             line(_joined(steps, *_formatted(metrics, METRIC_FORMATS), left))
 
 

@@ -5,3 +5,5 @@ import os
 # DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
 # torch reads it when it is imported. The benchmarks, which are not started by pytest, go without.
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+# Tiny tensors: on a busy machine threads would wait for each other forty times as long as they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

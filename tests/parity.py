@@ -1,5 +1,6 @@
 """A parallel plan next to the stock model in one process: what every parity test shares."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshtrain.config.plan import (
     PrecisionPlan,
     RecomputePlan,
     ShardPlan,
+    TensorPlan,
 )
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.config.toml import with_family
@@ -106,9 +108,14 @@ class Case:
             recompute=RecomputePlan(mode="full" if self.recompute else "none", every=max(1, self.recompute)),
             compile=CompilePlan(enabled=self.compiled, backend="aot_eager"),
         )
-        plan = with_family(plan, MODELS[self.model].type or "")
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
-        return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=switches)})
+        return plan.model_copy(update={"tensor": _family(MODELS[self.model].type or "").model_copy(update=switches)})
+
+
+@functools.cache
+def _family(model_type: str) -> TensorPlan:
+    """Read the rules of a family once per process."""
+    return with_family(ParallelPlan(), model_type).tensor
 
 
 @dataclass
@@ -207,8 +214,8 @@ def _stock_loss(stock: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def build(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
     """Build the pipeline of a case on the ranks, materialised but without values."""
     plan = case.plan()
-    config = load_hf_config(model or MODELS[case.model])
-    stock = build_model(config, dtype=torch.float64)
+    model = model or MODELS[case.model]
+    stock = build_model(load_hf_config(model), dtype=torch.float64, attention=model.attention)
     mesh = build_mesh(plan.mesh, "cpu")
     micro = max(1, GLOBAL_BATCH // (case.mesh[1] * case.mesh[2]) // 4)
     return parallelize(stock, mesh, plan, micro_batch_size=micro, seed=seed, device=torch.device("cpu"))

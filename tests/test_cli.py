@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.cli import SECONDS_FOR_RANK_0
+
 RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
 MOST_CPU_SECONDS = 0.5
 VERBS = ("train", "check", "plan", "export", "generate", "schema")
@@ -76,10 +78,13 @@ def test_mistakes_in_a_run_are_a_line_each(verb):
     ]
 
 
-def test_other_ranks_end_silently():
+def test_another_rank_speaks_only_if_rank_0_does_not():
+    start = time.monotonic()
     shown = meshtrain("train", "run.toml", "step=3", RANK="1", WORLD_SIZE="2")
 
-    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", "")
+    assert time.monotonic() - start > SECONDS_FOR_RANK_0
+    assert shown.stderr == "error: rank 1: command line: step: unknown key; did you mean 'steps'?\n"
+    assert (shown.returncode, shown.stdout) == (2, "")
 
 
 def test_a_missing_checkpoint_is_a_mistake():

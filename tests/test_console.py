@@ -67,13 +67,20 @@ def test_other_ranks_show_nothing(capsys):
     console.line("a")
     console.table("b", ["c"], [["d"]])
     console.warning("e")
-    console.error_lines(["f"])
     with console.progress("g", total=10) as advance:
         advance(10)
     with console.TrainingProgress(2) as training:
         training.update(2, METRICS)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_on_another_rank_says_whose_it_is(capsys):
+    console.configure(rank=3)
+
+    console.error_lines(["the disk is full"])
+
+    assert capsys.readouterr() == ("", "error: rank 3: the disk is full\n")
 
 
 def test_a_job_in_a_log_is_a_line_now_and_then(capsys):
@@ -141,6 +148,7 @@ with console.TrainingProgress(2) as training:
 
     assert written.count("saved [a]\r\n") == 1
     assert written.count("warning: hot [b]") == 1
+    assert written.count("step 1/2  eval loss 3.500\r\n") == 1
     last_frame = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", written.split("\r")[-2])
     assert re.fullmatch(r"step 2/2 ━+ loss 3\.000  1,234 tok/s  eval loss 3\.500", last_frame)
 

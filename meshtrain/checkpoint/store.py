@@ -6,6 +6,7 @@ several ranks with different meshes, as each pipeline stage has its own; nothing
 
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -151,12 +152,15 @@ def _write_tensors(draft: Path, tensors: Mapping[str, Tensor], outcome: str) -> 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(dict(tensors), storage_writer=_Writer(draft), planner=BlockSavePlanner(), no_dist=alone)
     except CheckpointException as error:
-        failures = {rank: cause for rank, (cause, _) in error.failures.items() if isinstance(cause, OSError)}
-        if not failures:
+        ranks: dict[str, list[str]] = defaultdict(list)
+        for rank, (cause, _) in error.failures.items():
+            if isinstance(cause, OSError):
+                ranks[cause.strerror or str(cause)].append(str(rank))
+        if not ranks:
             raise
         raise CheckpointError(
-            f"rank {rank} cannot write {draft}: {cause.strerror or cause}; {outcome}"
-            for rank, cause in failures.items()
+            f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {draft}: {reason}; {outcome}"
+            for reason, who in ranks.items()
         ) from error
 
 

@@ -144,9 +144,12 @@ def _build(directory: Path, fill: Callable[[Path], None]) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file `path` by one that holds `text`: readers see the old one or the new one."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(text)
-    _flush(partial)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        _flush(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.errors import CheckpointError, ModelError, UserError
@@ -29,12 +30,16 @@ def generate_text(folder: Path, prompt: str, *, max_new_tokens: int, temperature
     _check_folder(folder)
     if not prompt:
         raise UserError("the prompt is empty; give the words that the text begins with")
+    # Its bar would stand between the command and the text, even in a file.
+    disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{folder} holds no whole model with its tokenizer: {reason}; export it again") from error
+    finally:
+        enable_progress_bar()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if ids.shape[1] == 0:
         # transformers makes a tokenizer without a vocabulary where the files are missing.

@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -137,10 +138,10 @@ def _refusal(model_type: str, error: Exception) -> ModelError:
 
 def _check_attention(config: PretrainedConfig, attention: str) -> None:
     # A class that comes with its own code is in no list; transformers checks it.
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if known and attention == "sdpa" and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         raise ModelError(
-            f"model.attention = 'sdpa': transformers has it not for {config.model_type!r}; set model.attention = 'eager'"
+            f"model.attention = 'sdpa': transformers has none for {config.model_type!r}; set model.attention = 'eager'"
         )
 
 

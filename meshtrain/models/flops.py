@@ -18,13 +18,15 @@ def matmul_parameters(module: nn.Module) -> int:
 def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_length: int) -> float:
     """Return the FLOPs of one decoder layer, forward and backward, per token.
 
-    6 per matrix parameter (2 forward, 4 backward), and 12 * seq * width / 2 for causal attention scores and values.
+    6 per matrix parameter (2 forward, 4 backward), and 12 * seq * width / 2 for causal attention scores and values, in
+    a model that has attention heads.
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 6.0 * matmul_parameters(layer) + 6.0 * sequence_length * text.num_attention_heads * head_dim
+    heads = getattr(text, "num_attention_heads", None) or 0
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return 6.0 * matmul_parameters(layer) + 6.0 * sequence_length * heads * head_dim
 
 
 def head_flops_per_token(head: nn.Module) -> float:

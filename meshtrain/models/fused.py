@@ -83,11 +83,11 @@ def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedPa
 
 
 def _take_part(module: nn.Linear | Conv1D, dim: int, index: int, num_parts: int) -> nn.Module:
-    part = copy.copy(module)
-    part._parameters = {
-        kind: nn.Parameter(parameter.detach().chunk(num_parts, dim if kind == "weight" else 0)[index].clone())
-        for kind, parameter in module.named_parameters()
-    }
+    # Hooks and buffers of its own: a shallow copy would share them with the other parts.
+    part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    for kind, parameter in module.named_parameters():
+        values = parameter.detach().chunk(num_parts, dim if kind == "weight" else 0)[index].clone()
+        part.register_parameter(kind, nn.Parameter(values))
     width = module.weight.shape[dim] // num_parts
     if isinstance(part, nn.Linear):
         part.out_features = width

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
@@ -85,7 +86,14 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     # transformers marks what it has initialised, on meta already, and would skip it.
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
-    model.initialize_weights()
+    # It leaves out some rules of what it takes for custom code (GPT-2's scaled projections), and it takes every class
+    # for that whose module is not its own: FSDP2 gives the model such a class.
+    stock_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    model.is_custom_code = stock_class.is_custom_code  # type: ignore[method-assign]
+    try:
+        model.initialize_weights()
+    finally:
+        del model.is_custom_code
 
 
 def _check_buffers(model: PreTrainedModel) -> None:
@@ -109,7 +117,10 @@ class _Filler:
             if kind in CONSTANT:
                 original(local_tensor(tensor), *args, **kwargs)
             elif name is None:
-                original(tensor, *args, generator=generator, **kwargs)
+                raise ModelError(
+                    f"a buffer, or a part of a parameter, is initialised by {kind}, which cannot be repeated on every "
+                    "mesh; start from pretrained weights instead"
+                )
             elif kind in TILED:
                 # A tied weight may be filled twice at pp = 1 (as embedding, then as head) and once at pp = 2, so the
                 # key holds no count of fills: the second fill writes the same stream again.

@@ -13,8 +13,9 @@ from meshtrain.parallel.pipeline import Pipeline, stage_owners
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.shard import apply_shard, needs_fsdp
-from meshtrain.parallel.tensor import TensorRules, apply_tensor_parallel, resolve_rules
+from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
 

@@ -2,20 +2,20 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut import Stage, cut
 from meshtrain.parallel.pipeline import stage_owners
-from meshtrain.parallel.tensor import resolve_rules
+from meshtrain.parallel.rules import resolve_rules, sharded_dims
 
 ADAM_STATES = 2
-SHARDED: tuple[Style, ...] = ("colwise", "colwise_gather_output", "rowwise", "embedding_rowwise")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     """
     whole = copy.deepcopy(model)
     unfuse(whole, plan.tensor.fused)
-    styles = dict(resolve_rules(whole, plan.tensor).styles) if plan.mesh.tp > 1 else {}
+    styles = resolve_rules(whole, plan.tensor).styles if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
     stages = cut(whole, layers, range(len(layers)))
@@ -66,12 +66,9 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     return [_share(stage, owner, plan, styles) for stage, owner in zip(stages, owners, strict=True)]
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: dict[str, Style]) -> StageShare:
-    shapes = [
-        (parameter.shape, styles.get(name.rpartition(".")[0]) in SHARDED)
-        for name, parameter in stage.model.named_parameters()
-    ]
-    local = sum(_local_numel(shape, plan.mesh.tp if over_tp else 1, plan.mesh.dp_shard) for shape, over_tp in shapes)
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: Mapping[str, Style]) -> StageShare:
+    parameters = dict(stage.model.named_parameters())
+    local = sum(math.prod(_local_shape(stage.model, name, plan, styles)) for name in parameters)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
     per_stage = plan.mesh.dp_replicate * plan.mesh.dp_shard * plan.mesh.tp
     return StageShare(
@@ -81,7 +78,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: dict[str, Sty
         layers=(stage.first_layer, stage.last_layer),
         has_embedding=stage.is_first,
         has_head=stage.is_last,
-        num_parameters=sum(math.prod(shape) for shape, _ in shapes),
+        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_local_parameters=local,
         parameter_bytes=local * width,
         gradient_bytes=local * width,
@@ -89,9 +86,13 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: dict[str, Sty
     )
 
 
-def _local_numel(shape: Sequence[int], tp: int, dp_shard: int) -> int:
-    # FSDP2 shards the first dimension in equal pieces, the last ones shorter.
-    whole = math.prod(shape)
-    rows = shape[0] if shape else 1
-    per_tp = -(-whole // tp)
-    return -(-rows // (tp * dp_shard)) * (whole // rows) if tp == 1 else -(-per_tp // dp_shard)
+def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, styles: Mapping[str, Style]) -> list[int]:
+    """Return the shape of the largest piece of a parameter: the pieces are equal, but the last ones may be smaller."""
+    owner, _, kind = name.rpartition(".")
+    shape = list(model.get_parameter(name).shape)
+    dim = sharded_dims(styles.get(owner), model.get_submodule(owner)).get(kind)
+    if dim is not None:
+        shape[dim] = -(-shape[dim] // plan.mesh.tp)
+    # FSDP2 shards the first dimension of what tensor parallelism has left.
+    shape[:1] = [-(-rows // plan.mesh.dp_shard) for rows in shape[:1]]
+    return shape

@@ -1,6 +1,7 @@
 """How many decoder layers each stage gets."""
 
 import functools
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -21,27 +22,41 @@ def balanced_layers(layer_costs: Sequence[float], head_cost: float, num_stages: 
         head_cost: of what follows the layers, in the same unit.
         num_stages: at most the number of layers, plus one for a stage with the head only.
 
-    Source: exact dynamic programming over contiguous partitions.
+    Source: exact dynamic programming over contiguous partitions, twice: for the slowest stage, then for the squares
+    among the cuts that are no slower.
     """
     num_layers = len(layer_costs)
     until = [0.0]
     for cost in layer_costs:
         until.append(until[-1] + cost)
 
-    @functools.cache
-    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
-        if stage == num_stages - 1:
-            cost = until[num_layers] - until[start] + head_cost
-            return cost, cost**2, (num_layers - start,)
-        options = []
+    def ends(stage: int, start: int) -> range:
         # Each stage but the last keeps at least one layer, and so must those between here and the last.
-        for end in range(start + 1, num_layers - (num_stages - stage - 2) + 1):
-            cost = until[end] - until[start]
-            slowest, squares, rest = best(stage + 1, end)
-            options.append((max(cost, slowest), cost**2 + squares, (end - start, *rest)))
+        return range(start + 1, num_layers - (num_stages - stage - 2) + 1)
+
+    def price(start: int, end: int) -> float:
+        return until[end] - until[start]
+
+    @functools.cache
+    def slowest(stage: int, start: int) -> float:
+        if stage == num_stages - 1:
+            return price(start, num_layers) + head_cost
+        return min(max(price(start, end), slowest(stage + 1, end)) for end in ends(stage, start))
+
+    @functools.cache
+    def squares(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
+        if stage == num_stages - 1:
+            last = price(start, num_layers) + head_cost
+            return (last**2 if last <= limit else math.inf), (num_layers - start,)
+        options: list[tuple[float, tuple[int, ...]]] = [(math.inf, (0,))]
+        for end in ends(stage, start):
+            if price(start, end) <= limit:
+                further, rest = squares(stage + 1, end)
+                options.append((price(start, end) ** 2 + further, (end - start, *rest)))
         return min(options)
 
-    return list(best(0, 0)[2])
+    limit = slowest(0, 0)
+    return list(squares(0, 0)[1])
 
 
 def layers_split_at(names: Sequence[str], layers_name: str, num_layers: int) -> list[int]:

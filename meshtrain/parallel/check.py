@@ -1,20 +1,22 @@
 """Does this plan fit this model, these batches and so many processes? Every contradiction at once, up front."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
+from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan, Style
 from meshtrain.errors import PlanError, UserError
 from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
 from meshtrain.models.fused import unfuse
-from meshtrain.parallel.anatomy import examine, find_layers
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
-from meshtrain.parallel.tensor import resolve_rules
+from meshtrain.parallel.cut import check_cut
+from meshtrain.parallel.rules import Problems, match_rules, resolve_rules, sharded_dims
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     mesh = _resolve_mesh(plan.mesh, world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[str] = []
-    for check in (_check_model_type, _check_batch, _check_sequence, _check_tensor, _check_pipeline, _check_recompute):
+    for check in (_check_model, _check_batch, _check_sequence, _check_tensor, _check_pipeline, _check_recompute):
         problems += check(plan, model, batch)
     if problems:
         raise PlanError(problems)
@@ -87,14 +89,14 @@ def _resolve_mesh(mesh: MeshPlan, world_size: int) -> MeshPlan:
     return mesh.model_copy(update={"dp_shard": world_size // fixed})
 
 
-Problems = Iterator[str]
-
-
-def _check_model_type(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     model_type = model.config.model_type
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
         yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if chance := getattr(model.config.get_text_config(), name, None):
+            yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"
 
 
 def _check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -103,7 +105,7 @@ def _check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     if batch.global_batch_size % unit:
         yield (
             f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_ways} x micro_batch_size "
-            f"{batch.micro_batch_size} = {unit}; the nearest are {_nearest_multiples(batch.global_batch_size, unit)}"
+            f"{batch.micro_batch_size} = {unit}; {_nearest_multiples(batch.global_batch_size, unit)}"
         )
         return
     microbatches = num_microbatches(plan, batch)
@@ -131,13 +133,11 @@ def _check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     if plan.tensor.sequence_parallel and batch.sequence_length % tp:
         yield (
             f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
-            f"= {batch.sequence_length}; the nearest are {_nearest_multiples(batch.sequence_length, tp)}"
+            f"= {batch.sequence_length}; {_nearest_multiples(batch.sequence_length, tp)}"
         )
 
 
 def _check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
-    if plan.mesh.tp == 1 and not plan.tensor.fused:
-        return
     if plan.mesh.tp > 1 and not plan.tensor.styles:
         yield (
             f"tensor.styles: mesh.tp = {plan.mesh.tp}, but there are no rules for a {model.config.model_type}: no "
@@ -149,9 +149,12 @@ def _check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
     unfused = copy.deepcopy(model)
     try:
         unfuse(unfused, plan.tensor.fused)
-        if plan.mesh.tp > 1:
-            styles = resolve_rules(unfused, plan.tensor).styles
-            yield from _check_widths(styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
+        if plan.mesh.tp == 1:
+            match_rules(unfused, plan.tensor)
+        else:
+            rules = resolve_rules(unfused, plan.tensor)
+            yield from _check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
+            yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
 
@@ -164,20 +167,28 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
             yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
 
 
-def _check_widths(styles: Mapping[str, str], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
-    """Yield one problem per kind of projection whose sharded width tp does not divide."""
+def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
+    """Yield one problem per width that tp does not divide; embedding and head may have an uneven vocabulary."""
     seen = set()
     for name, style in styles.items():
         if style not in ("colwise", "rowwise") or (skip_attention and "attn" in name):
             continue
         module = model.get_submodule(name)
-        assert isinstance(module.weight, Tensor)
-        transposed = not isinstance(module, nn.Linear)
-        width = module.weight.shape[0 if (style == "colwise") != transposed else 1]
-        kind = name.rpartition(".")[2]
-        if width % tp and kind not in seen:
-            seen.add(kind)
+        width = model.get_parameter(f"{name}.weight").shape[sharded_dims(style, module)["weight"]]
+        if width % tp and width not in seen:
+            seen.add(width)
             yield f"mesh.tp = {tp} does not divide the width {width} of {name} ({style}); tp can be {_divisors(width)}"
+
+
+def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Module, tp: int) -> Problems:
+    seen = set()
+    for name, names in attributes.items():
+        for attribute in names:
+            value = getattr(model.get_submodule(name), attribute, None)
+            what = f"{attribute!r} of {as_pattern(name)}"
+            if (not isinstance(value, int) or value % tp) and what not in seen:
+                seen.add(what)
+                yield f"tensor.local_attributes: {what} is {value!r}, which is no number that tp = {tp} divides"
 
 
 def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -191,7 +202,7 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     try:
         name, layers = find_layers(model)
         if pp > 1:
-            examine(model)
+            check_cut(model)
     except UserError as error:
         yield from error.problems
         return
@@ -199,6 +210,8 @@ def _check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
         yield (
             f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
         )
+    elif pipeline.split_at is not None and pipeline.layers_per_stage != "balanced":
+        yield f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both given; leave one out"
     elif pipeline.split_at is not None:
         yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
     elif isinstance(pipeline.layers_per_stage, list):
@@ -218,20 +231,26 @@ def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Proble
 def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: int) -> Problems:
     allowed = [f"{layers}.{index}" for index in range(1, num_layers)]
     unknown = [name for name in names if name not in allowed]
-    if unknown:
+    if len(names) != stages - 1:
+        yield f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}"
+    elif unknown:
         yield (
             f"pipeline.split_at: {unknown[0]!r} is no layer where this model can be cut; those are {allowed[0]} to "
             f"{allowed[-1]}"
         )
-    elif len(names) != stages - 1:
-        yield f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}"
     elif [allowed.index(name) for name in names] != sorted({allowed.index(name) for name in names}):
         yield f"pipeline.split_at: the cuts {list(names)} are not in the order of the model"
 
 
 def _check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
-    layer = find_layers(model)[1][0]
-    if plan.recompute.mode != "none" and not isinstance(layer, GradientCheckpointingLayer):
+    if plan.recompute.mode == "none":
+        return
+    try:
+        layer = find_layers(model)[1][0]
+    except UserError:
+        # Said already, by the check of the pipeline.
+        return
+    if not isinstance(layer, GradientCheckpointingLayer):
         yield (
             f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; "
             "set it to 'none'"
@@ -260,4 +279,4 @@ def _divisors(number: int) -> str:
 
 def _nearest_multiples(number: int, unit: int) -> str:
     below = number // unit * unit
-    return " and ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.parallel.anatomy import Anatomy, examine, find_layers
+from meshtrain.parallel.anatomy import (
+    MISFITS,
+    PROBE_LENGTH,
+    Anatomy,
+    cannot_be_cut,
+    examine,
+    find_layers,
+    probe_ids,
+    probe_mask,
+)
 from meshtrain.parallel.stubs import CaptureStub, Channel, EntryStub, ExitStub, HeadStub, LayerStub, PassStub, ZeroStub
 
 
@@ -76,6 +86,42 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
         return [stage]
     anatomy = examine(model)
     return [_cut_one(copy.deepcopy(model), anatomy, layers_per_stage, index) for index in indices]
+
+
+def check_cut(model: PreTrainedModel) -> None:
+    """Run the first, a middle and the last stage of a model on meta, each without decoder layers.
+
+    Args:
+        model: on the meta device; not changed.
+
+    Raises:
+        ModelError: for a class whose forward does not run with the stubs in it.
+    """
+    anatomy = examine(model)
+    _, layers = find_layers(model)
+    below = anatomy.num_layers - 1
+    received = None
+    try:
+        for layers_per_stage, index in (([0, below + 1], 0), ([1, 0, below], 1), ([below + 1, 0], 1)):
+            # Stubs for the layers before anything is copied: a large model has thousands of modules in them.
+            stubs: dict[int, Any] = {
+                id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
+            }
+            stage = _cut_one(copy.deepcopy(model, stubs), anatomy, layers_per_stage, index)
+            received = _run_probe(stage, anatomy, received)
+    except MISFITS as error:
+        raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
+
+
+def _run_probe(stage: Stage, anatomy: Anatomy, received: Tensor | None) -> Tensor:
+    # Some models ask any parameter for its dtype, and a real stage has some.
+    stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
+    stage.channel.sequence_length = PROBE_LENGTH
+    first = probe_ids(torch.device("meta")) if received is None else received
+    output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
+    if received is not None and not stage.is_last and output is not received:
+        raise ValueError("it does not hand on what its layers give")
+    return output
 
 
 def _cut_one(model: PreTrainedModel, anatomy: Anatomy, layers_per_stage: Sequence[int], index: int) -> Stage:

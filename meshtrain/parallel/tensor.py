@@ -10,8 +10,8 @@ head are the same in both cases. A parameter that only sees part of the sequence
 projection) or part of the heads (q_norm, k_norm) gets a partial gradient: its name goes into `summed_over_tp`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.config.plan import Style, TensorPlan
-from meshtrain.errors import PlanError
 from meshtrain.models.layout import local_tensor
-from meshtrain.models.patterns import match_modules
 from meshtrain.parallel.collectives import (
     copy_to_shards,
     gather_sequence,
@@ -42,46 +39,9 @@ from meshtrain.parallel.collectives import (
 )
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import draw_key, separate_head_streams, stream_key
+from meshtrain.parallel.rules import TensorRules, name_of, sharded_dims
 
 Edge = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class TensorRules:
-    """The plan's patterns, resolved to the modules of one model.
-
-    Attributes:
-        styles: module name -> style.
-        local_attributes: module name -> attributes that count only this process's part.
-        logits_are_sharded: whether the head gives each process its part of the vocabulary only.
-    """
-
-    styles: Mapping[str, Style] = field(default_factory=dict)
-    local_attributes: Mapping[str, list[str]] = field(default_factory=dict)
-    logits_are_sharded: bool = False
-
-
-def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
-    """Match every rule of the plan against the whole (unfused) model.
-
-    Raises:
-        PlanError: for a rule that matches nothing, two rules on one module, or a parameter without a rule.
-    """
-    styles = match_modules(model, plan.styles, "tensor.styles")
-    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-    bare = sorted(name for name in owners if styles.get(name, "shared_input") == "shared_input")
-    if bare:
-        raise PlanError([f"tensor.styles: no rule places the parameters of {name}; add one" for name in bare[:10]])
-    head = _name_of(model, model.get_output_embeddings())
-    if styles[head] not in ("colwise_gather_output", "replicate"):
-        raise PlanError(
-            f"tensor.styles: the head {head} is {styles[head]!r}; it can be 'colwise_gather_output' or 'replicate'"
-        )
-    return TensorRules(
-        styles,
-        match_modules(model, plan.local_attributes, "tensor.local_attributes"),
-        logits_are_sharded=plan.loss_parallel and styles[head] == "colwise_gather_output",
-    )
 
 
 def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rules: TensorRules) -> set[str]:
@@ -97,7 +57,7 @@ def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rule
         The names of the parameters whose gradients are partial over tp.
     """
     group = mesh.get_group()
-    layers_prefix = _name_of(stage.model, stage.layers) + "."
+    layers_prefix = name_of(stage.model, stage.layers) + "."
     outside = Region(group, sequence_parallel=False)
     inside = Region(group, sequence_parallel=plan.sequence_parallel)
     head = stage.model.get_output_embeddings()
@@ -114,7 +74,7 @@ def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rule
         summed_over_tp |= {f"{name}.{kind}" for kind in _partial_parameters(style, module, region)}
     for name, module in stage.model.named_modules():
         for attribute in rules.local_attributes.get(name, []):
-            _localise(module, name, attribute, group.size())
+            setattr(module, attribute, getattr(module, attribute) // group.size())
     if plan.sequence_parallel:
         _shard_stream(stage, group)
     separate_head_streams(stage.model, group)
@@ -199,7 +159,11 @@ class ShardedEmbedding(nn.Embedding):
         return self.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-SHARDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ShardedLinear, Conv1D: ShardedConv1D}
+SHARDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ShardedLinear,
+    Conv1D: ShardedConv1D,
+    nn.Embedding: ShardedEmbedding,
+}
 
 
 class _Style(ParallelStyle):
@@ -234,8 +198,7 @@ class _Colwise(_Style):
     """Shard the outputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        output_dim = 1 if isinstance(module, Conv1D) else 0
-        _become_sharded(module, {"weight": output_dim, "bias": 0}, device_mesh)
+        _become_sharded(module, "colwise", device_mesh)
         module.enter = _nothing if self.entered else self.region.enter  # type: ignore[assignment]
         module.leave = self._leave(module)  # type: ignore[assignment]
         module.bias_is_whole = False  # type: ignore[assignment]
@@ -251,16 +214,15 @@ class _ColwiseGatherOutput(_Colwise):
     def _leave(self, module: nn.Module) -> Edge:
         if not self.whole_logits:
             return _nothing
-        output_dim = 1 if isinstance(module, Conv1D) else 0
-        return partial(gather_vocabulary, vocabulary=module.weight.shape[output_dim], group=self.region.group)  # type: ignore[index, arg-type]
+        outputs = module.weight.shape[sharded_dims("colwise", module)["weight"]]  # type: ignore[index]
+        return partial(gather_vocabulary, vocabulary=outputs, group=self.region.group)  # type: ignore[arg-type]
 
 
 class _Rowwise(_Style):
     """Shard the inputs; the results are partial sums."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        input_dim = 0 if isinstance(module, Conv1D) else 1
-        _become_sharded(module, {"weight": input_dim}, device_mesh)
+        _become_sharded(module, "rowwise", device_mesh)
         module.enter = _nothing  # type: ignore[assignment]
         module.leave = self.region.leave  # type: ignore[assignment]
         module.bias_is_whole = True  # type: ignore[assignment]
@@ -271,15 +233,10 @@ class _EmbeddingRowwise(_Style):
     """Shard the vocabulary of an embedding."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Embedding):
-            raise PlanError(f"tensor.styles: embedding_rowwise is for an Embedding, not for a {type(module).__name__}")
-        if module.max_norm is not None or module.scale_grad_by_freq:
-            raise PlanError("tensor.styles: embedding_rowwise knows neither max_norm nor scale_grad_by_freq")
-        rows = module.num_embeddings
-        _shard_parameters(module, {"weight": 0}, device_mesh)
-        module.__class__ = ShardedEmbedding
+        _become_sharded(module, "embedding_rowwise", device_mesh)
+        width = shard_width(module.num_embeddings, self.region.group)  # type: ignore[arg-type]
         module.leave = self.region.leave  # type: ignore[assignment]
-        module.first_row = self.region.group.rank() * shard_width(rows, self.region.group)  # type: ignore[assignment]
+        module.first_row = self.region.group.rank() * width  # type: ignore[assignment]
         return module
 
 
@@ -295,32 +252,14 @@ _STYLES: dict[Style, type[_Style]] = {
 }
 
 
-def _become_sharded(module: nn.Module, dims: Mapping[str, int], mesh: DeviceMesh) -> None:
-    sharded = SHARDED.get(type(module))
-    if sharded is None:
-        raise PlanError(
-            f"tensor.styles: colwise and rowwise are for Linear and Conv1D, not for a {type(module).__name__}"
-        )
-    _shard_parameters(module, dims, mesh)
-    # In place, so that the name, the parameters and what others hold of the module stay the same.
-    module.__class__ = sharded
-
-
-def _shard_parameters(module: nn.Module, dims: Mapping[str, int], mesh: DeviceMesh) -> None:
-    for kind, dim in dims.items():
+def _become_sharded(module: nn.Module, style: Style, mesh: DeviceMesh) -> None:
+    for kind, dim in sharded_dims(style, module).items():
         parameter = getattr(module, kind, None)
         if parameter is not None:
             shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
-
-
-def _localise(module: nn.Module, name: str, attribute: str, tp: int) -> None:
-    value = getattr(module, attribute, None)
-    if not isinstance(value, int) or value % tp:
-        raise PlanError(
-            f"tensor.local_attributes: {attribute!r} of {name} is {value!r}, which is no number that tp = {tp} divides"
-        )
-    setattr(module, attribute, value // tp)
+    # In place, so that the name, the parameters and what others hold of the module stay the same.
+    module.__class__ = SHARDED[type(module)]
 
 
 def _shard_stream(stage: Stage, group: ProcessGroup) -> None:
@@ -366,7 +305,3 @@ def _tie_again(stage: Stage) -> None:
 
 def _holds(model: nn.Module, parameter: str) -> bool:
     return any(name == parameter for name, _ in model.named_parameters(remove_duplicate=False))
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)

@@ -17,6 +17,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
+from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
@@ -72,8 +73,8 @@ def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:
     """Write the resolved configuration and plan into the run directory."""
     directory = Path(config.run_directory)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / RUN_NAME).write_text(dump_toml(config.model_copy(update={"plan": plan})))
-    (directory / PLAN_NAME).write_text(dump_toml(plan))
+    write_atomically(directory / RUN_NAME, dump_toml(config.model_copy(update={"plan": plan})))
+    write_atomically(directory / PLAN_NAME, dump_toml(plan))
 
 
 def _holds_work(directory: Path) -> bool:

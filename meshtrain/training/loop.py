@@ -1,19 +1,24 @@
 """The loop: step, write down, evaluate, save."""
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
+from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
-from meshtrain.training.metrics import EpochAverages, MetricsWriter, memory_bytes
+from meshtrain.errors import TrainingStopped
+from meshtrain.runtime.agreement import raise_together
+from meshtrain.training.directory import METRICS_NAME
+from meshtrain.training.metrics import MetricsWriter, memory_bytes
 from meshtrain.training.step import Trainer, evaluate, train_step
 
 
@@ -33,7 +38,6 @@ class Run:
     config: RunConfig
     trainer: Trainer
     device: torch.device
-    is_first_rank: bool
     first_step: int
     num_steps: int
     steps_per_epoch: int
@@ -64,12 +68,11 @@ def run_loop(run: Run) -> None:
                 evaluation_loss = _evaluate(run, step, metrics)
             if _is_due(step, run.config.checkpoint.every, run.num_steps):
                 _checkpoint(run, step, metrics)
+        _check_written(metrics)
     _show_end(run, evaluation_loss)
 
 
-def _open_metrics(run: Run) -> MetricsWriter | Unwritten:
-    if not run.is_first_rank:
-        return Unwritten()
+def _open_metrics(run: Run) -> MetricsWriter:
     return MetricsWriter(
         Path(run.config.run_directory),
         first_step=run.first_step,
@@ -93,11 +96,13 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
 
 
-def _one_step(run: Run, batch: Batch, data_seconds: float) -> dict[str, float]:
+def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter) -> dict[str, float]:
     begin = time.perf_counter()
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
-    most_memory = torch.tensor(float(memory_bytes(run.device)), dtype=torch.float64)
-    torch.distributed.all_reduce(most_memory, op=torch.distributed.ReduceOp.MAX)
+    most = torch.tensor([memory_bytes(run.device), metrics.problem is not None], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if most[1]:
+        _check_written(metrics)
     seconds = data_seconds + time.perf_counter() - begin
     tokens_per_step = run.config.global_batch_size * run.config.data.sequence_length
     return {
@@ -108,7 +113,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float) -> dict[str, float]:
         "tokens": (batch.step + 1) * tokens_per_step,
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
-        "memory_bytes": int(most_memory),
+        "memory_bytes": int(most[0]),
         "seconds": seconds,
         "data_seconds": data_seconds,
         "forward_backward_seconds": result.forward_backward_seconds,
@@ -116,19 +121,30 @@ def _one_step(run: Run, batch: Batch, data_seconds: float) -> dict[str, float]:
     }
 
 
-def _evaluate(run: Run, step: int, write: Write) -> float:
+def _check_written(metrics: MetricsWriter) -> None:
+    """Stop all ranks if the first could not write its metrics. Collective."""
+    advice = "training stopped; make room, then resume: it goes on from its newest checkpoint"
+    raise_together([f"{metrics.problem}; {advice}"] if metrics.problem else [], TrainingStopped)
+
+
+def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
     assert run.evaluation_batches is not None
     begin = time.perf_counter()
     loss = evaluate(run.trainer, (_on_device(batch, run.device) for batch in run.evaluation_batches()))
-    write(step, {"eval_loss": loss, "evaluation_seconds": time.perf_counter() - begin})
+    if not math.isfinite(loss):
+        raise TrainingStopped(
+            f"step {step}: the evaluation loss is {loss}, so the parameters are broken; stopped before a checkpoint of "
+            "them was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
+        )
+    metrics.write(step, {"eval_loss": loss, "evaluation_seconds": time.perf_counter() - begin})
     return loss
 
 
-def _checkpoint(run: Run, step: int, write: Write) -> None:
+def _checkpoint(run: Run, step: int, metrics: MetricsWriter) -> None:
     begin = time.perf_counter()
     path = run.save(step)
-    write(step, {"checkpoint_seconds": time.perf_counter() - begin})
-    console.line(f"Saved {path}")
+    metrics.write(step, {"checkpoint_seconds": time.perf_counter() - begin})
+    console.line(f"Saved {shown(path)}")
 
 
 def _is_due(step: int, every: int | None, num_steps: int) -> bool:
@@ -141,4 +157,4 @@ def _show_end(run: Run, evaluation_loss: float | None) -> None:
             f"Validation loss {evaluation_loss:.3f} nats per token; the unigram entropy of the text is "
             f"{run.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
         )
-    console.line(f"Done. Metrics: {run.config.run_directory}/metrics.jsonl")
+    console.line(f"Done. Metrics: {shown(Path(run.config.run_directory) / METRICS_NAME)}")

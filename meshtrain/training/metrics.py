@@ -19,6 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from meshtrain.config.reading import shown
 from meshtrain.console import TrainingProgress
 from meshtrain.data.cache import write_atomically
+from meshtrain.runtime.agreement import is_first_rank
 from meshtrain.training.directory import METRICS_NAME
 
 TENSORBOARD_NAME = "tensorboard"
@@ -55,13 +56,9 @@ class MetricsWriter:
         self._epoch = _EpochAverages()
 
     def __enter__(self) -> Self:
-        with self._noting_problems():
-            path = self._directory / METRICS_NAME
-            for metrics in _drop_lines_behind(path, self._first_step):
-                self._epoch.add(metrics)
-            self._files.append(_JsonLines(path))
-            if self._tensorboard:
-                self._files.append(_Events(self._directory / TENSORBOARD_NAME, first_step=self._first_step))
+        if is_first_rank():
+            with self._noting_problems():
+                self._open_files()
         self._progress.__enter__()
         return self
 
@@ -89,6 +86,14 @@ class MetricsWriter:
     def write_epoch(self, step: int) -> None:
         """Write the averages over the epoch of the latest step, as far as it has come."""
         self.write(step, self._epoch.averages())
+
+    def _open_files(self) -> None:
+        path = self._directory / METRICS_NAME
+        for metrics in _drop_lines_behind(path, self._first_step):
+            self._epoch.add(metrics)
+        self._files.append(_JsonLines(path))
+        if self._tensorboard:
+            self._files.append(_Events(self._directory / TENSORBOARD_NAME, first_step=self._first_step))
 
     @contextmanager
     def _noting_problems(self) -> Iterator[None]:

@@ -14,6 +14,8 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What transformers.get_scheduler would leave out without a word.
+IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
 
 
 class ShardedAdamW:
@@ -97,8 +99,12 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
     scheduler state.
 
     Raises:
-        ConfigError: for an argument that the schedule does not take.
+        ConfigError: for an argument that the schedule does not take, or a value that it cannot work with.
     """
+    ignored = [key for key in IGNORED.get(config.name, ()) if getattr(config, key)]
+    if ignored:
+        what = f"the schedule {config.name!r} takes none; leave it out"
+        raise ConfigError(f"learning_rate.{key}: {what}" for key in ignored)
     carrier: Optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=base)
     try:
         scheduler = get_scheduler(
@@ -108,7 +114,9 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
             num_training_steps=num_steps,
             scheduler_specific_kwargs=config.arguments or None,
         )
-    except (TypeError, ValueError) as error:
+        factor = scheduler.lr_lambdas[0]
+        # Some arguments are looked at behind the warm-up only.
+        factor(num_steps)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"learning_rate: the schedule {config.name!r} refuses its arguments: {error}") from error
-    factor = scheduler.lr_lambdas[0]
     return lambda step: base * factor(step)

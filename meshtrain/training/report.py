@@ -12,6 +12,7 @@ from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, num_microbatches, resolve_plan
 from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.training.directory import check_directory
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ def check_run(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: with every contradiction.
     """
+    check_directory(config)
     resolved = resolve_run(config, world_size)
-    show_plan_table(resolved.plan)
+    show_plan_table(resolved)
     show_shares(account(resolved.model, resolved.plan))
     console.line(batch_equation(resolved.plan, batch_shape(config)))
     console.line("The plan fits the model, the batches and the processes. Activations and buffers are not counted.")
@@ -78,20 +80,27 @@ def show_plan(config: RunConfig, *, world_size: int | None, as_toml: bool) -> No
     if as_toml:
         console.line(dump_toml(resolved.plan).rstrip())
     else:
-        show_plan_table(resolved.plan)
+        show_plan_table(resolved)
         console.line(batch_equation(resolved.plan, batch_shape(config)))
 
 
-def show_plan_table(plan: ParallelPlan) -> None:
+def show_plan_table(resolved: Resolved) -> None:
     """Print a resolved plan as a table, without the rules of its family."""
-    rows: list[tuple[str, str]] = [("mesh", " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES))]
+    plan, model = resolved.plan, resolved.model
+    rows = [
+        ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
+        ("mesh", " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES)),
+    ]
     if plan.mesh.pp > 1:
         layers = plan.pipeline.layers_per_stage
         rows.append(("pipeline", f"{plan.pipeline.schedule}, layers per stage {layers}"))
     if plan.mesh.tp > 1:
         switches = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan.tensor, name)]
         rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
-    rows.append(("shard", f"reshard after forward: {plan.shard.reshard_after_forward}"))
+    if plan.mesh.dp_shard > 1:
+        rows.append(
+            ("shard", f"over {plan.mesh.dp_shard} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
+        )
     precision = plan.precision
     rows.append(
         ("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}")
@@ -152,4 +161,4 @@ def _layers(share: StageShare) -> str:
 
 
 def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f}"
+    return f"{num_bytes / 1e6:,.{1 if num_bytes >= 1e6 else 2}f}"

@@ -98,7 +98,6 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         config=config,
         trainer=trainer,
         device=process.device,
-        is_first_rank=process.rank == 0,
         first_step=first_step,
         num_steps=num_steps,
         steps_per_epoch=train_order(data, global_batch_size=config.global_batch_size, seed=config.seed).steps_per_epoch,
@@ -134,7 +133,10 @@ def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> 
         try:
             write_resolved(config, resolved.plan)
         except OSError as error:
-            problems.append(f"cannot write {error.filename}: {error.strerror}; set run_directory to another place")
+            problems.append(
+                f"cannot write into {config.run_directory}: {error.strerror}; make room, or set run_directory to "
+                "another place"
+            )
     raise_together(problems, ConfigError)
 
 
@@ -214,7 +216,7 @@ def _check_vocabulary(data: PreparedData, hf_config: PretrainedConfig) -> None:
 
 
 def _show_head(config: RunConfig, resolved: Resolved, num_steps: int) -> None:
-    show_plan_table(resolved.plan)
+    show_plan_table(resolved)
     show_shares(account(resolved.model, resolved.plan))
     console.line(batch_equation(resolved.plan, batch_shape(config)))
     console.line(f"{num_steps:,} steps into {shown(Path(config.run_directory))}")

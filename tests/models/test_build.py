@@ -1,0 +1,165 @@
+"""Models on meta, and what is said when there is none to build."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.build import DTYPES, build_model, load_hf_config, local_directory
+
+TINY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64}
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def problems(**model: Any) -> tuple[str, ...]:
+    """Return what is said while the model is loaded and built."""
+    with pytest.raises(ModelError) as caught:
+        build_model(load_hf_config(ModelConfig(**model)), dtype=torch.float32)
+    for problem in caught.value.problems:
+        assert "\n" not in problem
+    return caught.value.problems
+
+
+def write_config(directory: Path, text: str) -> str:
+    (directory / "config.json").write_text(text)
+    return str(directory)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_a_new_model_lies_on_meta_in_training_mode(dtype: torch.dtype) -> None:
+    config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
+    model = build_model(config, dtype=dtype)
+    assert all(parameter.is_meta and parameter.dtype == dtype for parameter in model.parameters())
+    assert model.training
+    assert not model.config.use_cache
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (2, 32)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_attention_implementation_is_the_one_asked_for() -> None:
+    config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
+    assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
+    assert build_model(config, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
+
+
+def test_a_directory_and_values_that_differ(tmp_path: Path) -> None:
+    file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS, "dtype": "bfloat16"}))
+    # One of the stock names, and one that transformers knows for every model.
+    config = load_hf_config(ModelConfig(path=file, config={"n_layer": 3, "hidden_size": 64}))
+    assert (config.n_layer, config.n_embd, config.n_head) == (3, 64, 4)
+    model = build_model(config, dtype=torch.float32)
+    assert model.transformer.wte.weight.dtype == torch.float32, "a bfloat16 file trains with float32 parameters"
+
+
+def test_a_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    config = load_hf_config(ModelConfig(type="gpt2", config=TINY), end_id=63)
+    assert (config.bos_token_id, config.eos_token_id) == (63, 63)
+    config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, "eos_token_id": 7}), end_id=63)
+    assert (config.bos_token_id, config.eos_token_id) == (63, 7), "what the file says wins"
+    build_model(config, dtype=torch.float32)
+    load_hf_config(ModelConfig(type="llama", config={"vocab_size": 64, "num_hidden_layers": 1}))
+    assert capfd.readouterr() == ("", ""), "transformers prints nothing"
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_the_end_token_of_a_model_that_is_there_stays(tmp_path: Path) -> None:
+    file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
+    assert load_hf_config(ModelConfig(path=file), end_id=63).eos_token_id == 2
+
+
+def test_unknown_type() -> None:
+    assert problems(type="gpt3") == ("model.type = 'gpt3': transformers has no such model type; did you mean 'gptj'?",)
+    assert problems(type="lama") == ("model.type = 'lama': transformers has no such model type; did you mean 'llama'?",)
+    assert problems(type="zzzzzz") == (
+        "model.type = 'zzzzzz': transformers has no such model type; see the model types of transformers",
+    )
+
+
+def test_a_type_without_a_causal_language_model() -> None:
+    assert problems(type="vit") == ("model type 'vit' has no causal language model in transformers; use one that has",)
+
+
+def test_unknown_values_are_all_named() -> None:
+    assert problems(type="gpt2", config={"n_layers": 2, "hiden_size": 32, "qqqq": 1, "n_head": 4}) == (
+        "model.config.n_layers: gpt2 has no such value; did you mean 'n_layer'?",
+        "model.config.hiden_size: gpt2 has no such value; did you mean 'hidden_size'?",
+        "model.config.qqqq: gpt2 has no such value",
+    )
+
+
+def test_unknown_value_beside_a_directory(tmp_path: Path) -> None:
+    file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
+    assert problems(path=file, config={"n_layr": 3}) == (
+        "model.config.n_layr: gpt2 has no such value; did you mean 'n_layer'?",
+    )
+
+
+@pytest.mark.parametrize("beside", ["type", "directory"])
+def test_a_value_of_another_type(tmp_path: Path, beside: str) -> None:
+    file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
+    origin = {"type": "gpt2"} if beside == "type" else {"path": file}
+    assert problems(**origin, config={"n_layer": "two"}) == (
+        "model.config: transformers refuses it for 'gpt2': Field 'n_layer' expected int, got str (value: 'two')",
+    )
+
+
+def test_values_that_contradict_each_other() -> None:
+    assert problems(type="llama", config={"hidden_size": 32, "num_attention_heads": 3}) == (
+        "model.config: transformers refuses it for 'llama': The hidden size (32) is not a multiple of the number of "
+        "attention heads (3).",
+    )
+    (problem,) = problems(type="gpt2", config={**TINY, **IDS, "n_embd": 30})
+    assert problem.startswith("transformers cannot build a gpt2 model from this configuration: `embed_dim` must be ")
+    assert problems(type="llama", config={"vocab_size": 10, "num_hidden_layers": 1, "pad_token_id": 77}) == (
+        "transformers cannot build a llama model from this configuration: Padding_idx must be within num_embeddings",
+    )
+
+
+def test_an_attention_that_the_model_does_not_have() -> None:
+    assert problems(type="bloom") == (
+        "model.attention = 'sdpa': transformers has none for 'bloom'; set model.attention = 'eager'",
+    )
+
+
+def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+    assert problems(path=str(tmp_path)) == (
+        f"model.path = '{tmp_path}': the directory holds no config.json; is it a Hugging Face model?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not a valid JSON file."),
+        ("{}", "Should have a `model_type` key in its config.json."),
+        ('{"model_type": "gpt9"}', "has model type `gpt9` but Transformers does not recognize this architecture."),
+        ('{"model_type": "gpt2", "n_layer": "x"}', "Field 'n_layer' expected int, got str (value: 'x')"),
+    ],
+)
+def test_a_directory_with_a_broken_configuration(tmp_path: Path, text: str, reason: str) -> None:
+    (problem,) = problems(path=write_config(tmp_path, text))
+    assert problem.startswith(f"model.path = '{tmp_path}': no Hugging Face model there: ")
+    assert reason in problem
+
+
+@pytest.mark.parametrize("path", ["nobody/nothing", "./no/such/directory"])
+def test_what_is_neither_a_directory_nor_on_the_hub(path: str) -> None:
+    (problem,) = problems(path=path)
+    assert problem.startswith(f"model.path = {path!r}: no Hugging Face model there: ")
+    with pytest.raises(ModelError, match="no such directory, and the hub cannot give it: ") as caught:
+        local_directory(path)
+    assert str(caught.value).startswith(f"model.path = {path!r}: ")
+
+
+def test_files_lie_in_a_directory(tmp_path: Path) -> None:
+    assert local_directory(str(tmp_path)) == tmp_path

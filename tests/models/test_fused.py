@@ -1,0 +1,131 @@
+"""Fused projections in parts: the same function, the same values, one mapping back to the stock names."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from meshtrain.errors import PlanError
+from meshtrain.models.fused import FusedParameter, UnfusedProjection, unfuse
+
+GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+C_ATTN = {"transformer.h.*.attn.c_attn": ["q", "k", "v"]}
+PHI3 = Phi3Config(
+    vocab_size=13,
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=16,
+    pad_token_id=0,
+)
+
+
+def stock_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2).double().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def problems(model: nn.Module, fused: dict[str, list[str]]) -> tuple[str, ...]:
+    with pytest.raises(PlanError) as caught:
+        unfuse(model, fused)
+    return caught.value.problems
+
+
+def gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = model(input_ids=ids).logits
+    logits.square().sum().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_unfused_model_computes_the_same() -> None:
+    stock = stock_gpt2()
+    ours = copy.deepcopy(stock)
+    entries = unfuse(ours, C_ATTN)
+    ids = torch.arange(6).view(1, 6)
+    expected, expected_gradients = gradients(stock, ids)
+    found, found_gradients = gradients(ours, ids)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+    for entry in entries:
+        joined = torch.cat([found_gradients.pop(part) for part in entry.parts], entry.dim)
+        assert torch.allclose(joined, expected_gradients[entry.name], rtol=0, atol=1e-12), entry.name
+    assert found_gradients.keys() == expected_gradients.keys() - {entry.name for entry in entries}
+
+
+def test_entries_map_to_the_stock_names_in_the_order_of_the_model() -> None:
+    stock = stock_gpt2()
+    ours = copy.deepcopy(stock)
+    entries = unfuse(ours, C_ATTN)
+    first = FusedParameter(
+        "transformer.h.0.attn.c_attn.weight", tuple(f"transformer.h.0.attn.c_attn.{part}.weight" for part in "qkv"), 1
+    )
+    assert entries[0] == first
+    assert [(entry.name.removeprefix("transformer.h."), entry.dim) for entry in entries] == [
+        ("0.attn.c_attn.weight", 1),
+        ("0.attn.c_attn.bias", 0),
+        ("1.attn.c_attn.weight", 1),
+        ("1.attn.c_attn.bias", 0),
+    ]
+    values, stock_values = dict(ours.named_parameters()), dict(stock.named_parameters())
+    for entry in entries:
+        assert torch.equal(torch.cat([values[part] for part in entry.parts], entry.dim), stock_values[entry.name])
+    untouched = stock_values.keys() - {entry.name for entry in entries}
+    assert values.keys() == untouched | {part for entry in entries for part in entry.parts}
+
+
+def test_linear_projections_have_parts_along_their_rows() -> None:
+    torch.manual_seed(0)
+    stock = Phi3ForCausalLM(PHI3).double().eval()
+    ours = copy.deepcopy(stock)
+    rules = {"model.layers.*.mlp.gate_up_proj": ["gate", "up"], "model.layers.*.self_attn.qkv_proj": ["q", "k", "v"]}
+    entries = unfuse(ours, rules)
+    assert {entry.dim for entry in entries} == {0}
+    assert [len(entry.parts) for entry in entries] == [3, 2, 3, 2]
+    ids = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        assert torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=0, atol=1e-14)
+
+
+def test_parts_share_nothing() -> None:
+    model = stock_gpt2()
+    unfuse(model, C_ATTN)
+    projection = model.transformer.h[0].attn.c_attn
+    assert isinstance(projection, UnfusedProjection)
+    called = []
+    projection.q.register_forward_hook(lambda *_: called.append("q"))
+    projection(torch.zeros(1, 2, 12, dtype=torch.float64))
+    assert called == ["q"]
+    with torch.no_grad():
+        before = projection.k.weight.clone()
+        projection.q.weight.zero_()
+    assert torch.equal(projection.k.weight, before)
+    assert [part.nf for part in projection.children()] == [12, 12, 12]
+    assert all(isinstance(part, Conv1D) for part in projection.children())
+
+
+def test_on_meta_nothing_is_allocated() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2)
+    unfuse(model, C_ATTN)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_messages() -> None:
+    assert problems(stock_gpt2(), {"transformer.h.*.attn.c_atn": ["q", "k", "v"]}) == (
+        "tensor.fused: 'transformer.h.*.attn.c_atn' matches no module of the model; the nearest is "
+        "'transformer.h.*.attn.c_attn'",
+    )
+    assert problems(stock_gpt2(), {"transformer.ln_f": ["a", "b"]}) == (
+        "tensor.fused: transformer.ln_f is a LayerNorm; only Linear and Conv1D have parts",
+    )
+    assert problems(stock_gpt2(), {"transformer.h.*.attn.c_attn": ["a", "b", "c", "d", "e"]}) == (
+        "tensor.fused: transformer.h.0.attn.c_attn has 36 outputs, which 5 equal parts do not divide",
+    )

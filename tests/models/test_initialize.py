@@ -1,0 +1,194 @@
+"""Random initialisation in one process: the distributions of transformers, and the models that are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import initialization as init
+from transformers.initialization import TORCH_INIT_FUNCTIONS
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.initialize import TILE_COLUMNS, TILE_ROWS, fill_tiles, initialize_weights, materialize
+from meshtrain.models.initialize import restore_buffers as restore
+from tests.parity import GPT2, LLAMA
+
+CPU = torch.device("cpu")
+WIDE = {
+    "gpt2": ModelConfig(type="gpt2", config={**GPT2, "n_embd": 192, "vocab_size": 400}),
+    "llama": ModelConfig(type="llama", config={**LLAMA, "hidden_size": 192, "intermediate_size": 320}),
+    "qwen3": ModelConfig(type="qwen3", config={**LLAMA, "hidden_size": 192, "tie_word_embeddings": True}),
+}
+TINY = LlamaConfig(**{**LLAMA, "num_hidden_layers": 1})
+
+
+def initialized(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Give a meta model its memory and its values, as a run does."""
+    materialize(model, CPU, tied=dict(model.all_tied_weights_keys))
+    initialize_weights(model, seed=seed, names={name: name for name, _ in model.named_parameters()})
+    return model
+
+
+def on_meta(model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    with torch.device("meta"):
+        return model_class(TINY)
+
+
+def refusal(model_class: type[PreTrainedModel]) -> str:
+    with pytest.raises(ModelError) as caught:
+        initialized(on_meta(model_class))
+    return str(caught.value)
+
+
+def fill(shape: tuple[int, ...], key: str, draw: Callable[..., Any] = nn.init.normal_) -> Tensor:
+    tensor = torch.full(shape, torch.nan)
+    fill_tiles(tensor, lambda tile, stream: draw(tile, generator=stream), key=key)
+    return tensor
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_every_parameter_is_distributed_as_in_the_stock_model(name: str) -> None:
+    config = load_hf_config(WIDE[name])
+    torch.manual_seed(3)
+    stock = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    ours = dict(initialized(build_model(config, dtype=torch.float32)).named_parameters())
+    assert ours.keys() == stock.keys()
+    for parameter_name, parameter in ours.items():
+        expected = stock[parameter_name].detach()
+        if expected.dim() == 1:
+            assert torch.equal(parameter, expected), f"{parameter_name}: norms are one, biases zero"
+        else:
+            # Two samples of n values: their standard deviations agree to some 1 / sqrt(n).
+            ratio = (parameter.std() / expected.std()).item()
+            assert abs(ratio - 1) < 5 / parameter.numel() ** 0.5 + 0.01, f"{parameter_name}: {ratio}"
+            assert abs(parameter.mean().item()) < 5 * expected.std().item() / parameter.numel() ** 0.5
+
+
+def test_residual_projections_of_gpt2_are_scaled_by_depth() -> None:
+    model = initialized(build_model(load_hf_config(WIDE["gpt2"]), dtype=torch.float32))
+    residual = 0.02 / (2 * 4) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            assert parameter.std().item() == pytest.approx(residual, rel=0.02)
+        elif name.endswith(("c_attn.weight", "c_fc.weight")):
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_the_seed_makes_the_difference() -> None:
+    config = load_hf_config(ModelConfig(type="llama", config=LLAMA))
+    once, again, other = (
+        dict(initialized(build_model(config, dtype=torch.float32), seed).named_parameters()) for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert not any(torch.equal(once[name], other[name]) for name in once if once[name].dim() == 2)
+
+
+def test_no_two_parameters_are_alike() -> None:
+    model = initialized(build_model(load_hf_config(ModelConfig(type="llama", config=LLAMA)), dtype=torch.float32))
+    matrices = [tuple(parameter[0, :8].tolist()) for parameter in model.parameters() if parameter.dim() == 2]
+    # The row of the padding token is zero.
+    assert len(set(matrices)) == len(matrices)
+
+
+def test_buffers_are_those_of_the_stock_model() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    for values in (LLAMA, {**LLAMA, "rope_parameters": rope}):
+        config = load_hf_config(ModelConfig(type="llama", config=values))
+        stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        ours = initialized(build_model(config, dtype=torch.float32))
+        restored = build_model(config, dtype=torch.float32)
+        materialize(restored, CPU, tied=dict(restored.all_tied_weights_keys))
+        with torch.no_grad():
+            for parameter in restored.parameters():
+                parameter.fill_(7.0)
+        restore(restored)
+        for name, buffer in stock.named_buffers():
+            assert torch.equal(ours.get_buffer(name), buffer)
+            assert torch.equal(restored.get_buffer(name), buffer)
+        assert all(bool((parameter == 7.0).all()) for parameter in restored.parameters()), "parameters are left alone"
+
+
+class Xavier(LlamaForCausalLM):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+
+
+class Forgotten(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.shift = nn.Parameter(torch.ones(3))
+
+
+class PartByPart(LlamaForCausalLM):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight[:2])
+
+
+class UnknownBuffer(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+def test_an_initialiser_that_needs_the_whole_tensor_is_refused() -> None:
+    assert refusal(Xavier) == (
+        "lm_head.weight is initialised by xavier_uniform_, which needs the whole tensor and so cannot be repeated on "
+        "every mesh; start from pretrained weights instead"
+    )
+    assert TORCH_INIT_FUNCTIONS["normal_"] is nn.init.normal_, "the functions of transformers are put back"
+
+
+def test_a_parameter_without_a_rule_is_refused() -> None:
+    assert refusal(Forgotten) == (
+        "Forgotten has no initialisation rule that can be repeated on every mesh for scale, shift; start from "
+        "pretrained weights instead"
+    )
+
+
+def test_a_random_part_of_a_parameter_is_refused() -> None:
+    assert refusal(PartByPart) == (
+        "a buffer, or a part of a parameter, is initialised by normal_, which cannot be repeated on every mesh; start "
+        "from pretrained weights instead"
+    )
+
+
+def test_a_buffer_without_a_rule_is_refused() -> None:
+    message = "UnknownBuffer does not say how to compute its buffer table; it cannot be built on meta"
+    assert refusal(UnknownBuffer) == message
+    model = on_meta(UnknownBuffer)
+    materialize(model, CPU, tied={})
+    with pytest.raises(ModelError, match=message):
+        restore(model)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030)])
+def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
+    tensor = fill(shape, "a")
+    assert bool(tensor.isfinite().all())
+    assert torch.equal(tensor, fill(shape, "a"))
+    assert not torch.equal(tensor, fill(shape, "b"))
+    assert tensor.unique().numel() == pytest.approx(tensor.numel(), rel=0.02), "no two tiles are alike"
+
+
+def test_a_tile_depends_on_its_place_and_not_on_the_tensor() -> None:
+    small, large = fill((TILE_ROWS, TILE_COLUMNS), "a"), fill((3 * TILE_ROWS, 2 * TILE_COLUMNS), "a")
+    assert torch.equal(large[:TILE_ROWS, :TILE_COLUMNS], small)
+
+
+@pytest.mark.parametrize("kind", ["normal_", "uniform_", "trunc_normal_"])
+def test_tiles_keep_the_distribution(kind: str) -> None:
+    draw = TORCH_INIT_FUNCTIONS[kind]
+    stock = draw(torch.empty(500, 2000), generator=torch.Generator().manual_seed(1))
+    ours = fill((500, 2000), "a", draw)
+    assert ours.mean().item() == pytest.approx(stock.mean().item(), abs=0.005)
+    assert ours.std().item() == pytest.approx(stock.std().item(), rel=0.005)
+    assert ours.min().item() == pytest.approx(stock.min().item(), rel=0.2, abs=0.01)

@@ -1,0 +1,450 @@
+"""What a plan is told when it does not fit, word by word, and what it becomes when it does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, RecomputePlan, ShardPlan, TensorPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import with_family
+from meshtrain.errors import PlanError
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.parallel import check
+from meshtrain.parallel.check import BatchShape, num_microbatches, resolve_plan
+from tests.parity import GPT2, LLAMA
+
+BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
+UNTIED = {**LLAMA, "tie_word_embeddings": False}
+
+
+def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTrainedModel:
+    values = {**{"gpt2": GPT2, "llama": UNTIED, "qwen3": {**LLAMA, "head_dim": 8}}.get(model_type, {}), **config}
+    hf_config = load_hf_config(ModelConfig(type=model_type, config=values))
+    return build_model(hf_config, dtype=torch.float32, attention=attention)
+
+
+def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
+    """Return a plan with the rules of a family, and with the tables that are given."""
+    plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type)
+    kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan}
+    tensor = plan.tensor.model_copy(update=tables.pop("tensor", {}))
+    return plan.model_copy(update={"tensor": tensor, **{name: kinds[name](**table) for name, table in tables.items()}})
+
+
+def problems(
+    plan: ParallelPlan, model: PreTrainedModel | None = None, batch: BatchShape = BATCH, world_size: int | None = None
+) -> tuple[str, ...]:
+    mesh = plan.mesh
+    size = world_size or mesh.pp * mesh.dp_replicate * mesh.tp * max(1, mesh.dp_shard)
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(plan, model or meta_model("llama"), batch, size)
+    return caught.value.problems
+
+
+def changed_styles(**changes: str | None) -> ParallelPlan:
+    """Return Llama's plan at tp = 2, with rules replaced (or taken out, by None)."""
+    styles: dict[str, Any] = dict(make_plan("llama").tensor.styles)
+    for name, style in changes.items():
+        styles.pop(name, None)
+        if style is not None:
+            styles[name] = style
+    return make_plan("llama", mesh={"tp": 2}, tensor={"styles": styles})
+
+
+def layers_of(pipeline: dict[str, Any], pp: int = 2, model_type: str = "gpt2", **config: Any) -> Any:
+    plan = make_plan(model_type, mesh={"pp": pp}, pipeline=pipeline)
+    return resolve_plan(plan, meta_model(model_type, **config), BATCH, pp).pipeline.layers_per_stage
+
+
+# What a plan becomes
+
+
+def test_what_is_open_is_settled() -> None:
+    plan = make_plan("gpt2", mesh={"pp": 2, "tp": 2})
+    resolved = resolve_plan(plan, meta_model("gpt2"), BATCH, 8)
+    assert resolved.mesh == MeshPlan(pp=2, dp_replicate=1, dp_shard=2, tp=2)
+    assert resolved.pipeline.layers_per_stage == [2, 2]
+    assert resolved.shard.reshard_after_forward == "never"
+    assert resolved.tensor == plan.tensor
+    assert num_microbatches(resolved, BATCH) == 4
+    assert plan.mesh.dp_shard == -1, "the plan that was given is as it was"
+    assert resolve_plan(resolved, meta_model("gpt2"), BATCH, 8) == resolved
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wanted", "found"),
+    [
+        ({"dp_shard": 4}, "auto", "always"),
+        ({"dp_replicate": 4}, "auto", "never"),
+        ({"pp": 2, "dp_shard": 2}, "auto", "never"),
+        ({"pp": 2, "dp_shard": 2}, "always", "always"),
+        ({"dp_shard": 4}, "never", "never"),
+    ],
+)
+def test_resharding(mesh: dict[str, int], wanted: str, found: str) -> None:
+    plan = make_plan("llama", mesh=mesh, shard={"reshard_after_forward": wanted})
+    assert resolve_plan(plan, meta_model("llama"), BATCH, 4).shard.reshard_after_forward == found
+
+
+def test_layers_per_stage() -> None:
+    assert layers_of({"layers_per_stage": "even"}, n_layer=5) == [3, 2]
+    assert layers_of({"layers_per_stage": [1, 3]}) == [1, 3]
+    assert layers_of({"layers_per_stage": [4, 0]}) == [4, 0]
+    assert layers_of({"split_at": ["transformer.h.3"]}) == [3, 1]
+    assert layers_of({"split_at": ["transformer.h.1", "transformer.h.2"]}, pp=3) == [1, 1, 2]
+    assert layers_of({"layers_per_stage": "even"}, pp=1) == [4]
+    interleaved = {"schedule": "Interleaved1F1B", "stages_per_rank": 2, "layers_per_stage": "even"}
+    assert layers_of(interleaved) == [1, 1, 1, 1]
+
+
+def test_balanced_counts_the_head() -> None:
+    # One layer has 12 * 32 * 32 matrix elements and 12 positions to look at, the head 32 for each token it can say.
+    layer = 12 * 32 * 32 + 12 * 32
+    for times, expected in ((0.1, [2, 2]), (1.9, [3, 1]), (5, [4, 0])):
+        assert layers_of({"layers_per_stage": "balanced"}, vocab_size=int(times * layer / 32)) == expected
+
+
+def test_a_model_without_attention_is_balanced_too() -> None:
+    model = meta_model("mamba", "eager", hidden_size=32, num_hidden_layers=4, vocab_size=98)
+    assert resolve_plan(make_plan(mesh={"pp": 2}), model, BATCH, 2).pipeline.layers_per_stage == [2, 2]
+
+
+# The mesh
+
+
+def test_world_size() -> None:
+    assert problems(make_plan("llama", mesh={"pp": 2, "dp_shard": 2, "tp": 2}), world_size=6) == (
+        "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 2 needs 8 processes, there are 6; start as many, or set "
+        "plan.mesh.dp_shard = -1 to use what is there",
+    )
+    assert problems(make_plan("llama", mesh={"pp": 2, "tp": 2}), world_size=6) == (
+        "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, which does not divide the 6 there are; "
+        "start a multiple of 4, or change the degrees",
+    )
+
+
+# The model
+
+
+def test_a_plan_for_another_model() -> None:
+    plan = make_plan("llama").model_copy(update={"model_types": ["gpt2", "opt"]})
+    assert problems(plan) == ("model_types: this plan is for gpt2, opt, the model is a llama; use another plan",)
+
+
+def test_layers_left_out_at_random() -> None:
+    model = meta_model("opt", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, layerdrop=0.1)
+    assert problems(make_plan(), model) == (
+        "model.config.layerdrop = 0.1: a layer that is left out at random gets no gradient; set it to 0",
+    )
+
+
+# Batches
+
+
+def test_global_batch() -> None:
+    plan = make_plan("llama", mesh={"dp_replicate": 2, "dp_shard": 2})
+    assert problems(plan, batch=BatchShape(14, 2, 12)) == (
+        "global_batch_size = 14 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest are 8 and 16",
+    )
+    assert problems(plan, batch=BatchShape(3, 2, 12)) == (
+        "global_batch_size = 3 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest is 8",
+    )
+
+
+def test_too_few_microbatches_for_1f1b() -> None:
+    plan = make_plan("llama", mesh={"pp": 4, "dp_replicate": 2})
+    assert problems(plan, batch=BatchShape(12, 2, 12)) == (
+        "pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are 3 microbatches and 4 "
+        "stages; raise global_batch_size to 16 or lower micro_batch_size",
+    )
+    assert resolve_plan(plan, meta_model("llama"), BatchShape(16, 2, 12), 8)
+
+
+def test_microbatches_that_do_not_make_rounds() -> None:
+    pipeline = {"schedule": "Interleaved1F1B", "stages_per_rank": 2}
+    plan = make_plan("llama", mesh={"pp": 2}, pipeline=pipeline)
+    assert problems(plan, batch=BatchShape(5, 1, 12)) == (
+        "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 cannot be so "
+        "divided; use a multiple of 2",
+    )
+    for fits in (1, 2, 3, 4, 8):
+        assert resolve_plan(plan, meta_model("llama"), BatchShape(fits, 1, 12), 2)
+
+
+def test_sequence_length() -> None:
+    assert problems(make_plan("gpt2"), meta_model("gpt2"), BatchShape(8, 1, 65)) == (
+        "data.sequence_length = 65 is longer than the 64 positions of the model; shorten it, or raise "
+        "max_position_embeddings of a new model",
+    )
+    plan = make_plan("llama", mesh={"tp": 2}, tensor={"sequence_parallel": True})
+    assert problems(plan, batch=BatchShape(8, 1, 13)) == (
+        "tensor.sequence_parallel splits the sequence over tp = 2, which does not divide data.sequence_length = 13; "
+        "the nearest are 12 and 14",
+    )
+
+
+# Tensor rules
+
+
+def test_no_rules_for_the_family() -> None:
+    model = meta_model("gpt_neox", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    assert problems(make_plan("gpt_neox", mesh={"tp": 2}), model) == (
+        "tensor.styles: mesh.tp = 2, but there are no rules for a gpt_neox: no shipped family plan knows it; write the "
+        "rules, or set mesh.tp = 1",
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_unused_and_double_rules(tp: int) -> None:
+    styles = {**make_plan("llama").tensor.styles, "model.layers.*.mlp.gate": "colwise", "model.layers.0.mlp": "colwise"}
+    assert problems(make_plan("llama", mesh={"tp": tp}, tensor={"styles": styles})) == (
+        "tensor.styles: model.layers.0.mlp is matched by two rules, 'model.layers.*.mlp' and 'model.layers.0.mlp'; "
+        "leave one",
+        "tensor.styles: 'model.layers.*.mlp.gate' matches no module of the model; the nearest is "
+        "'model.layers.*.mlp.gate_proj'",
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_projections_and_local_attributes_that_are_not_there(tp: int) -> None:
+    plan = make_plan("gpt2", mesh={"tp": tp}, tensor={"fused": {"transformer.h.*.attn.c_atn": ["q", "k"]}})
+    assert problems(plan, meta_model("gpt2")) == (
+        "tensor.fused: 'transformer.h.*.attn.c_atn' matches no module of the model; the nearest is "
+        "'transformer.h.*.attn.c_attn'",
+    )
+    plan = make_plan("gpt2", mesh={"tp": tp}, tensor={"local_attributes": {"transformer.h.*.atn": ["split_size"]}})
+    assert problems(plan, meta_model("gpt2")) == (
+        "tensor.local_attributes: 'transformer.h.*.atn' matches no module of the model; the nearest is "
+        "'transformer.h.*.attn'",
+    )
+
+
+def test_local_attributes_that_are_no_width() -> None:
+    attributes = {"transformer.h.*.attn": ["split_size", "split_sice", "layer_idx"]}
+    plan = make_plan("gpt2", mesh={"tp": 4}, tensor={"local_attributes": attributes})
+    assert problems(plan, meta_model("gpt2", n_layer=2)) == (
+        "tensor.local_attributes: 'split_sice' of transformer.h.*.attn is None, which is no number that tp = 4 divides",
+        "tensor.local_attributes: 'layer_idx' of transformer.h.*.attn is 1, which is no number that tp = 4 divides",
+    )
+
+
+def test_parameters_without_a_rule() -> None:
+    plan = changed_styles(**{"model.layers.*.mlp.up_proj": None, "model.norm": None, "lm_head": "shared_input"})
+    assert problems(plan) == (
+        "tensor.styles: no rule places the parameters of model.layers.*.mlp.up_proj; add one",
+        "tensor.styles: no rule places the parameters of model.norm; add one",
+        "tensor.styles: no rule places the parameters of lm_head; add one",
+    )
+
+
+def test_a_head_with_an_impossible_style() -> None:
+    assert problems(changed_styles(lm_head="colwise")) == (
+        "tensor.styles: the head lm_head is 'colwise'; it can be 'colwise_gather_output' or 'replicate'",
+    )
+
+
+def test_styles_that_are_for_other_modules() -> None:
+    changes = {"model.norm": "rowwise", "model.embed_tokens": "colwise", "model.layers.*.mlp": "colwise"}
+    assert problems(changed_styles(**changes)) == (
+        "tensor.styles: model.embed_tokens is 'colwise', which is for Linear and Conv1D, not for a Embedding",
+        "tensor.styles: model.layers.*.mlp is 'colwise', which is for Linear and Conv1D, not for a LlamaMLP",
+        "tensor.styles: model.norm is 'rowwise', which is for Linear and Conv1D, not for a LlamaRMSNorm",
+    )
+    assert problems(changed_styles(**{"model.norm": "embedding_rowwise"})) == (
+        "tensor.styles: model.norm is 'embedding_rowwise', which is for an Embedding, not for a LlamaRMSNorm",
+    )
+    # A subclass has a forward of its own (Gemma scales what it looks up), which the sharded one would replace.
+    model = meta_model("llama")
+    model.model.embed_tokens.__class__ = type("Scaled", (nn.Embedding,), {})
+    assert problems(changed_styles(), model) == (
+        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which is for an Embedding, not for a Scaled",
+    )
+    model = meta_model("llama")
+    model.model.embed_tokens.max_norm = 1.0
+    assert problems(changed_styles(), model) == (
+        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which knows neither max_norm nor scale_grad_by_freq",
+    )
+
+
+def test_ends_of_a_tie_that_lie_apart() -> None:
+    tied = meta_model("llama", tie_word_embeddings=True)
+    advice = "but they are one weight; make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'"
+    assert problems(changed_styles(lm_head="replicate"), tied) == (
+        f"tensor.styles: lm_head is 'replicate' and model.embed_tokens is 'embedding_rowwise', {advice}",
+    )
+    assert problems(changed_styles(**{"model.embed_tokens": "replicate"}), tied) == (
+        f"tensor.styles: lm_head is 'colwise_gather_output' and model.embed_tokens is 'replicate', {advice}",
+    )
+    both = changed_styles(**{"model.embed_tokens": "replicate", "lm_head": "replicate"})
+    assert resolve_plan(both, tied, BATCH, 2)
+    assert resolve_plan(changed_styles(lm_head="replicate"), meta_model("llama"), BATCH, 2)
+
+
+@pytest.mark.parametrize("style", ["replicate", "sequence_parallel"])
+def test_norms_on_heads_must_be_summed(style: str) -> None:
+    styles = {**make_plan("qwen3").tensor.styles, "model.layers.*.self_attn.q_norm": style}
+    assert problems(make_plan("qwen3", mesh={"tp": 2}, tensor={"styles": styles}), meta_model("qwen3")) == (
+        f"tensor.styles: model.layers.*.self_attn.q_norm is '{style}', but inside of model.layers.*.self_attn "
+        "('shared_input') each process works for its shards only, so its gradient must be summed; make it "
+        "'replicated_with_grad_allreduce'",
+    )
+
+
+def test_norms_on_a_part_of_the_sequence_must_be_summed() -> None:
+    plan = changed_styles(**{"model.layers.*.input_layernorm": "replicate"})
+    assert resolve_plan(plan, meta_model("llama"), BATCH, 2)
+    with_parts = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"sequence_parallel": True})})
+    assert problems(with_parts) == (
+        "tensor.styles: model.layers.*.input_layernorm is 'replicate', but with tensor.sequence_parallel each process "
+        "sees a part of the sequence, so its gradient must be summed; make it 'sequence_parallel'",
+    )
+
+
+def test_heads() -> None:
+    model = meta_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
+    assert problems(make_plan("llama", mesh={"tp": 8}), model) == (
+        "mesh.tp = 8 does not divide the model's 12 attention heads (num_attention_heads); tp can be 1, 2, 3, 4, 6, 12",
+        "mesh.tp = 8 does not divide the model's 6 key-value heads (num_key_value_heads); tp can be 1, 2, 3, 6",
+    )
+    assert problems(make_plan("llama", mesh={"tp": 4}), model) == (
+        "mesh.tp = 4 does not divide the model's 6 key-value heads (num_key_value_heads); tp can be 1, 2, 3, 6",
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_width_of_the_mlp(model_type: str) -> None:
+    name = {"llama": "model.layers.0.mlp.gate_proj", "gpt2": "transformer.h.0.mlp.c_fc"}[model_type]
+    width = {"llama": {"intermediate_size": 50}, "gpt2": {"n_inner": 50}}[model_type]
+    assert problems(make_plan(model_type, mesh={"tp": 4}), meta_model(model_type, **width)) == (
+        f"mesh.tp = 4 does not divide the width 50 of {name} (colwise); tp can be 1, 2, 5, 10, 25, 50",
+    )
+
+
+# The pipeline
+
+
+def test_stages_per_rank() -> None:
+    plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": "GPipe", "stages_per_rank": 2})
+    assert problems(plan) == (
+        "pipeline.stages_per_rank = 2 needs mesh.pp > 1 and schedule 'Interleaved1F1B', found mesh.pp = 2 and 'GPipe'; "
+        "change one of them",
+    )
+    plan = make_plan("llama", pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
+    assert problems(plan) == (
+        "pipeline.stages_per_rank = 2 needs mesh.pp > 1 and schedule 'Interleaved1F1B', found mesh.pp = 1 and "
+        "'Interleaved1F1B'; change one of them",
+    )
+
+
+def test_fewer_layers_than_stages() -> None:
+    plan = make_plan("llama", mesh={"pp": 4}, pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
+    assert problems(plan) == ("mesh.pp x stages_per_rank makes 8 stages, but the model has only 4 layers; use fewer",)
+
+
+def test_layers_that_do_not_add_up() -> None:
+    def said(layers: list[int], pp: int = 2) -> tuple[str, ...]:
+        return problems(make_plan("llama", mesh={"pp": pp}, pipeline={"layers_per_stage": layers}))
+
+    assert said([2, 1, 1]) == (
+        "pipeline.layers_per_stage = [2, 1, 1] names 3 stages, but mesh.pp x stages_per_rank makes 2; give 2 numbers",
+    )
+    assert said([2, 3]) == (
+        "pipeline.layers_per_stage = [2, 3] adds up to 5 layers, but the model has 4; make them add up",
+    )
+    assert said([0, 4]) == (
+        "pipeline.layers_per_stage = [0, 4]: only the last stage may have no layer (it still has the head)",
+    )
+    assert said([4, 0, 0], pp=3) == (
+        "pipeline.layers_per_stage = [4, 0, 0]: only the last stage may have no layer (it still has the head)",
+    )
+
+
+def test_split_at() -> None:
+    def said(names: list[str], pp: int = 2, **model: Any) -> tuple[str, ...]:
+        plan = make_plan("llama", mesh={"pp": pp}, pipeline={"split_at": names})
+        return problems(plan, meta_model("llama", **model))
+
+    assert said(["model.layers.4"]) == (
+        "pipeline.split_at: 'model.layers.4' is no layer where this model can be cut; those are model.layers.1 to "
+        "model.layers.3",
+    )
+    assert said(["model.layers.0"]) == (
+        "pipeline.split_at: 'model.layers.0' is no layer where this model can be cut; those are model.layers.1 to "
+        "model.layers.3",
+    )
+    assert said(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
+    assert said([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1",)
+    # A model of one layer has no place to name.
+    assert said(["model.layers.1"], pp=1, num_hidden_layers=1) == (
+        "pipeline.split_at names 1 cuts, but 1 stages need 0",
+    )
+    for names in (["model.layers.3", "model.layers.1"], ["model.layers.1", "model.layers.1"]):
+        assert said(names, pp=3) == (f"pipeline.split_at: the cuts {names} are not in the order of the model",)
+
+
+def test_two_ways_to_cut() -> None:
+    pipeline = {"layers_per_stage": [2, 2], "split_at": ["model.layers.2"]}
+    assert problems(make_plan("llama", mesh={"pp": 2}, pipeline=pipeline)) == (
+        "pipeline: layers_per_stage = [2, 2] and split_at are both given; leave one out",
+    )
+
+
+def test_a_class_that_cannot_be_cut() -> None:
+    model = meta_model("rwkv", "eager", hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    (problem,) = problems(make_plan(mesh={"pp": 2}), model)
+    assert problem.startswith("RwkvForCausalLM cannot be cut into stages: ")
+    assert problem.endswith("; use pp = 1")
+
+
+def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "GradientCheckpointingLayer", nn.Conv2d)
+    assert problems(make_plan("llama", recompute={"mode": "full"})) == (
+        "recompute.mode = 'full': LlamaDecoderLayer does not know recomputation; set it to 'none'",
+    )
+
+
+def test_a_model_without_layers() -> None:
+    model = meta_model("llama")
+    model.config.num_hidden_layers = 9
+    plan = make_plan(mesh={"dp_replicate": 3}, recompute={"mode": "full"})
+    assert problems(plan, model) == (
+        "global_batch_size = 8 is not a multiple of dp 3 x micro_batch_size 1 = 3; the nearest are 6 and 9",
+        "LlamaForCausalLM has no list of 9 decoder layers; it cannot be cut or sharded by layer",
+    )
+
+
+def test_all_contradictions_at_once() -> None:
+    styles = {**make_plan("llama").tensor.styles, "model.nrom": "replicate"}
+    plan = make_plan(
+        "llama",
+        mesh={"pp": 8, "dp_replicate": 3, "tp": 8},
+        pipeline={"schedule": "GPipe", "stages_per_rank": 2},
+        tensor={"styles": styles, "sequence_parallel": True},
+    ).model_copy(update={"model_types": ["gpt2"]})
+    found = problems(plan, batch=BatchShape(8, 1, 100))
+    starts = (
+        "model_types: ",
+        "global_batch_size = 8 is not a multiple",
+        "data.sequence_length = 100 is longer",
+        "tensor.sequence_parallel splits the sequence over tp = 8",
+        "mesh.tp = 8 does not divide the model's 4 attention heads",
+        "mesh.tp = 8 does not divide the model's 4 key-value heads",
+        "tensor.styles: 'model.nrom' matches no module",
+        "pipeline.stages_per_rank = 2 needs",
+        "mesh.pp x stages_per_rank makes 16 stages",
+    )
+    assert len(found) == len(starts)
+    assert all(problem.startswith(start) for problem, start in zip(found, starts, strict=True)), found
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = meta_model("gpt2")
+    before = {name: type(module) for name, module in model.named_modules()}
+    resolve_plan(make_plan("gpt2", mesh={"pp": 2, "tp": 2}), model, BATCH, 4)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.training
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert TensorPlan() == make_plan().tensor

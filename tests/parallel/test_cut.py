@@ -1,0 +1,360 @@
+"""Stages of unmodified models, one after the other in one process, compute the bits of the whole model."""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.parallel.anatomy import examine, find_layers
+from meshtrain.parallel.balance import even_layers
+from meshtrain.parallel.cut import Stage, check_cut, cut
+from tests.parity import GPT2, LLAMA
+
+SEQUENCE, BATCH = 8, 2
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 98}
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+WIDE = {"intermediate_size": 48, "max_position_embeddings": 64}
+OPT = {**SMALL, "ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}
+GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+# Tied and untied heads, positions that are added and that are rotated, layers that return tuples, windows.
+MODELS = {
+    "gpt2": ModelConfig(type="gpt2", config=GPT2),
+    "llama": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
+    "llama-tied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ModelConfig(type="qwen3", config={**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ModelConfig(type="mistral", config={**LLAMA, "sliding_window": 4}),
+    "gpt_neox": ModelConfig(type="gpt_neox", config={**SMALL, **WIDE, **QUIET}),
+    "opt": ModelConfig(type="opt", config={**OPT, "word_embed_proj_dim": 32}),
+    "opt-projected": ModelConfig(type="opt", config={**OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "bloom": ModelConfig(type="bloom", config={**SMALL, **QUIET}, attention="eager"),
+    "phi": ModelConfig(type="phi", config={**SMALL, **WIDE, "attention_dropout": 0.0, "resid_pdrop": 0.0}),
+    "gemma2": ModelConfig(type="gemma2", config=GEMMA, attention="eager"),
+    "gemma3_text": ModelConfig(type="gemma3_text", config=GEMMA),
+}
+CUTS = ([1, 2, 1], [3, 1], [4, 0], [1, 1, 1, 1])
+INPUTS = ("plain", "padded", "positions")
+
+
+def config_of(name: str) -> PretrainedConfig:
+    return load_hf_config(MODELS[name])
+
+
+def stock_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config_of(name), dtype=torch.float64, attn_implementation=MODELS[name].attention
+    ).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def meta_model(name: str, **config: Any) -> PreTrainedModel:
+    values = {**MODELS[name].config, **config}
+    hf_config = load_hf_config(MODELS[name].model_copy(update={"config": values}))
+    return build_model(hf_config, dtype=torch.float32, attention=MODELS[name].attention)
+
+
+def further_inputs(kind: str) -> dict[str, Tensor]:
+    """Return what every stage gets beside the ids or the hidden state."""
+    if kind == "padded":
+        return {"attention_mask": (torch.arange(SEQUENCE) < torch.tensor([[5], [SEQUENCE]])).long()}
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    return {"position_ids": positions % 4} if kind == "positions" else {}
+
+
+def run_stages(stages: Sequence[Stage], ids: Tensor, **inputs: Tensor) -> Tensor:
+    x = ids
+    for stage in stages:
+        stage.channel.sequence_length = ids.shape[1]
+        x = stage.model(x, **inputs)
+    return x
+
+
+def gradients_of(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """Return FQN -> gradient; both copies of a tied weight add up."""
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            fqn = stage.tied.get(name, name)
+            assert parameter.grad is not None, f"{name} of stage {stage.index}"
+            found[fqn] = found[fqn] + parameter.grad if fqn in found else parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
+    model = stock_model(name)
+    ids = torch.randint(3, 98, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    # Bloom has no positions at all: its heads look back by distance.
+    for kind in INPUTS[:2] if name == "bloom" else INPUTS:
+        inputs = further_inputs(kind)
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        (logits * weights).sum().backward()
+        expected = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+        for layers in CUTS:
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            check_cut(copy.deepcopy(copied).to("meta"))
+            stages = cut(copied, layers, range(len(layers)))
+            found = run_stages(stages, ids, **inputs)
+            assert torch.equal(found, logits), (kind, layers)
+            (found * weights).sum().backward()
+            gradients = gradients_of(stages)
+            assert gradients.keys() == expected.keys()
+            for fqn, gradient in gradients.items():
+                assert torch.equal(gradient, expected[fqn]), (kind, layers, fqn)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "llama"])
+def test_every_parameter_lies_on_exactly_one_stage(name: str) -> None:
+    for num_layers in range(1, 10):
+        model = meta_model(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": num_layers})
+        expected = {fqn: parameter.shape for fqn, parameter in model.named_parameters()}
+        tied = dict(model.all_tied_weights_keys)
+        for num_stages in range(1, min(4, num_layers + 1) + 1):
+            # The head alone on the last stage where there is a stage too many.
+            layers = even_layers(num_layers, num_stages) if num_stages <= num_layers else [1] * num_layers + [0]
+            stages = cut(copy.deepcopy(model), layers, range(num_stages))
+            names = Counter(fqn for stage in stages for fqn, _ in stage.model.named_parameters())
+            far = set(tied) if num_stages > 1 else set()
+            assert names == Counter([*expected, *far]), (num_layers, num_stages)
+            check_stages(stages, layers, expected, tied)
+
+
+def check_stages(
+    stages: Sequence[Stage], layers: Sequence[int], shapes: dict[str, torch.Size], tied: dict[str, str]
+) -> None:
+    starts = [sum(layers[:index]) for index in range(len(layers))]
+    for stage in stages:
+        assert (stage.first_layer, stage.last_layer) == (
+            starts[stage.index],
+            starts[stage.index] + layers[stage.index],
+        )
+        assert len(stage.own_layers()) == layers[stage.index]
+        assert stage.is_first == (stage.index == 0)
+        assert stage.is_last == (stage.index == len(layers) - 1)
+        assert stage.tied == (tied if stage.is_last else {})
+        for fqn, parameter in stage.model.named_parameters():
+            assert parameter.shape == shapes[tied.get(fqn, fqn)]
+            assert parameter.is_meta
+
+
+def test_a_process_cuts_its_own_stages_only() -> None:
+    stages = cut(meta_model("llama"), [1, 1, 1, 1], [1, 3])
+    assert [stage.index for stage in stages] == [1, 3]
+    assert {fqn.split(".")[2] for stage in stages for fqn, _ in stage.model.named_parameters() if "layers" in fqn} == {
+        "1",
+        "3",
+    }
+
+
+def test_the_far_copy_of_a_padded_embedding_knows_its_padding() -> None:
+    _, last = cut(meta_model("llama-tied"), [2, 2], [0, 1])
+    assert last.model.lm_head.padding_idx == 0
+    _, last = cut(meta_model("llama"), [2, 2], [0, 1])
+    assert not hasattr(last.model.lm_head, "padding_idx")
+
+
+# Classes that cannot be cut
+
+
+class Toy(PreTrainedModel, GenerationMixin):
+    """A language model with every part in its simplest form; the classes below do one thing that a stage cannot."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "embed.weight"}  # noqa: RUF012 - as transformers declares it
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, width)
+        self.layers = nn.ModuleList(ToyLayer(width) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.add_parts(width)
+        self.post_init()
+
+    def add_parts(self, width: int) -> None:
+        """Do nothing."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        return CausalLMOutput(logits=self.lm_head(self.finish(self.run_layers(embedded), embedded)))
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        """Chain the layers."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """Prepare for the head."""
+        return self.norm(x)
+
+
+class ToyLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        return x + self.up(x)
+
+
+class SecondStream(Toy):
+    """Gives every layer the embedding as well."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = layer(x, first)
+        return x
+
+
+class TwoResults(Toy):
+    """Takes two tensors from each layer."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class BetweenLayers(Toy):
+    """Mixes the embedding in between the layers."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = layer(x) + 0.1 * first
+        return x
+
+
+class PastTheLayers(Toy):
+    """Adds the embedding behind the layers."""
+
+    def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
+        return self.norm(x + embedded)
+
+
+class SkippedLayer(Toy):
+    """Leaves one layer out."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return x
+
+
+class OtherShape(Toy):
+    """Works with the sequence first."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        return super().run_layers(x.transpose(0, 1)).transpose(0, 1)
+
+
+class LonelyParameter(Toy):
+    """Has a parameter that belongs to no module that is called."""
+
+    def add_parts(self, width: int) -> None:
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
+        return self.norm(x) * self.scale
+
+
+class OtherTie(Toy):
+    """Ties two layers."""
+
+    _tied_weights_keys = {"layers.1.up.weight": "layers.0.up.weight"}  # noqa: RUF012
+
+
+class LooksAtItsEmbedding(Toy):
+    """Reads a weight that other stages do not have."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        return super().run_layers(x.to(self.embed.weight.dtype))
+
+
+CHAIN = "its layers do not hand one hidden state to each other, and nothing else"
+REASONS: dict[type[Toy], str] = {
+    SecondStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters)",
+    TwoResults: f"{CHAIN} (ValueError: not enough values to unpack (expected 2, got 1))",
+    BetweenLayers: f"{CHAIN} (TypeError: a layer receives something else than the hidden state of the layer before)",
+    PastTheLayers: f"{CHAIN} (ValueError: the logits are computed from the embedding as well, past the layers)",
+    SkippedLayer: f"{CHAIN} (ValueError: 3 of 4 layers were called)",
+    OtherShape: f"{CHAIN} (TypeError: a hidden state is (3, 1, 32) and not (1, 3, 32))",
+    LonelyParameter: "its parameter scale is used neither before, in nor after the layers",
+    OtherTie: "it ties layers.1.up.weight to layers.0.up.weight, which are not the head and the embedding",
+    LooksAtItsEmbedding: "a stage of it does not run (AttributeError: 'ZeroStub' object has no attribute 'weight')",
+}
+
+
+def toy(kind: type[Toy]) -> Toy:
+    with torch.device("meta"):
+        return kind(LlamaConfig(**LLAMA, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
+def test_a_class_that_cannot_be_cut_is_refused_by_name(kind: type[Toy]) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_cut(toy(kind))
+    assert str(caught.value) == f"{kind.__name__} cannot be cut into stages: {REASONS[kind]}; use pp = 1"
+
+
+def test_the_simplest_class_can_be_cut() -> None:
+    check_cut(toy(Toy))
+    assert examine(toy(Toy)).after == ("norm", "lm_head")
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "bert"])
+def test_real_classes_that_cannot_be_cut(model_type: str) -> None:
+    config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}
+    config |= {} if model_type == "rwkv" else {"num_attention_heads": 4}
+    hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
+    model = build_model(hf_config, dtype=torch.float32, attention="eager")
+    with pytest.raises(ModelError, match=f"^{type(model).__name__} cannot be cut into stages: .*; use pp = 1$"):
+        check_cut(model)
+
+
+def test_examining_leaves_the_model_as_it_was() -> None:
+    model = meta_model("gpt2")
+    before = {name: (type(module), module.training, dict(vars(module))) for name, module in model.named_modules()}
+    check_cut(model)
+    after = {name: (type(module), module.training, dict(vars(module))) for name, module in model.named_modules()}
+    assert after.keys() == before.keys()
+    for name, (kind, training, values) in before.items():
+        assert after[name][:2] == (kind, training)
+        assert after[name][2].keys() == values.keys(), name
+
+
+def test_a_model_without_a_list_of_layers() -> None:
+    model = meta_model("llama")
+    model.config.num_hidden_layers = 7
+    with pytest.raises(ModelError) as caught:
+        find_layers(model)
+    assert str(caught.value) == (
+        "LlamaForCausalLM has no list of 7 decoder layers; it cannot be cut or sharded by layer"
+    )

@@ -1,0 +1,342 @@
+"""Dropout on a mesh: equal where the mesh repeats itself, different where it shares work, the same in every run."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.randomness import own_stream, stream_key
+from meshtrain.training.step import evaluate, train_step
+from tests.parity import (
+    GLOBAL_BATCH,
+    GPT2,
+    MODELS,
+    SEQUENCE,
+    Case,
+    batches,
+    build,
+    build_trainer,
+    initialize_pipeline,
+    local_part,
+)
+from tests.ranks import run_on_ranks
+
+DROPOUT = {
+    "gpt2-tied": {**GPT2, "n_layer": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "llama-untied": {**MODELS["llama-untied"].config, "num_hidden_layers": 3, "attention_dropout": 0.1},
+}
+TENSOR, BOTH = (1, 1, 1, 2), (2, 1, 1, 2)
+LAYERS = {TENSOR: (3,), BOTH: (2, 1)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few training steps with dropout."""
+
+    case: Case
+    attention: str = "eager"
+    seed: int = 0
+    steps: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(type=MODELS[self.case.model].type, config=DROPOUT[self.case.model], attention=self.attention)
+
+
+@dataclass
+class Seen:
+    """What one process saw and what it was left with.
+
+    Attributes:
+        masks: every mask that was drawn, in order: where it is drawn, and which elements were dropped.
+        gradients: of the last step, this process's part.
+        replicated: names of the parameters that every process of a tp group holds whole.
+        parameters: after the last step, this process's part.
+        streams: the state of the random stream behind each forward pass of a stage that gives logits.
+    """
+
+    masks: list[tuple[str, Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    replicated: set[str] = field(default_factory=set)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    streams: list[bytes] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[Tensor]:
+        return [mask for found, mask in self.masks if found == kind]
+
+
+def kind_of(mask: Tensor) -> str:
+    """Tell what is dropped: probabilities of this process's heads, or the stream, whole or in part."""
+    if mask.dim() == 4:
+        return "heads"
+    return "whole" if mask.shape[1] == SEQUENCE else "part"
+
+
+@contextmanager
+def watched_dropout(masks: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """Note the mask of every dropout that the model calls (that inside of torch's fused attention cannot be seen)."""
+    original = nn.functional.dropout
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        result = original(x, p, training, inplace)
+        if training and p:
+            mask = (result == 0) & (x != 0)
+            masks.append((kind_of(mask), mask))
+        return result
+
+    nn.functional.dropout = dropout
+    try:
+        yield
+    finally:
+        nn.functional.dropout = original
+
+
+def train(run: Run) -> Seen:
+    pipeline = build(run.case, model=run.model, seed=run.seed)
+    initialize_pipeline(pipeline)
+    trainer, seen = build_trainer(pipeline), Seen()
+    if pipeline.has_last_stage:
+        pipeline.stages[-1].model.register_forward_hook(
+            lambda *_: seen.streams.append(torch.get_rng_state().numpy().tobytes())
+        )
+    with watched_dropout(seen.masks):
+        for step in run.steps:
+            train_step(trainer, step, small_batch(pipeline), np.arange(GLOBAL_BATCH))
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is not None
+        seen.gradients[name] = local_tensor(parameter.grad).clone()
+        seen.parameters[name] = local_tensor(parameter.detach()).clone()
+        if not isinstance(parameter, DTensor):
+            seen.replicated.add(name)
+    return seen
+
+
+def small_batch(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return two microbatches of this process's part of a global batch."""
+    batch = local_part(pipeline, batches(padded=False)[0])
+    return {name: value[: 2 * pipeline.micro_batch_size] for name, value in batch.items()}
+
+
+def train_all(runs: list[Run]) -> list[Seen]:
+    return [train(run) for run in runs]
+
+
+RUNS = {
+    mesh: [
+        Run(Case(model, mesh, layers=LAYERS[mesh], sequence_parallel=sequence_parallel), attention)
+        for model in DROPOUT
+        for attention in ("eager", "sdpa")
+        for sequence_parallel in (False, True)
+    ]
+    for mesh in (TENSOR, BOTH)
+}
+
+
+def others(mesh: tuple[int, int, int, int]) -> list[Run]:
+    """Return the runs that are compared with the first ones."""
+    runs = [run for run in RUNS[mesh] if run.attention == ("eager" if run.case.model == "gpt2-tied" else "sdpa")]
+    recomputed = [replace(run, case=replace(run.case, recompute=1)) for run in runs]
+    if mesh == BOTH:
+        return recomputed
+    first = runs[0]
+    # Once more; other steps; another seed.
+    return [*recomputed, replace(first), replace(first, steps=(3, 4, 5)), replace(first, seed=1)]
+
+
+@functools.cache
+def seen_on(mesh: tuple[int, int, int, int]) -> list[tuple[Run, list[Seen]]]:
+    """Return every run with what each of its processes saw."""
+    runs = [*RUNS[mesh], *others(mesh)]
+    answers = run_on_ranks(runs[0].case.world_size, train_all, runs)
+    return [(run, [answer[number] for answer in answers]) for number, run in enumerate(runs)]
+
+
+def peers(ranks: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
+    """Yield the processes of each tp group."""
+    return zip(ranks[::2], ranks[1::2], strict=True)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def distinct(masks: list[Tensor]) -> bool:
+    return len({(tuple(mask.shape), mask.numpy().tobytes()) for mask in masks}) == len(masks)
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, BOTH], ids=["tp", "pp-tp"])
+def test_replicated_parameters_stay_equal(mesh: tuple[int, int, int, int]) -> None:
+    for run, ranks in seen_on(mesh):
+        for one, other in peers(ranks):
+            assert one.replicated == other.replicated
+            assert any("norm" in name or "ln_" in name for name in one.replicated)
+            for name in one.replicated:
+                assert torch.equal(one.parameters[name], other.parameters[name]), (run, name)
+            # What is sharded is another part of the model.
+            sharded = one.parameters.keys() - one.replicated
+            assert not any(torch.equal(one.parameters[name], other.parameters[name]) for name in sharded)
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, BOTH], ids=["tp", "pp-tp"])
+def test_masks_differ_exactly_where_the_work_is_shared(mesh: tuple[int, int, int, int]) -> None:
+    for run, ranks in seen_on(mesh):
+        expected = {"heads"} if run.attention == "eager" else set()
+        if run.case.model == "gpt2-tied":
+            expected |= {"part", "whole"} if run.case.sequence_parallel else {"whole"}
+        assert {kind for seen in ranks for kind, _ in seen.masks} == expected, run
+        for one, other in peers(ranks):
+            assert [kind for kind, _ in one.masks] == [kind for kind, _ in other.masks]
+            assert one.streams == other.streams, "behind the layers the stream is shared again"
+            for kind, equal in (("heads", False), ("part", False), ("whole", True)):
+                for mine, theirs in zip(one.of(kind), other.of(kind), strict=True):
+                    assert torch.equal(mine, theirs) == equal, (run, kind)
+        if run.case.recompute == 0:
+            # Over all stages, microbatches, layers and steps no mask is used twice.
+            assert distinct([mask for one, _ in peers(ranks) for _, mask in one.masks]), run
+            assert distinct([mask for seen in ranks for kind, mask in seen.masks if kind != "whole"]), run
+
+
+def test_a_tenth_is_dropped() -> None:
+    for run, ranks in seen_on(TENSOR):
+        for kind in {kind for kind, _ in ranks[0].masks}:
+            rows = torch.cat([mask.flatten().float() for seen in ranks for mask in seen.of(kind)])
+            # The masked half of the probabilities is zero already.
+            share = rows.mean().item() * (2 * SEQUENCE / (SEQUENCE + 1) if kind == "heads" else 1)
+            assert share == pytest.approx(0.1, abs=0.01), (run, kind)
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, BOTH], ids=["tp", "pp-tp"])
+def test_recomputation_repeats_the_masks(mesh: tuple[int, int, int, int]) -> None:
+    found = seen_on(mesh)
+    compared = 0
+    for run, ranks in found:
+        if run.case.recompute:
+            plain = replace(run, case=replace(run.case, recompute=0))
+            expected = next(seen for other, seen in found if other == plain)
+            for ours, theirs in zip(ranks, expected, strict=True):
+                assert same(ours.gradients, theirs.gradients), run
+                assert same(ours.parameters, theirs.parameters), run
+                again = {mask.numpy().tobytes() for _, mask in ours.masks}
+                assert again == {mask.numpy().tobytes() for _, mask in theirs.masks}, run
+                assert not theirs.masks or len(ours.masks) > len(theirs.masks), "nothing was computed twice"
+            compared += 1
+    assert compared == 4
+
+
+def test_a_run_repeats_itself_and_other_steps_and_seeds_do_not() -> None:
+    (run, first), *_ = seen_on(TENSOR)
+    (_, again), (later, other_steps), (another, other_seed) = seen_on(TENSOR)[-3:]
+    assert (later.steps, another.seed) == ((3, 4, 5), 1)
+    for one, two in zip(first, again, strict=True):
+        assert same(one.parameters, two.parameters), run
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.masks, two.masks, strict=True))
+    for changed in (other_steps, other_seed):
+        for one, two in zip(first, changed, strict=True):
+            assert len(one.masks) == len(two.masks)
+            assert distinct([mask for _, mask in [*one.masks, *two.masks]])
+            assert not same(one.parameters, two.parameters)
+
+
+def test_a_step_in_the_middle_needs_no_step_before_it() -> None:
+    """A resumed run begins with it."""
+    (_, ranks), *_ = seen_on(TENSOR)
+    (resumed,) = zip(*run_on_ranks(2, train_all, [replace(RUNS[TENSOR][0], steps=(2,))]), strict=True)
+    for whole, part in zip(ranks, resumed, strict=True):
+        last = whole.masks[-len(part.masks) :]
+        assert len(part.masks) * 3 == len(whole.masks)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(part.masks, last, strict=True))
+
+
+def data_parallel() -> tuple[list[Tensor], list[Tensor], bool]:
+    """Return the masks of two copies of the model, of two shards of it, and whether evaluation drops nothing."""
+    masks = []
+    for mesh in ((1, 2, 1, 1), (1, 1, 2, 1)):
+        seen = train(Run(Case("gpt2-tied", mesh, layers=(3,)), steps=(0,)))
+        masks.append([mask for _, mask in seen.masks])
+    case = Case("gpt2-tied", (1, 1, 2, 1), layers=(3,))
+    pipeline = build(case, model=Run(case).model)
+    initialize_pipeline(pipeline)
+    return masks[0], masks[1], _evaluates_without_dropout(pipeline)
+
+
+def _evaluates_without_dropout(pipeline: Pipeline) -> bool:
+    seen: list[Any] = []
+    with watched_dropout(seen):
+        first, second = (evaluate(build_trainer(pipeline), [small_batch(pipeline)]) for _ in range(2))
+    return not seen and first == second and pipeline.stages[0].model.training
+
+
+def test_data_parallel_processes_draw_their_own_masks() -> None:
+    (replica, shard, quiet), (other_replica, other_shard, other_quiet) = run_on_ranks(2, data_parallel)
+    assert distinct([*replica, *other_replica])
+    assert distinct([*shard, *other_shard])
+    assert quiet
+    assert other_quiet
+
+
+def crafted_attention(implementation: str) -> tuple[Tensor, Tensor, bool]:
+    """Attend to one-hot values with equal scores, so that the output shows which probabilities were dropped.
+
+    Returns what the heads of this process give, what is drawn next from the shared stream, and whether a second call
+    gives something else.
+    """
+    run = Run(Case("llama-untied", TENSOR, layers=LAYERS[TENSOR]), implementation)
+    model = build(run.case, model=run.model).stages[0].model
+    attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    module = model.model.layers[0].self_attn
+    torch.manual_seed(5)
+    queries = torch.zeros(2, 2, SEQUENCE, SEQUENCE)
+    values = torch.eye(SEQUENCE).expand(2, 2, -1, -1)
+    outputs = [
+        attend(module, queries, queries, values, None, dropout=0.5, scaling=1.0, is_causal=False)[0] for _ in range(2)
+    ]
+    return outputs[0], torch.rand(4), not torch.equal(*outputs)
+
+
+def crafted_attentions() -> list[tuple[Tensor, Tensor, bool]]:
+    return [crafted_attention(implementation) for implementation in ("eager", "sdpa")]
+
+
+def test_heads_of_different_processes_are_dropped_differently() -> None:
+    for (one, next_one, moves), (other, next_other, _) in zip(*run_on_ranks(2, crafted_attentions), strict=True):
+        dropped = one == 0
+        assert dropped.float().mean().item() == pytest.approx(0.5, abs=0.1)
+        assert not torch.equal(one, other)
+        assert torch.equal(next_one, next_other), "the shared stream goes on equally"
+        assert moves
+
+
+def draw_in_own_stream() -> tuple[list[float], list[float], float]:
+    torch.manual_seed(11)
+    with own_stream(dist.get_rank()):
+        # An uneven amount, which must not move the shared stream.
+        mine = torch.rand(3 + dist.get_rank()).tolist()
+    with own_stream(dist.get_rank()):
+        again = torch.rand(3).tolist()
+    return mine, again, torch.rand(()).item()
+
+
+def test_own_streams_leave_the_shared_one_in_step() -> None:
+    (one, one_again, shared), (other, other_again, other_shared) = run_on_ranks(2, draw_in_own_stream)
+    assert shared == other_shared
+    assert len({*one, *one_again, *other, *other_again}) == 3 + 4 + 3 + 3
+
+
+def test_keys_are_the_same_in_every_release() -> None:
+    """A checkpoint of an earlier release must resume with the masks that it would have gone on with."""
+    assert stream_key(0, 1, 2, 3, 4) == 5872325335648923821
+    assert stream_key("a") != stream_key("b")
+    assert stream_key(1, 23) != stream_key(12, 3)
+    assert all(0 <= stream_key(number) < 2**63 for number in range(100))

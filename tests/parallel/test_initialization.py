@@ -1,0 +1,200 @@
+"""The law of the first weights: one set of values, whatever the mesh."""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from meshtrain.models import initialize
+from meshtrain.models.build import load_hf_config
+from meshtrain.models.fused import FusedParameter
+from meshtrain.models.layout import local_indices, local_ranges, local_tensor
+from tests.parallel.test_parity import MESHES
+from tests.parity import MODELS, Case, build, initialize_pipeline, join_parts
+from tests.ranks import run_on_ranks
+
+NAMES = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")
+PAD = 0
+# Every mesh of the parity matrix, and two stages per process.
+PLANS = (*((mesh, 1) for mesh in MESHES), ((2, 1, 1, 1), 2), ((2, 1, 1, 2), 2))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a tensor that lies on one process."""
+
+    shape: torch.Size
+    ranges: list[slice]
+    values: Tensor
+
+
+@dataclass
+class Weights:
+    """What one process holds after the initialisation, under the names of a checkpoint."""
+
+    fused: tuple[FusedParameter, ...]
+    owned: dict[str, Piece] = field(default_factory=dict)
+    far_copies: dict[str, Piece] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def use_small_tiles() -> None:
+    """Let the tensors of these tiny models have many tiles, none of which ends where a shard ends."""
+    initialize.TILE_ROWS, initialize.TILE_COLUMNS = 10, 14
+
+
+def initial_weights(case: Case, seed: int) -> Weights:
+    use_small_tiles()
+    pipeline = build(case, seed=seed)
+    initialize_pipeline(pipeline, seed)
+    canonical = pipeline.canonical_names()
+    weights = Weights(pipeline.fused)
+    for name, parameter in pipeline.named_parameters():
+        kept = weights.owned if canonical[name] == name else weights.far_copies
+        kept[canonical[name]] = Piece(
+            parameter.shape, local_ranges(parameter), local_tensor(parameter.detach()).clone()
+        )
+    for stage in pipeline.stages:
+        weights.buffers |= {name: buffer.clone() for name, buffer in stage.model.named_buffers()}
+    return weights
+
+
+def initial_weights_of(cases: list[Case], seed: int = 0) -> list[Weights]:
+    return [initial_weights(case, seed) for case in cases]
+
+
+@functools.cache
+def all_weights(world_size: int) -> dict[Case, list[Weights]]:
+    """Initialise every model on every mesh of that many processes."""
+    cases = [
+        Case(name, mesh, "Interleaved1F1B" if stages > 1 else "1F1B", stages)
+        for name in NAMES
+        for mesh, stages in PLANS
+        if Case(name, mesh).world_size == world_size
+    ]
+    answers = run_on_ranks(world_size, initial_weights_of, cases)
+    return {case: [answer[number] for answer in answers] for number, case in enumerate(cases)}
+
+
+def put_together(pieces: Iterable[tuple[str, Piece]]) -> dict[str, Tensor]:
+    """Return the whole tensors; pieces that lie on several processes must be equal."""
+    tensors: dict[str, Tensor] = {}
+    for name, piece in pieces:
+        whole = tensors.setdefault(name, torch.full(piece.shape, torch.nan, dtype=piece.values.dtype))
+        place = whole[tuple(piece.ranges)]
+        assert bool((place.isnan() | (place == piece.values)).all()), f"{name} differs between processes"
+        place.copy_(piece.values)
+    assert not any(bool(tensor.isnan().any()) for tensor in tensors.values()), "a part lies nowhere"
+    return tensors
+
+
+def owned(ranks: list[Weights]) -> dict[str, Tensor]:
+    return put_together(item for weights in ranks for item in weights.owned.items())
+
+
+def fingerprint(ranks: list[Weights]) -> str:
+    """Return the SHA-256 of all tensors under the stock names, in the order of the names."""
+    tensors = join_parts(owned(ranks), ranks[0].fused)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name}{tuple(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def fingerprint_of_one_process(name: str) -> str:
+    return fingerprint(all_weights(1)[Case(name, (1, 1, 1, 1))])
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_one_fingerprint_for_every_mesh(world_size: int) -> None:
+    for case, ranks in all_weights(world_size).items():
+        assert fingerprint(ranks) == fingerprint_of_one_process(case.model), case
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process_holds_what_the_stock_model_has(name: str) -> None:
+    ranks = all_weights(1)[Case(name, (1, 1, 1, 1))]
+    stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[name]), dtype=torch.float64)
+    ours = join_parts(owned(ranks), ranks[0].fused)
+    assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in stock.named_parameters()}
+
+
+def test_far_copies_are_equal_and_padding_rows_are_zero() -> None:
+    for world_size in (1, 2, 4, 8):
+        for case, ranks in all_weights(world_size).items():
+            tensors = owned(ranks)
+            copies = put_together(item for weights in ranks for item in weights.far_copies.items())
+            assert len(copies) == (case.mesh[0] > 1 and case.model != "llama-untied"), case
+            assert all(torch.equal(copied, tensors[name]) for name, copied in copies.items()), case
+            if case.model == "gpt2-tied":
+                assert bool(tensors["transformer.wte.weight"].ne(0).any(-1).all()), "GPT-2 pads no token"
+            else:
+                assert bool((tensors["model.embed_tokens.weight"][PAD] == 0).all()), case
+                assert bool(tensors["model.embed_tokens.weight"][PAD + 1 :].ne(0).any(-1).all())
+            if case.model == "llama-untied":
+                assert bool(tensors["lm_head.weight"][PAD].ne(0).any()), "a head of its own has no padding row"
+
+
+def test_rotary_buffers_are_those_of_the_stock_model_on_every_stage() -> None:
+    for name in ("llama-untied", "qwen3"):
+        stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[name]), dtype=torch.float64)
+        expected = dict(stock.named_buffers())
+        assert any("inv_freq" in buffer for buffer in expected)
+        for world_size in (1, 2, 4, 8):
+            for case, ranks in all_weights(world_size).items():
+                for weights in ranks if case.model == name else ():
+                    assert weights.buffers.keys() == expected.keys(), case
+                    for buffer, value in weights.buffers.items():
+                        assert value.dtype == expected[buffer].dtype
+                        assert torch.equal(value, expected[buffer]), (case, buffer)
+
+
+def test_another_seed_gives_other_weights() -> None:
+    case = Case("llama-untied", (1, 1, 1, 1))
+    (other,) = run_on_ranks(1, initial_weights_of, [case], 1)
+    assert fingerprint(other) != fingerprint_of_one_process("llama-untied")
+    assert not torch.equal(owned(other)["lm_head.weight"], owned(all_weights(1)[case])["lm_head.weight"])
+
+
+def fill_sharded_tensors() -> list[bool]:
+    """Fill tensors of 1 to 3 dimensions under several placements, and compare with the part of the whole one."""
+    use_small_tiles()
+    mesh = init_device_mesh("cpu", (2, 2))
+    same = []
+    for shape in ((23,), (37, 31), (5, 23, 31)):
+        whole = torch.empty(shape)
+        fill(whole)
+        placements = [
+            (first, second)
+            for first in (Replicate(), *(Shard(dim) for dim in range(len(shape))))
+            for second in (Replicate(), *(Shard(dim) for dim in range(len(shape))))
+        ]
+        for pair in placements:
+            sharded = distribute_tensor(torch.full(shape, torch.nan), mesh, pair, src_data_rank=None)
+            fill(sharded)
+            expected = whole
+            for dim, index in enumerate(local_indices(sharded)):
+                expected = expected.index_select(dim, index)
+            same.append(torch.equal(local_tensor(sharded), expected))
+    dist.barrier()
+    return same
+
+
+def fill(tensor: Tensor) -> None:
+    initialize.fill_tiles(tensor, lambda tile, stream: nn.init.normal_(tile, generator=stream), key="a")
+
+
+def test_any_shard_of_any_dimension_is_a_part_of_the_whole() -> None:
+    for same in run_on_ranks(4, fill_sharded_tensors):
+        assert len(same) == 4 + 9 + 16
+        assert all(same)

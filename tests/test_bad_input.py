@@ -1,0 +1,431 @@
+"""Every mistake is told in one clear line each, with exit code 2, no traceback, and nothing lost."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshtrain import cli, console
+from meshtrain.checkpoint.directory import list_checkpoints
+from meshtrain.models.layout import local_tensor
+from tests.ranks import run_on_ranks
+from tests.training.runs import read_checkpoint, steps_of, write_text
+
+RUN = """
+run_directory = "out"
+steps = 6
+global_batch_size = 8
+checkpoint.every = 2
+
+[data]
+train = ["text.jsonl"]
+sequence_length = 16
+tokenizer = { vocab_size = 300 }
+cache_directory = "cache"
+"""
+GPT2 = """
+[model]
+type = "gpt2"
+config = { vocab_size = 300, n_embd = 32, n_layer = 4, n_head = 4, n_positions = 32 }
+"""
+LLAMA = """
+[model]
+type = "llama"
+
+[model.config]
+vocab_size = 300
+hidden_size = 48
+intermediate_size = 50
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 32
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshtrain"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with runs and texts, right and wrong, and a cache that knows the right ones."""
+    directory = tmp_path_factory.mktemp("bad")
+    (directory / "run.toml").write_text(RUN + GPT2)
+    (directory / "llama.toml").write_text(RUN + LLAMA)
+    write_text(directory / "text.jsonl")
+    (directory / "empty.jsonl").write_text("")
+    (directory / "small.jsonl").write_text('{"text": "one two three"}\n')
+    (directory / "broken.jsonl").write_text((directory / "text.jsonl").read_text() + '{"text": \n{"title": "x"}\n')
+    (directory / "folder.jsonl").mkdir()
+    (directory / "latin.txt").write_bytes("é".encode("latin-1"))
+    (directory / "torn.jsonl.gz").write_bytes(b"not gzip")
+    return directory
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in that directory, as the first of two processes, with no run in it."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("RANK", "0")
+    shutil.rmtree("out", ignore_errors=True)
+    return place
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "a mistyped key": (
+        ["run.toml", "plan.mesh.tq=2", "global_batchsize=3"],
+        [
+            "command line: plan.mesh.tq: unknown key; did you mean 'tp'?",
+            "command line: global_batchsize: unknown key; did you mean 'global_batch_size'?",
+        ],
+    ),
+    "a mistyped value of the model": (
+        ["run.toml", "model.config.n_layers=3"],
+        ["model.config.n_layers: gpt2 has no such value; did you mean 'n_layer'?"],
+    ),
+    "a rule that matches nothing": (
+        [
+            "run.toml",
+            'plan.tensor.styles."transformer.h.*.mlpp.c_fc"="colwise"',
+            "plan=families/gpt2",
+            "plan.mesh.tp=2",
+        ],
+        [
+            "tensor.styles: 'transformer.h.*.mlpp.c_fc' matches no module of the model; the nearest is "
+            "'transformer.h.*.mlp.c_fc'"
+        ],
+    ),
+    "a world size that the mesh does not divide": (
+        ["run.toml", "plan.mesh.pp=2", "plan.mesh.tp=2"],
+        [
+            "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, which does not divide the 2 there are; "
+            "start a multiple of 4, or change the degrees"
+        ],
+    ),
+    "a mesh of another size": (
+        ["run.toml", "plan.mesh.pp=2", "plan.mesh.dp_shard=2"],
+        [
+            "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 1 needs 4 processes, there are 2; start as many, or set "
+            "plan.mesh.dp_shard = -1 to use what is there"
+        ],
+    ),
+    "attention heads": (
+        ["run.toml", "plan.mesh.tp=2", "model.config.n_head=1"],
+        ["mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1"],
+    ),
+    "key-value heads": (
+        ["llama.toml", "plan.mesh.tp=2", "model.config.num_key_value_heads=1"],
+        ["mesh.tp = 2 does not divide the model's 1 key-value heads (num_key_value_heads); tp can be 1"],
+    ),
+    "the width of the MLP": (
+        ["llama.toml", "plan.mesh.tp=2", "model.config.intermediate_size=49"],
+        ["mesh.tp = 2 does not divide the width 49 of model.layers.0.mlp.gate_proj (colwise); tp can be 1, 7, 49"],
+    ),
+    "fewer layers than stages": (
+        ["run.toml", "plan.mesh.pp=2", "model.config.n_layer=1"],
+        ["mesh.pp x stages_per_rank makes 2 stages, but the model has only 1 layers; use fewer"],
+    ),
+    "fewer microbatches than stages": (
+        ["run.toml", "plan.mesh.pp=2", "micro_batch_size=8"],
+        [
+            "pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are 1 microbatches and 2 "
+            "stages; raise global_batch_size to 16 or lower micro_batch_size"
+        ],
+    ),
+    "a global batch that cannot be divided": (
+        ["run.toml", "global_batch_size=9"],
+        [
+            "global_batch_size = 9 is not a multiple of dp 2 x micro_batch_size 1 = 2; the nearest are 8 and 10",
+        ],
+    ),
+    "a sequence longer than the model": (
+        ["run.toml", "data.sequence_length=33"],
+        [
+            "data.sequence_length = 33 is longer than the 32 positions of the model; shorten it, or raise "
+            "max_position_embeddings of a new model"
+        ],
+    ),
+    "several contradictions at once": (
+        ["run.toml", "data.sequence_length=33", "plan.mesh.tp=2", "model.config.n_head=1", "micro_batch_size=3"],
+        [
+            "global_batch_size = 8 is not a multiple of dp 1 x micro_batch_size 3 = 3; the nearest are 6 and 9",
+            "data.sequence_length = 33 is longer than the 32 positions of the model; shorten it, or raise "
+            "max_position_embeddings of a new model",
+            "mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1",
+        ],
+    ),
+    "a tokenizer larger than the vocabulary": (
+        ["run.toml", "model.config.vocab_size=280"],
+        [
+            "the tokenizer has 300 tokens, the model's vocabulary has room for 280; set model.config.vocab_size = 300 "
+            "or more for a new model, or use the tokenizer that belongs to it"
+        ],
+    ),
+    "missing data": (
+        ["run.toml", 'data.train=["texd.jsonl"]'],
+        ['data.train: "{here}/texd.jsonl" does not exist; did you mean "text.jsonl"?'],
+    ),
+    "empty data": (
+        ["run.toml", 'data.train=["text.jsonl", "empty.jsonl"]'],
+        ['data.train: "{here}/empty.jsonl" is empty; leave it out, or write documents into it'],
+    ),
+    "a directory": (
+        ["run.toml", 'data.train=["folder.jsonl"]'],
+        [
+            'data.train: "{here}/folder.jsonl" is a directory; name its files, for example '
+            '"{here}/folder.jsonl/*.txt"; {here}/folder.jsonl holds nothing'
+        ],
+    ),
+    "unreadable text": (
+        ["run.toml", 'data.train=["latin.txt"]'],
+        [
+            "{here}/latin.txt: not UTF-8 text (unexpected end of data); mend it, or leave such records out with "
+            'data.on_bad_record = "skip"'
+        ],
+    ),
+    "an unreadable archive": (
+        ["run.toml", 'data.train=["torn.jsonl.gz"]'],
+        ["cannot read {here}/torn.jsonl.gz: Not a gzipped file (b'no'); mend it or leave it out"],
+    ),
+    "a broken line": (
+        ["run.toml", 'data.train=["broken.jsonl"]'],
+        [
+            "{here}/broken.jsonl, line 61: not JSON (column 1: Expecting value); mend it, or leave "
+            'such records out with data.on_bad_record = "skip"'
+        ],
+    ),
+    "a source smaller than a batch": (
+        ["run.toml", 'data.train=["small.jsonl"]', "data.tokenizer.vocab_size=258"],
+        [
+            "data.train: 1 documents with 14 tokens make 0 packed samples of 16 tokens, and one batch needs 8: give it "
+            "more text or lower data.sequence_length to 1 or less"
+        ],
+    ),
+    "a learning-rate schedule's argument": (
+        ["run.toml", "learning_rate.arguments={ cycles = 1 }"],
+        [
+            "learning_rate: the schedule 'cosine' refuses its arguments: get_cosine_schedule_with_warmup() got an "
+            "unexpected keyword argument 'cycles'"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_before_any_process_group(
+    here: Path, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, problems = MISTAKES[mistake]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    console.configure()
+    assert cli._exit_code(["train", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"error: {problem.replace('{here}', str(here))}" for problem in problems]
+    assert not (here / "out").exists()
+
+
+def run_command(directory: Path, arguments: list[str], size_limit: int | None = None) -> tuple[int, str, str]:
+    """Run a command line on this rank, and return its exit code and what it showed."""
+    os.chdir(directory)
+    cli.SECONDS_FOR_RANK_0 = 0.0
+    console.configure(rank=int(os.environ["RANK"]))
+    if size_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_limit, size_limit))
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as error:
+        code = cli._exit_code(arguments)
+    return code, out.getvalue(), error.getvalue()
+
+
+def on_ranks(number: int, *arguments: str, size_limit: int | None = None) -> list[tuple[int, str, str]]:
+    """Run a command line on so many ranks of the current directory."""
+    return run_on_ranks(number, run_command, Path.cwd(), list(arguments), size_limit, joins=False)
+
+
+def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
+    skipping = ["train", "run.toml", 'data.train=["broken.jsonl"]', "data.on_bad_record=skip", "steps=1"]
+    ((code, out, error),) = on_ranks(1, *skipping)
+    assert (code, error) == (0, "")
+    assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 broken records skipped; tokenised into" in out
+
+
+def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
+    answers = on_ranks(2, "train", "run.toml", "run_directory=text.jsonl/out")
+    problem = (
+        f"cannot write into {here}/text.jsonl/out: Not a directory; make room, or set run_directory to another place"
+    )
+    assert [code for code, _, _ in answers] == [2, 2]
+    assert [error for _, _, error in answers] == [f"error: {problem}\n", f"error: rank 1: {problem}\n"]
+
+
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path) -> None:
+    assert on_ranks(1, "train", "run.toml", "steps=2")[0][0] == 0
+    saved = read_checkpoint(here / "out")
+    answers = on_ranks(2, "train", "run.toml", "plan.mesh.pp=2", size_limit=100_000)
+    assert [code for code, _, _ in answers] == [2, 2]
+    assert answers[0][2] == (
+        f"error: ranks 0, 1 cannot write {here}/out/checkpoints/step-4.tmp: File too large; step 4 is not saved and "
+        "earlier checkpoints are untouched; make room, then resume\n"
+    )
+    assert [path.name for path in (here / "out" / "checkpoints").iterdir()] == ["step-2"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in read_checkpoint(here / "out").items())
+    # Room was made.
+    code, out, error = on_ranks(1, "train", "run.toml")[0]
+    assert (code, error) == (0, "")
+    assert "Resumed from out/checkpoints/step-2: step 2 done" in out
+    assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_that_cannot_be_written_stop_all_ranks(here: Path) -> None:
+    answers = on_ranks(2, "train", "run.toml", "steps=40", "checkpoint.every=100", size_limit=5_000)
+    assert [code for code, _, _ in answers] == [2, 2]
+    assert answers[0][2] == (
+        "error: cannot write metrics into out: File too large; training stopped; make room, then resume: it goes on "
+        "from its newest checkpoint\n"
+    )
+    # Room was made; the line that was cut off is gone.
+    assert on_ranks(1, "train", "run.toml", "steps=3")[0][0] == 0
+    assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2, 3]
+
+
+def poison_a_parameter(directory: Path, arguments: list[str]) -> tuple[tuple[int, str, str], list[int], bool]:
+    """Break a parameter of the second stage before the third step.
+
+    Returns:
+        What the command line did, the samples of the last step, and whether that step left the parameters alone.
+    """
+    from meshtrain.training import loop
+
+    step_of_product, rank = loop.train_step, os.environ["RANK"]
+    samples: list[int] = []
+    untouched = []
+
+    def spy(trainer: Any, step: int, batch: Any, sample_ids: Any) -> Any:
+        parameters = [local_tensor(parameter.detach()) for _, parameter in trainer.pipeline.named_parameters()]
+        if step == 2 and rank == "1":
+            parameters[0].view(-1)[0] = torch.nan
+        before = [parameter.clone() for parameter in parameters]
+        samples[:] = sample_ids.tolist()
+        try:
+            return step_of_product(trainer, step, batch, sample_ids)
+        finally:
+            pairs = zip(before, parameters, strict=True)
+            untouched.append(all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in pairs))
+
+    loop.train_step = spy
+    return run_command(directory, arguments), samples, untouched[-1]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path) -> None:
+    command = ["train", "run.toml", "plan.mesh.pp=2"]
+    answers = run_on_ranks(2, poison_a_parameter, here, command, joins=False)
+    (first, samples, _), _ = answers
+    assert [answer[0] for answer, _, _ in answers] == [2, 2]
+    assert all(untouched for _, _, untouched in answers)
+    assert first[2] == (
+        "error: step 3: the loss is nan, the gradient norm nan; stopped before the optimizer step, so the parameters "
+        f"and the last checkpoint are as they were. Samples of this step: {', '.join(map(str, samples))}. Look at "
+        "them, lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n"
+    )
+    assert [path.name for path in list_checkpoints(here / "out" / "checkpoints")] == ["step-2"]
+    assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2]
+
+
+def break_the_evaluation(directory: Path, arguments: list[str]) -> tuple[int, str, str]:
+    """Let the evaluation find what no step found."""
+    from meshtrain.training import loop
+
+    loop.evaluate = lambda trainer, batches: float("inf")
+    return run_command(directory, arguments)
+
+
+def test_an_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path) -> None:
+    command = ["train", "run.toml", "data.validation=0.2", "evaluation.every=2"]
+    ((code, _, error),) = run_on_ranks(1, break_the_evaluation, here, command, joins=False)
+    assert (code, error) == (
+        2,
+        "error: step 2: the evaluation loss is inf, so the parameters are broken; stopped before a checkpoint of them "
+        "was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n",
+    )
+    assert list_checkpoints(here / "out" / "checkpoints") == []
+
+
+def shell(place: Path, *command: str) -> subprocess.Popen:
+    """Start a command as a person in a shell does."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
+    return subprocess.Popen(
+        command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+MESHTRAIN = [sys.executable, "-m", "meshtrain"]
+
+
+@pytest.fixture(scope="module")
+def shown(place: Path) -> dict[str, tuple[int, list[str], str]]:
+    """Run real commands, all at once: name -> exit code, lines that begin with `error:`, all of standard error."""
+    run_on_ranks(1, run_command, place, ["train", "run.toml", "run_directory=half", "steps=2"], joins=False)
+    new = ["train", "run.toml", "run_directory=new"]
+    half = ["train", "run.toml", "run_directory=half"]
+    absurd = ["train", "run.toml", "run_directory=absurd", "optimizer.learning_rate=1e30", "checkpoint.every=1"]
+    processes = {
+        "key": shell(place, *MESHTRAIN, *new, "plan.mesh.tq=2"),
+        "check": shell(place, *MESHTRAIN, "check", "run.toml", "--world-size", "3", "plan.mesh.tp=2"),
+        "another run": shell(place, *MESHTRAIN, *half, "seed=5"),
+        "line": shell(place, *MESHTRAIN, *new, 'data.train=["broken.jsonl"]'),
+        "torchrun": shell(place, *TORCHRUN, *new, "plan.mesh.pp=2", "plan.mesh.tp=2"),
+        "disk": shell(place, "bash", "-c", 'ulimit -f 100 && exec "$@"', "bash", *TORCHRUN, *half, "plan.mesh.pp=2"),
+        "not finite": shell(place, *TORCHRUN, *absurd, 'learning_rate.name="constant"', "plan.mesh.pp=2"),
+    }
+    results = {}
+    for name, process in processes.items():
+        _, error = process.communicate(timeout=120)
+        lines = [line for line in error.splitlines() if line.startswith("error:")]
+        results[name] = (process.returncode, lines, error)
+    return results
+
+
+def test_one_process_prints_one_line_and_ends_with_2(place: Path, shown: dict[str, tuple[int, list[str], str]]) -> None:
+    assert {name: shown[name][0] for name in ("key", "check", "another run", "line")} == {
+        "key": 2,
+        "check": 2,
+        "another run": 2,
+        "line": 2,
+    }
+    for name in ("key", "check", "line"):
+        assert [line + "\n" for line in shown[name][1]] == [shown[name][2]]
+    assert shown["key"][1] == ["error: command line: plan.mesh.tq: unknown key; did you mean 'tp'?"]
+    assert "which does not divide the 3 there are" in shown["check"][1][0]
+    assert "broken.jsonl, line 61: not JSON" in shown["line"][1][0]
+    assert shown["another run"][1] == [
+        "error: half/run.toml: seed is 0 there and 5 here",
+        "error: half holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on "
+        "in another way, change half/run.toml too",
+    ]
+
+
+@pytest.mark.parametrize("name", ["torchrun", "disk", "not finite"])
+def test_of_several_processes_one_speaks(name: str, shown: dict[str, tuple[int, list[str], str]]) -> None:
+    code, lines, error = shown[name]
+    assert code == 1, "of torchrun itself"
+    assert "exitcode  : 2" in error
+    assert len(lines) == 1
+    # torchrun has a traceback of its own.
+    assert "/meshtrain/" not in error
+
+
+def test_what_the_processes_say_and_leave(place: Path, shown: dict[str, tuple[int, list[str], str]]) -> None:
+    assert shown["torchrun"][1] == [f"error: {MISTAKES['a world size that the mesh does not divide'][1][0]}"]
+    draft = place / "half" / "checkpoints" / "step-4.tmp"
+    assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {draft}: File too large;")
+    assert [path.name for path in list_checkpoints(place / "half" / "checkpoints")] == ["step-2"]
+    assert shown["not finite"][1][0].startswith("error: step 2: the loss is nan, the gradient norm nan; stopped before")
+    assert [path.name for path in list_checkpoints(place / "absurd" / "checkpoints")] == ["step-1"]
+    assert json.loads((place / "absurd" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1

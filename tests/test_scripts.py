@@ -1,0 +1,119 @@
+"""The scripts as a person starts them: from anywhere, in a copy of the repository whose .venv is the one at work."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.runs import write_text
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("launch", "meshtrain", "parallel_plans", "pyproject.toml", "constraints.txt", "README.md")
+SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+EXPECTED = (
+    "== torchrun --standalone --nproc-per-node 4 -m meshtrain train launch/runs/quickstart.toml run_directory=runs/",
+    "Data: train ",
+    "mesh        pp 2 x dp_replicate 1 x dp_shard 1 x tp 2",
+    "    0     0-1   embedding, layers 0-",
+    "global batch 4 sequences = 1 per microbatch x 4 microbatches x 1 data-parallel; x ",
+    "step 1/4  loss ",
+    "step 2/4  eval loss ",
+    "Saved runs/quickstart/checkpoints/step-2",
+    "Validation loss ",
+    "== meshtrain export runs/quickstart runs/quickstart/huggingface",
+    "== meshtrain generate runs/quickstart/huggingface --prompt ",
+    "def read_file(path):",
+    "What to try next",
+)
+SMALL = (
+    "steps=4",
+    "global_batch_size=4",
+    "micro_batch_size=1",
+    "model.config.n_embd=16",
+    "model.config.n_head=2",
+    "evaluation.every=2",
+    "evaluation.max_batches=1",
+    "checkpoint.every=2",
+)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy in which everything is installed already: in the environment of these tests."""
+    copy = tmp_path_factory.mktemp("clone") / "with space"
+    for name in NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    (copy / ".venv").mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if not entry.name.startswith("installed-"):
+            (copy / ".venv" / entry.name).symlink_to(entry)
+    installed = b"".join((copy / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    (copy / ".venv" / "installed-base").write_text(f"{hashlib.sha256(installed).hexdigest()}  -\n")
+    return copy
+
+
+def quickstart(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from another directory, without the variables of these tests."""
+    environment = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "PATH", "TMPDIR")}
+    command = [str(repository / "launch" / "quickstart.sh"), *arguments]
+    return subprocess.run(command, cwd=repository.parent, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_every_script_is_one(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert os.access(script, os.X_OK) == script.read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_the_quickstart_trains_exports_and_generates(repository: Path) -> None:
+    text = write_text(repository / "text.jsonl", documents=400)
+    data = (f'data.train=["{text}"]', "data.validation=0.2", f'data.cache_directory="{repository}/cache"')
+    shown = quickstart(repository, *SMALL, *data)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = [line.rstrip() for line in shown.stdout.splitlines()]
+    places = [next(number for number, line in enumerate(lines) if line.startswith(start)) for start in EXPECTED]
+    assert places == sorted(places), shown.stdout
+    assert [line.partition("  ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/4",
+        "step 2/4",
+        "step 2/4",
+        "step 3/4",
+        "step 4/4",
+        "step 4/4",
+    ]
+    exported = repository / "runs" / "quickstart" / "huggingface"
+    model, loaded = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert (type(model).__name__, model.config.n_embd) == ("GPT2LMHeadModel", 16)
+    assert not any(loaded[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (
+        AutoTokenizer.from_pretrained(exported).decode(AutoTokenizer.from_pretrained(exported)("rows").input_ids)
+        == "rows"
+    )
+
+
+def test_a_mistake_is_one_line_and_removes_nothing(repository: Path) -> None:
+    finished = repository / "runs" / "quickstart" / "huggingface"
+    finished.mkdir(parents=True, exist_ok=True)
+    shown = quickstart(repository, "steps=abc")
+    problem = "error: command line: steps: expected a whole number from 1, found the string 'abc'\n"
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", problem)
+    assert finished.is_dir()
+
+
+def test_another_unfinished_run_in_its_place_is_a_mistake(repository: Path) -> None:
+    out = repository / "other"
+    out.mkdir()
+    (out / "run.toml").write_text("seed = 3\n")
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    shown = quickstart(repository, f"run_directory={out}")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert "error: other/run.toml: seed is 3 there and 0 here" in shown.stderr.splitlines()

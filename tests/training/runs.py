@@ -1,0 +1,147 @@
+"""Small real runs: configurations, text, and what a run leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import find_checkpoint
+from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
+from meshtrain.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LearningRateConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TokenizerConfig,
+)
+from meshtrain.runtime.environment import rank_from_environment
+from tests.parity import lift_float32_casts
+
+WORDS = ("model", "reads", "text", "learns", "which", "token", "comes", "after", "others", "rows", "words")
+VOCABULARY, SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 300, 16, 8, 2
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+QWEN3 = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+MODELS = {
+    "gpt2": ModelConfig(type="gpt2", config={"vocab_size": VOCABULARY, **GPT2, **DRY}),
+    "gpt2-dropout": ModelConfig(type="gpt2", config={"vocab_size": VOCABULARY, **GPT2}),
+    "qwen3": ModelConfig(type="qwen3", config={"vocab_size": VOCABULARY, **QWEN3}),
+}
+Mesh = tuple[int, int, int, int]
+"""pp, dp_replicate, dp_shard, tp"""
+
+
+def write_text(path: Path, *, documents: int = 60, seed: int = 0) -> Path:
+    """Write a .jsonl file of short documents over a few words."""
+    draw = np.random.default_rng(seed)
+    texts = [" ".join(draw.choice(WORDS, draw.integers(5, 40))) for _ in range(documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def build_plan(mesh: Mesh, *, schedule: str = "1F1B", sequence_parallel: bool = False) -> ParallelPlan:
+    """Return a plan in float64."""
+    pp, dp_replicate, dp_shard, tp = mesh
+    return ParallelPlan(
+        mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
+        pipeline=PipelinePlan(schedule=schedule, stages_per_rank=2 if schedule == "Interleaved1F1B" else 1),
+        tensor=TensorPlan(sequence_parallel=sequence_parallel),
+        precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
+    )
+
+
+def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -> RunConfig:
+    """Return a run of 6 steps whose text and cache lie beside the run directory."""
+    text = directory.parent / "text.jsonl"
+    if not text.exists():
+        write_text(text)
+    form = changes.pop("form", "packed")
+    run = RunConfig(
+        run_directory=str(directory),
+        steps=6,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=MICRO_BATCH,
+        model=MODELS[model],
+        data=DataConfig(
+            train=[str(text)],
+            form=form,
+            sequence_length=SEQUENCE,
+            tokenizer=TokenizerConfig(vocab_size=VOCABULARY),
+            cache_directory=str(directory.parent / "cache"),
+        ),
+        # As in the parity matrix: a small epsilon turns the rounding of a zero gradient into a step.
+        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-4),
+        learning_rate=LearningRateConfig(name="constant"),
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(every=3),
+        plan=plan,
+    )
+    return run.model_copy(update=changes)
+
+
+def train_here(config: RunConfig) -> list[dict[str, Any]]:
+    """Train on this rank as the command line does, and return what each step was given."""
+    from meshtrain.training import loop
+    from meshtrain.training.run import train
+
+    console.configure(rank=rank_from_environment())
+    lift_float32_casts()
+    seen: list[dict[str, Any]] = []
+    step_of_product = loop.train_step
+
+    def spy(trainer: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
+        mesh = trainer.pipeline.mesh
+        place = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+        seen.append({"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": batch["input_ids"].tolist()})
+        return step_of_product(trainer, step, batch, sample_ids)
+
+    loop.train_step = spy
+    train(config)
+    return seen
+
+
+def samples_seen(ranks: list[list[dict[str, Any]]]) -> dict[int, tuple[list[int], list[list[int]]]]:
+    """Return step -> sample ids and rows of tokens of the whole global batch, put together from all ranks."""
+    result = {}
+    for steps in zip(*ranks, strict=True):
+        rows = {seen["place"]: seen["tokens"] for seen in steps}
+        assert all(seen["ids"] == steps[0]["ids"] and rows[seen["place"]] == seen["tokens"] for seen in steps)
+        result[steps[0]["step"]] = (steps[0]["ids"], [row for place in sorted(rows) for row in rows[place]])
+    return result
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """Return the objects of metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(directory: Path) -> list[dict[str, float]]:
+    """Return the objects of the steps."""
+    return [metrics for metrics in read_metrics(directory) if "loss" in metrics]
+
+
+def read_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """Return everything that the newest checkpoint of a run holds: weights and AdamW's moments."""
+    checkpoint = find_checkpoint(directory)
+    metadata = read_metadata(checkpoint)
+    entries = tensor_entries(metadata)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    read_tensors(checkpoint, metadata, tensors)
+    return tensors

@@ -1,0 +1,191 @@
+"""AdamW on the shards of a mesh, and the learning rate over a run."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
+
+from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
+from meshtrain.errors import ConfigError
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from tests.parity import Case, build, initialize_pipeline
+from tests.ranks import run_on_ranks
+
+RATE, DECAY = 1e-2, 0.5
+CONFIG = OptimizerConfig(learning_rate=RATE, weight_decay=DECAY, epsilon=1e-4)
+# Vectors, embeddings, fused projections; plain, sharded over tp, over dp_shard, and over both.
+CASES = {
+    1: [Case("gpt2-tied", (1, 1, 1, 1)), Case("qwen3", (1, 1, 1, 1))],
+    4: [Case("gpt2-tied", (1, 1, 2, 2)), Case("qwen3", (2, 1, 1, 2)), Case("gpt2-odd", (1, 1, 4, 1))],
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4, "min_lr_ratio": 0.1},
+    "polynomial": {"power": 2.0, "lr_end": 1e-5},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "cosine": {"num_cycles": 0.4},
+    "inverse_sqrt": {"timescale": 5},
+}
+
+
+def set_gradients(pipeline: Pipeline, value: float) -> None:
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def decayed(case: Case) -> dict[str, tuple[int, float, float]]:
+    """Return the dimensions of every parameter, and how far a step without a gradient changed it."""
+    pipeline = build(case)
+    initialize_pipeline(pipeline)
+    with torch.no_grad():
+        for _, parameter in pipeline.named_parameters():
+            local_tensor(parameter).add_(0.5)
+    before = {name: local_tensor(p.detach()).clone() for name, p in pipeline.named_parameters()}
+    optimizer = ShardedAdamW(pipeline, CONFIG)
+    set_gradients(pipeline, 0.0)
+    optimizer.step(RATE)
+    result = {}
+    for name, parameter in pipeline.named_parameters():
+        ratio = local_tensor(parameter.detach()) / before[name]
+        result[name] = (parameter.dim(), ratio.min().item(), ratio.max().item())
+    return result
+
+
+def decayed_in_all(cases: list[Case]) -> list[dict[str, tuple[int, float, float]]]:
+    return [decayed(case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_weight_decay_leaves_out_norms_and_biases(world_size: int) -> None:
+    for answers in run_on_ranks(world_size, decayed_in_all, CASES[world_size]):
+        for found in answers:
+            assert {dims for dims, _, _ in found.values()} == {1, 2}
+            for name, (_, smallest, largest) in found.items():
+                is_matrix = name.endswith("weight") and not any(part in name for part in ("norm", "ln_"))
+                expected = 1 - RATE * DECAY if is_matrix else 1.0
+                assert smallest == pytest.approx(expected, rel=1e-12), name
+                assert largest == pytest.approx(expected, rel=1e-12), name
+
+
+def moments_over_two_steps(case: Case) -> dict[str, Any]:
+    """Step twice, then load what the first step left into another optimizer and take its second step."""
+    pipeline = build(case)
+    initialize_pipeline(pipeline)
+    optimizer = ShardedAdamW(pipeline, CONFIG)
+    names = [name for name, _ in pipeline.named_parameters()]
+    fresh = all(not local_tensor(moment).any() for name in names for moment in optimizer.moments(name).values())
+    laid_out = all(
+        (moment.shape, getattr(moment, "placements", ())) == (parameter.shape, getattr(parameter, "placements", ()))
+        for name, parameter in pipeline.named_parameters()
+        for moment in optimizer.moments(name).values()
+    )
+    set_gradients(pipeline, 0.3)
+    optimizer.step(RATE)
+    after_one = _snapshot(pipeline)
+    first = optimizer.moments(names[0])
+    values = [local_tensor(first[kind]).unique().tolist() for kind in ("exp_avg", "exp_avg_sq")]
+    saved = {name: {kind: m.detach().clone() for kind, m in optimizer.moments(name).items()} for name in names}
+    set_gradients(pipeline, -0.7)
+    optimizer.step(RATE)
+    after_two = _snapshot(pipeline)
+
+    _restore(pipeline, after_one)
+    other = ShardedAdamW(pipeline, CONFIG)
+    for name in names:
+        for kind, moment in other.moments(name).items():
+            local_tensor(moment).copy_(local_tensor(saved[name][kind]))
+    other.set_steps_done(1)
+    set_gradients(pipeline, -0.7)
+    other.step(RATE)
+    resumed = _snapshot(pipeline)
+    other.zero_grad()
+    return {
+        "fresh": fresh,
+        "laid_out": laid_out,
+        "values": values,
+        "sharded": any(isinstance(p, DTensor) for _, p in pipeline.named_parameters()),
+        "resumed": all(torch.equal(after_two[name], resumed[name]) for name in names),
+        "moved": all(not torch.equal(after_one[name], after_two[name]) for name in names),
+        "forgotten": all(p.grad is None for _, p in pipeline.named_parameters()),
+    }
+
+
+def _snapshot(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {name: local_tensor(p.detach()).clone() for name, p in pipeline.named_parameters()}
+
+
+def _restore(pipeline: Pipeline, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            local_tensor(parameter).copy_(values[name])
+
+
+def test_moments_lie_as_the_parameters_and_carry_the_optimizer_over_a_restart() -> None:
+    (one,) = run_on_ranks(1, moments_over_two_steps, CASES[1][0])
+    answers = [one, *run_on_ranks(4, moments_over_two_steps, CASES[4][0])]
+    assert [answer["sharded"] for answer in answers] == [False, True, True, True, True]
+    for answer in answers:
+        assert all(answer[fact] for fact in ("fresh", "laid_out", "resumed", "moved", "forgotten")), answer
+        (mean,), (square,) = answer["values"]
+        assert mean == pytest.approx((1 - CONFIG.beta1) * 0.3)
+        assert square == pytest.approx((1 - CONFIG.beta2) * 0.09)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> None:
+    steps, arguments = 12, ARGUMENTS.get(name, {})
+    warmup = 0 if name == "constant" else warmup
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=RATE)
+    scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=arguments)
+    config = LearningRateConfig(name=name, warmup_steps=warmup, arguments=arguments)
+    learning_rate = build_learning_rate(config, RATE, steps)
+    expected = []
+    for _ in range(steps):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert [learning_rate(step) for step in range(steps)] == expected
+    # A resumed run asks for a step in the middle, with nothing before it.
+    assert build_learning_rate(config, RATE, steps)(7) == expected[7]
+
+
+def problems(name: str, warmup: int = 0, **arguments: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        build_learning_rate(LearningRateConfig(name=name, warmup_steps=warmup, arguments=arguments), RATE, 10)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "arguments", "reason"),
+    [
+        ("linear", 0, {"num_cycles": 1}, "got an unexpected keyword argument 'num_cycles'"),
+        ("cosine", 0, {"num_cycle": 1}, "got an unexpected keyword argument 'num_cycle'"),
+        ("cosine", 0, {"num_cycles": "a"}, "could not convert string to float: 'a'"),
+        ("cosine", 5, {"num_cycles": "a"}, "could not convert string to float: 'a'"),
+        ("cosine", 0, {"last_epoch": 3}, "param 'initial_lr' is not specified"),
+        ("cosine_with_min_lr", 0, {}, "One of min_lr or min_lr_rate should be set"),
+        ("warmup_stable_decay", 0, {}, "missing 1 required positional argument: 'num_decay_steps'"),
+        ("polynomial", 0, {"lr_end": 1.0}, "lr_end (1.0) must be smaller than initial lr (0.01)"),
+        ("polynomial", 9, {"power": "two"}, "unsupported operand type(s) for **"),
+    ],
+)
+def test_arguments_that_a_schedule_refuses(name: str, warmup: int, arguments: dict[str, Any], reason: str) -> None:
+    (problem,) = problems(name, warmup, **arguments)
+    assert problem.startswith(f"learning_rate: the schedule {name!r} refuses its arguments: ")
+    assert reason in problem
+
+
+def test_what_a_schedule_would_leave_out_without_a_word() -> None:
+    assert problems("constant", 5, num_cycles=1) == (
+        "learning_rate.warmup_steps: the schedule 'constant' takes none; leave it out",
+        "learning_rate.arguments: the schedule 'constant' takes none; leave it out",
+    )
+    assert problems("constant_with_warmup", 5, num_cycles=1) == (
+        "learning_rate.arguments: the schedule 'constant_with_warmup' takes none; leave it out",
+    )

@@ -1,0 +1,310 @@
+"""Stop and go on: on the same mesh as if nothing had happened, on any other as exactly as sums in float64 allow."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
+from meshtrain.config.toml import dump_toml
+from meshtrain.errors import UserError
+from meshtrain.training.run import train
+from tests.ranks import run_on_ranks
+from tests.training.runs import (
+    Mesh,
+    build_plan,
+    build_run,
+    read_checkpoint,
+    read_metrics,
+    samples_seen,
+    steps_of,
+    train_here,
+    write_text,
+)
+
+COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens")
+Seen = dict[int, tuple[list[int], list[list[int]]]]
+
+
+def go(config: RunConfig) -> Seen:
+    """Train on as many ranks as the plan says, and return what each step was given."""
+    mesh = config.plan.mesh
+    return samples_seen(
+        run_on_ranks(mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp, train_here, config, joins=False)
+    )
+
+
+def stopped_after(config: RunConfig, step: int, name: str) -> RunConfig:
+    """Copy a finished run as it was when it had been killed before its next checkpoint after `step`."""
+    whole, cut = Path(config.run_directory), Path(config.run_directory).with_name(name)
+    shutil.copytree(whole, cut)
+    for checkpoint in (cut / CHECKPOINTS_NAME).iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    return config.model_copy(update={"run_directory": str(cut)})
+
+
+def values(config: RunConfig) -> list[dict[str, float]]:
+    """Return what the steps wrote down that is no time and no memory."""
+    return [{name: metrics[name] for name in COMPARED} for metrics in steps_of(Path(config.run_directory))]
+
+
+def assert_same_bits(whole: RunConfig, resumed: RunConfig) -> None:
+    """Compare weights, moments and metrics."""
+    assert values(resumed) == values(whole)
+    expected, found = (read_checkpoint(Path(config.run_directory)) for config in (whole, resumed))
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in found)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def in_float32(mesh: Mesh) -> ParallelPlan:
+    """Return a plan in the number format that runs have unless they say otherwise."""
+    return build_plan(mesh).model_copy(update={"precision": PrecisionPlan()})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("gpt2-dropout", build_plan((2, 1, 1, 2))),
+        ("gpt2-dropout", in_float32((1, 1, 2, 1))),
+        ("qwen3", build_plan((1, 1, 2, 2), sequence_parallel=True)),
+        ("qwen3", build_plan((2, 1, 1, 1), schedule="Interleaved1F1B")),
+    ],
+    ids=["gpt2-pp-tp", "gpt2-float32-fsdp", "qwen3-fsdp-tp", "qwen3-interleaved"],
+)
+def test_the_same_mesh_gives_the_same_bits(tmp_path: Path, model: str, plan: ParallelPlan) -> None:
+    whole = build_run(tmp_path / "whole", model, plan)
+    seen = go(whole)
+    resumed = stopped_after(whole, 3, "resumed")
+    assert go(resumed) == {step: seen[step] for step in (3, 4, 5)}
+    assert_same_bits(whole, resumed)
+
+
+CHAIN = (
+    build_plan((1, 1, 2, 1)),
+    build_plan((4, 1, 1, 1)),
+    build_plan((2, 1, 2, 1)),
+    build_plan((1, 1, 1, 4)),
+    build_plan((1, 2, 1, 2)),
+    build_plan((2, 1, 1, 1), schedule="Interleaved1F1B"),
+    build_plan((2, 1, 1, 2), sequence_parallel=True),
+    build_plan((1, 1, 1, 1)),
+    build_plan((2, 1, 1, 2)),
+)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_every_other_mesh_goes_on_with_the_same_losses(tmp_path: Path, model: str) -> None:
+    """From mesh to mesh, one step on each, and back to the first."""
+    steps = 1 + len(CHAIN)
+    whole = build_run(tmp_path / "whole", model, CHAIN[-1], steps=steps)
+    expected = go(whole)
+    travelling = build_run(tmp_path / "travelling", model, CHAIN[-1], steps=1)
+    seen = go(travelling)
+    for step, plan in enumerate(CHAIN, start=2):
+        seen |= go(travelling.model_copy(update={"plan": plan, "steps": step}))
+    assert seen == expected
+    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "travelling"), strict=True))
+    assert [found["step"] for _, found in pairs] == list(range(1, steps + 1))
+    for name in ("loss", "grad_norm"):
+        errors = [abs(found[name] - wanted[name]) / wanted[name] for wanted, found in pairs]
+        print(model, name, [f"{error:.0e}" for error in errors])
+        assert max(errors) <= 1e-12
+    weights, wanted = read_checkpoint(tmp_path / "travelling"), read_checkpoint(tmp_path / "whole")
+    assert weights.keys() == wanted.keys()
+    assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-12
+
+
+def test_epochs_filled_up_batches_and_padded_samples_go_on(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl", documents=20)
+    changes: dict[str, Any] = {
+        "form": "padded",
+        "steps": None,
+        "epochs": 2,
+        "checkpoint": CheckpointConfig(every=1, keep=9),
+    }
+    whole = build_run(tmp_path / "whole", "gpt2", build_plan((1, 1, 2, 1)), **changes)
+    whole = whole.model_copy(update={"data": whole.data.model_copy(update={"drop_last": False})})
+    expected = go(whole)
+    first, second = ([ids for step in epoch for ids in expected[step][0]] for epoch in ((0, 1, 2), (3, 4, 5)))
+    assert sorted(first) == sorted(second) == [-1] * 4 + list(range(20))
+    assert first != second
+    assert [metrics["epoch"] for metrics in values(whole)] == [1, 1, 1, 2, 2, 2]
+
+    at_the_border = stopped_after(whole, 3, "border")
+    assert go(at_the_border) == {step: expected[step] for step in (3, 4, 5)}
+    assert_same_bits(whole, at_the_border)
+
+    elsewhere = stopped_after(whole, 2, "elsewhere").model_copy(update={"plan": build_plan((2, 1, 1, 1))})
+    assert go(elsewhere) == {step: expected[step] for step in (2, 3, 4, 5)}
+    losses = [[metrics["loss"] for metrics in values(config)] for config in (whole, elsewhere)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    # The average of an epoch counts its steps before the stop.
+    epochs = [[m for m in read_metrics(Path(c.run_directory)) if "epoch_loss" in m] for c in (whole, elsewhere)]
+    assert [metrics["epoch_steps"] for metrics in epochs[1]] == [3, 3]
+    assert [m["epoch_loss"] for m in epochs[1]] == pytest.approx([m["epoch_loss"] for m in epochs[0]], rel=1e-12)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """Return a run that has done its only step; one stands beside its directory."""
+    monkeypatch.chdir(tmp_path)
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
+    go(config)
+    return config
+
+
+def refusal(config: RunConfig) -> list[str]:
+    """Train in this process, where no process group is joined before the refusal, and return what is said."""
+    with pytest.raises(UserError) as caught:
+        train(config)
+    return list(caught.value.problems)
+
+
+def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
+    optimizer = stopped.optimizer.model_copy(update={"learning_rate": 0.5})
+    model = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_embd": 64, "n_inner": 8}})
+    other = stopped.model_copy(update={"seed": 7, "optimizer": optimizer, "model": model, "steps": 9})
+    assert refusal(other) == [
+        "out/run.toml: model.config.n_embd is 32 there and 64 here",
+        "out/run.toml: model.config.n_inner is not set there and 8 here",
+        "out/run.toml: optimizer.learning_rate is 0.01 there and 0.5 here",
+        "out/run.toml: seed is 0 there and 7 here",
+        "out holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on in "
+        "another way, change out/run.toml too",
+    ]
+
+
+def test_a_directory_with_nothing_to_lose_is_no_other_run(stopped: RunConfig) -> None:
+    out = Path(stopped.run_directory)
+    shutil.rmtree(out / CHECKPOINTS_NAME)
+    other = stopped.model_copy(update={"seed": 7})
+    assert len(refusal(other)) == 2
+    (out / "metrics.jsonl").write_text("")
+    go(other)
+    assert "seed = 7" in (out / "run.toml").read_text()
+
+
+def test_the_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
+    (Path(stopped.run_directory) / "run.toml").unlink()
+    checkpoint = "out/checkpoints/step-1"
+    last = "out holds another run: choose another run_directory, or give this one back what it was started with"
+
+    wider = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_inner": 64}})
+    said = refusal(stopped.model_copy(update={"model": wider}))
+    assert said == [
+        f"{checkpoint}: model.config.n_inner is None there and 64 here",
+        f"{checkpoint}: 12 of its tensors differ: transformer.h.0.mlp.c_fc.bias is (128,) there and (64,) here, "
+        "transformer.h.0.mlp.c_fc.weight is (32, 128) there and (32, 64) here, transformer.h.0.mlp.c_proj.weight is "
+        "(128, 32) there and (64, 32) here and 9 more",
+        last,
+    ]
+    # The shapes alone would not tell.
+    heads = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_head": 2}})
+    assert refusal(stopped.model_copy(update={"model": heads})) == [
+        f"{checkpoint}: model.config.n_head is 4 there and 2 here",
+        last,
+    ]
+    qwen3 = refusal(build_run(Path(stopped.run_directory), "qwen3", stopped.plan))
+    assert qwen3[0] == f"{checkpoint}: the model is a gpt2 there and a qwen3 here"
+    assert "lm_head" not in qwen3[1]
+    assert "model.embed_tokens.weight is not set there and (300, 32) here" in qwen3[1]
+    assert qwen3[2:] == [last]
+
+
+def test_the_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig) -> None:
+    write_text(Path("text.jsonl"), seed=1)
+    assert refusal(stopped) == [
+        "out/checkpoints/step-1: the data is not what it was trained on: text, tokenizer, form or length has changed",
+        "out holds another run: choose another run_directory, or give this one back what it was started with",
+    ]
+    write_text(Path("text.jsonl"))
+    (Path(stopped.run_directory) / "run.toml").unlink()
+    precision = PrecisionPlan(parameters="float32", compute="float32", reduce="float32")
+    plan = stopped.plan.model_copy(update={"precision": precision})
+    assert refusal(stopped.model_copy(update={"seed": 3, "global_batch_size": 4, "plan": plan}))[:-1] == [
+        "out/checkpoints/step-1: global_batch_size is 8 there and 4 here",
+        "out/checkpoints/step-1: plan.precision.parameters is 'float64' there and 'float32' here",
+        "out/checkpoints/step-1: seed is 0 there and 3 here",
+    ]
+
+
+def test_the_newest_are_kept_and_the_end_is_saved_once(tmp_path: Path) -> None:
+    config = build_run(
+        tmp_path / "out",
+        "gpt2",
+        build_plan((1, 1, 1, 1)),
+        checkpoint=CheckpointConfig(every=2, keep=2),
+        data=build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1))).data.model_copy(update={"validation": 0.2}),
+        evaluation=EvaluationConfig(every=4),
+    )
+    go(config)
+    out = Path(config.run_directory)
+    assert sorted(path.name for path in (out / CHECKPOINTS_NAME).iterdir()) == ["step-4", "step-6"]
+    objects = read_metrics(out)
+    assert [metrics["step"] for metrics in objects if "checkpoint_seconds" in metrics] == [2, 4, 6]
+    assert [metrics["step"] for metrics in objects if "eval_loss" in metrics] == [4, 6]
+    assert [metrics["step"] for metrics in objects if "epoch_steps" in metrics] == [6]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(stopped: RunConfig) -> None:
+    out = Path(stopped.run_directory)
+    Path("run.toml").write_text(dump_toml(stopped))
+    metrics, saved = (out / "metrics.jsonl").read_bytes(), (out / "checkpoints/step-1").stat()
+    command = [sys.executable, "-m", "meshtrain", "train", "run.toml"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=without_torchrun())
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.splitlines()[-2:] == [
+        "Resumed from out/checkpoints/step-1: step 1 done",
+        "Nothing to do: 1 of 1 steps are done; raise `steps` to go on",
+    ]
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+    assert (out / "checkpoints/step-1").stat() == saved
+
+
+def without_torchrun() -> dict[str, str]:
+    """Return the environment of a person's shell."""
+    return {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+
+
+def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
+    """torchrun, two ranks, SIGKILL in the middle; then the same command again."""
+    plan = in_float32((1, 1, 1, 2))
+    changes: dict[str, Any] = {"steps": 16, "checkpoint": CheckpointConfig(every=3)}
+    whole = build_run(tmp_path / "whole", "gpt2-dropout", plan, **changes)
+    go(whole)
+    killed = build_run(tmp_path / "killed", "gpt2-dropout", plan, **changes)
+    (tmp_path / "run.toml").write_text(dump_toml(killed))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "meshtrain", "train", str(tmp_path / "run.toml")]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=without_torchrun())
+    wait_for(tmp_path / "killed" / CHECKPOINTS_NAME / "step-3", process=first)
+    _, second_rank = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    os.kill(int(second_rank), signal.SIGKILL)
+    assert first.wait(timeout=60) == 1
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "lo')
+    again = subprocess.run(command, capture_output=True, text=True, env=without_torchrun())
+    assert again.returncode == 0, again.stderr
+    assert "Resumed from" in again.stdout
+    assert_same_bits(whole, killed)
+
+
+def wait_for(path: Path, *, process: subprocess.Popen) -> None:
+    """Wait until a file is there."""
+    for _ in range(1200):
+        if path.exists():
+            return
+        assert process.poll() is None, "the process ended before"
+        time.sleep(0.05)
+    pytest.fail(f"no {path} within a minute")
