@@ -34,7 +34,12 @@ else
 fi
 
 step() {
-  echo "== $*"
+  local word line="=="
+  for word in "$@"; do
+    if [[ $word =~ [^[:alnum:]_./=-] ]]; then word="'$word'"; fi
+    line+=" $word"
+  done
+  echo "$line"
   "$@"
 }
 
@@ -50,10 +55,11 @@ cat <<NEXT
 What to try next
   tensorboard --logdir $out/tensorboard
   meshtrain generate $out/huggingface --prompt "import os" --temperature 0
-  meshtrain check $run --world-size 8                    who would hold what on 8 processes
+  meshtrain check $run --world-size 8 global_batch_size=32 run_directory=new
+                                                         who would hold what on 8 processes
   meshtrain plan $run --world-size 4 --toml              the resolved plan as a file
-  torchrun --standalone --nproc-per-node 2 -m meshtrain train $run run_directory=$out steps=300 plan.mesh.pp=1
-                                                         go on from step 200, on another mesh
+  torchrun --standalone --nproc-per-node 2 -m meshtrain train $run run_directory=$out steps=500 plan.mesh.pp=1
+                                                         go on from the last step, on another mesh
   your own text: data.train='["my/*.jsonl"]', and the README for everything else
 The environment: source .venv/bin/activate
 NEXT

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a bug (with its traceback), 2 the user's mistake (a line f
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -41,7 +42,12 @@ def main() -> None:
     from meshtrain.runtime.environment import rank_from_environment
 
     console.configure(rank=rank_from_environment())
-    sys.exit(_exit_code(sys.argv[1:] or ["--help"]))
+    code = _exit_code(sys.argv[1:] or ["--help"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        # Without Python's clean-up: to take down a process group that others have not left waits for them, or aborts.
+        os._exit(code)
 
 
 def _exit_code(arguments: list[str]) -> int:

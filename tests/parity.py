@@ -277,6 +277,12 @@ def local_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor
     return {name: value[start : start + size] for name, value in batch.items()}
 
 
+def smallest_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return as few of this process's rows as every schedule can run: two microbatches, or one for each stage."""
+    rows = max(2, pipeline.num_stages) * pipeline.micro_batch_size
+    return {name: value[:rows] for name, value in local_part(pipeline, batch).items()}
+
+
 def run_case(case: Case) -> Trace:
     """Train a case on the ranks: the product's own step, starting from the stock weights."""
     lift_float32_casts()

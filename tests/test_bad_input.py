@@ -377,7 +377,7 @@ def shown(place: Path) -> dict[str, tuple[int, list[str], str]]:
     absurd = ["train", "run.toml", "run_directory=absurd", "optimizer.learning_rate=1e30", "checkpoint.every=1"]
     processes = {
         "key": shell(place, *MESHTRAIN, *new, "plan.mesh.tq=2"),
-        "check": shell(place, *MESHTRAIN, "check", "run.toml", "--world-size", "3", "plan.mesh.tp=2"),
+        "check": shell(place, *MESHTRAIN, "check", *new[1:], "--world-size", "3", "plan.mesh.tp=2"),
         "another run": shell(place, *MESHTRAIN, *half, "seed=5"),
         "line": shell(place, *MESHTRAIN, *new, 'data.train=["broken.jsonl"]'),
         "torchrun": shell(place, *TORCHRUN, *new, "plan.mesh.pp=2", "plan.mesh.tp=2"),

