@@ -43,8 +43,8 @@ step() {
   "$@"
 }
 
-# One thread per process: the processes are the parallelism.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# One thread per process: the processes are the parallelism. And no warnings from below that nobody can act on.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 trap 'echo "== Interrupted. Start it again: it goes on from its last checkpoint."; exit 130' INT
 step torchrun --standalone --nproc-per-node "$processes" -m meshtrain train "$run" "${arguments[@]}"
 step meshtrain export "$out" "$out/huggingface"
