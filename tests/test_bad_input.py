@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -262,6 +263,27 @@ def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
     )
     assert [code for code, _, _ in answers] == [2, 2]
     assert [error for _, _, error in answers] == [f"error: {problem}\n", f"error: rank 1: {problem}\n"]
+
+
+def run_where_it_is(directories: list[Path], arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command line on this rank, in a directory of its own: a machine of its own."""
+    return run_command(directories[int(os.environ["RANK"])], arguments)
+
+
+def test_machines_with_different_text(here: Path, tmp_path: Path) -> None:
+    shutil.copy(here / "run.toml", tmp_path)
+    write_text(tmp_path / "text.jsonl", seed=1)
+    answers = run_on_ranks(2, run_where_it_is, [here, tmp_path], ["train", "run.toml"], joins=False)
+    host = socket.gethostname()
+    problem = (
+        f"the data of {host} is not that of {host}: text, tokenizer or Python version differs; give all machines the "
+        "same files"
+    )
+    assert [(code, error.removeprefix("error: ").removeprefix("rank 1: ")) for code, _, error in answers] == [
+        (2, f"{problem}\n"),
+        (2, f"{problem}\n"),
+    ]
+    assert not (here / "out").exists()
 
 
 def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path) -> None:

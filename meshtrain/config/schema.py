@@ -1,5 +1,6 @@
 """The JSON schemas of run and plan files: editors complete them, and error messages say from them what is expected."""
 
+from functools import cache
 from typing import Any, Literal
 
 from meshtrain.config.plan import ParallelPlan
@@ -11,11 +12,12 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NAMES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false"}
 
 
+@cache
 def json_schema(kind: Literal["run", "plan"]) -> Schema:
     """Return the JSON schema (draft 2020-12) of a file as it is written: with `extends`, and `plan` as a name.
 
     Args:
-        kind: which of the two files.
+        kind: which of the two files. The answer is made once and shared: it is not to be changed.
     """
     if kind == "plan":
         plan = ParallelPlan.model_json_schema()

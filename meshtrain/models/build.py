@@ -48,7 +48,6 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
         raise ModelError(
             f"model type {config.model_type!r} has no causal language model in transformers; use one that has"
         )
-    config.use_cache = False
     return config
 
 

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan, Style
+from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
 from meshtrain.models.fused import unfuse
+from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.cut import Stage, cut
 from meshtrain.parallel.pipeline import stage_owners
 from meshtrain.parallel.rules import resolve_rules, sharded_dims
@@ -64,6 +66,13 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     stages = cut(whole, layers, range(len(layers)))
     owners = stage_owners(len(layers), plan.mesh.pp)
     return [_share(stage, owner, plan, styles) for stage, owner in zip(stages, owners, strict=True)]
+
+
+def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
+    """Return the FLOPs of the whole model, forward and backward, per token, without what recomputation adds."""
+    _, layers = find_layers(model)
+    head = head_flops_per_token(model.get_output_embeddings())
+    return head + sum(layer_flops_per_token(layer, model.config, sequence_length) for layer in layers)
 
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: Mapping[str, Style]) -> StageShare:

@@ -182,6 +182,14 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
     """Yield one problem per width that tp does not divide; embedding and head may have an uneven vocabulary."""
     seen = set()
     for name, style in styles.items():
+        if style in ("embedding_rowwise", "colwise_gather_output"):
+            rows = model.get_parameter(f"{name}.weight").shape[0]
+            if -(-rows // tp) * (tp - 1) >= rows and rows not in seen:
+                seen.add(rows)
+                yield (
+                    f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}; use a smaller tp or a "
+                    "larger vocabulary"
+                )
         if style not in ("colwise", "rowwise") or (skip_attention and "attn" in name):
             continue
         module = model.get_submodule(name)

@@ -34,10 +34,11 @@ def run_process() -> Iterator[Process]:
     is alone.
     """
     device = _device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield Process(dist.get_rank(), dist.get_world_size(), device)
     # Without the barrier a rank that is done early is aborted at random by gloo's threads, exit code -6. After an
     # exception nobody is there to meet: the process just ends and its peers see the closed connection.

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from meshtrain.training.report import Resolved
 
 LIBRARIES = ("torch", "transformers", "meshtrain")
 # Values of a Hugging Face configuration that say nothing about what the model computes.
-VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures", "use_cache")
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Identity:
         tokenizer = self.data.tokenizer
         generation = GenerationConfig(eos_token_id=tokenizer.end_id, pad_token_id=tokenizer.pad_id)
         generation.save_pretrained(directory)
-        shutil.copytree(tokenizer.directory, directory, dirs_exist_ok=True)
+        tokenizer.copy(directory)
 
     def check(self, checkpoint: Path) -> Manifest:
         """Refuse a checkpoint that this run cannot go on from, before any process group.

@@ -33,6 +33,7 @@ class Run:
         evaluation_batches: gives the validation data anew; None without any.
         save: writes the checkpoint of a step and returns where.
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
+        flops_per_token: of the model, forward and backward.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Run:
     evaluation_batches: Callable[[], Iterable[Batch]] | None
     save: Callable[[int], Path]
     unigram_entropy: float
+    flops_per_token: float
 
 
 def run_loop(run: Run) -> None:
@@ -113,6 +115,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "tokens": (batch.step + 1) * tokens_per_step,
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
+        "teraflops_per_second": run.flops_per_token * tokens_per_step / seconds / dist.get_world_size() / 1e12,
         "memory_bytes": int(most[0]),
         "seconds": seconds,
         "data_seconds": data_seconds,

@@ -26,6 +26,7 @@ TENSORBOARD_NAME = "tensorboard"
 AVERAGED = (
     "loss",
     "tokens_per_second",
+    "teraflops_per_second",
     "memory_bytes",
     "seconds",
     "data_seconds",

@@ -1,5 +1,6 @@
 """A training run from its configuration to its end: the one path."""
 
+import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,12 @@ from meshtrain.data.prepare import (
     validation_order,
     validation_samples,
 )
-from meshtrain.errors import ConfigError, DataError
+from meshtrain.errors import ConfigError, DataError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.weights import load_weights
 from meshtrain.parallel import parallelize
-from meshtrain.parallel.account import account
+from meshtrain.parallel.account import account, flops_per_token
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -63,6 +64,7 @@ def train(config: RunConfig) -> None:
     saved = _find_saved(config, identity)
     _show_head(config, resolved, num_steps)
     with run_process() as process:
+        _agree_on_data(data)
         run_loop(_build(identity, num_steps, saved, process))
 
 
@@ -74,6 +76,7 @@ def _find_saved(config: RunConfig, identity: Identity) -> Saved | None:
 
 def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Process) -> Run:
     config, data, resolved = identity.config, identity.data, identity.resolved
+    flops = flops_per_token(resolved.model, config.data.sequence_length)
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
     pipeline = parallelize(
         resolved.model,
@@ -105,7 +108,23 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         evaluation_batches=_evaluation_batches(config, data, pipeline, process),
         save=partial(_save, identity, trainer),
         unigram_entropy=data.unigram_entropy_nats,
+        flops_per_token=flops,
     )
+
+
+def _agree_on_data(data: PreparedData) -> None:
+    """Compare what the processes have read. Collective.
+
+    Raises:
+        DataError: if a machine has other text, or another tokenizer, than the first process.
+    """
+    answers = gather_objects((socket.gethostname(), data.identity))
+    others = sorted({host for host, identity in answers if identity != answers[0][1]})
+    problem = (
+        f"the data of {name_some(others)} is not that of {answers[0][0]}: text, tokenizer or Python version differs; "
+        "give all machines the same files"
+    )
+    raise_together([problem] if others else [], DataError)
 
 
 def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:

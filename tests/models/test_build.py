@@ -41,7 +41,6 @@ def test_a_new_model_lies_on_meta_in_training_mode(dtype: torch.dtype) -> None:
     model = build_model(config, dtype=dtype)
     assert all(parameter.is_meta and parameter.dtype == dtype for parameter in model.parameters())
     assert model.training
-    assert not model.config.use_cache
     assert (model.config.num_hidden_layers, model.config.hidden_size) == (2, 32)
     assert model.lm_head.weight is model.transformer.wte.weight
 

@@ -59,6 +59,14 @@ def layers_of(pipeline: dict[str, Any], pp: int = 2, model_type: str = "gpt2", *
     return resolve_plan(plan, meta_model(model_type, **config), BATCH, pp).pipeline.layers_per_stage
 
 
+def test_a_vocabulary_too_small_for_tp() -> None:
+    plan, model = make_plan("llama", mesh={"tp": 4}), meta_model("llama", vocab_size=5)
+    assert problems(plan, model) == (
+        "mesh.tp = 4 leaves a process without any of the 5 rows of model.embed_tokens; use a smaller tp or a larger "
+        "vocabulary",
+    )
+
+
 # What a plan becomes
 
 

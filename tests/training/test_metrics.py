@@ -14,7 +14,7 @@ from meshtrain.config.run import EvaluationConfig, RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.training.metrics import MetricsWriter
 from tests.ranks import run_on_ranks
-from tests.training.runs import Mesh, build_plan, build_run, read_metrics, train_here, write_text
+from tests.training.runs import VOCABULARY, Mesh, build_plan, build_run, read_metrics, train_here, write_text
 
 STEP = {
     "step",
@@ -25,6 +25,7 @@ STEP = {
     "tokens",
     "trained_tokens",
     "tokens_per_second",
+    "teraflops_per_second",
     "memory_bytes",
     "seconds",
     "data_seconds",
@@ -38,12 +39,15 @@ EVALUATION = {"step", "eval_loss", "evaluation_seconds"}
 CHECKPOINT = {"step", "checkpoint_seconds"}
 TAGS = (
     {"train/epoch", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/trained_tokens"}
-    | {"train/tokens_per_second", "train/memory_bytes"}
+    | {"train/tokens_per_second", "train/teraflops_per_second", "train/memory_bytes"}
     | {f"timing/{name}" for name in ("seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds")}
     | {"timing/evaluation_seconds", "timing/checkpoint_seconds", "evaluation/eval_loss"}
-    | {f"epoch/{name}" for name in ("steps", "loss", "tokens_per_second", "memory_bytes", "seconds", "data_seconds")}
+    | {f"epoch/{name}" for name in ("steps", "loss", "tokens_per_second", "memory_bytes", "seconds")}
+    | {f"epoch/{name}" for name in ("teraflops_per_second", "data_seconds")}
     | {"epoch/forward_backward_seconds", "epoch/optimizer_seconds"}
 )
+# 6 per matrix parameter, in 4 layers of width 32 and the head, and the attention over 16 tokens.
+FLOPS_PER_TOKEN = 6 * (4 * 12 * 32**2 + VOCABULARY * 32) + 4 * 6 * 16 * 32
 
 
 def evaluated_run(directory: Path, mesh: Mesh) -> RunConfig:
@@ -108,6 +112,8 @@ def test_the_seconds_are_split_and_the_tokens_counted(run: tuple[RunConfig, list
         assert metrics["tokens"] == number * 8 * 16
         assert metrics["trained_tokens"] < 8 * 16
         assert metrics["tokens_per_second"] == pytest.approx(8 * 16 / metrics["seconds"])
+        flops = metrics["teraflops_per_second"] * 1e12 * 4 / metrics["tokens_per_second"]
+        assert flops == pytest.approx(FLOPS_PER_TOKEN)
 
 
 def test_rank_0_alone_shows_the_loss_that_is_written(run: tuple[RunConfig, list[str]]) -> None:
