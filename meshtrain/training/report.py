@@ -10,7 +10,8 @@ from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.account import StageShare, account
-from meshtrain.parallel.check import BatchShape, num_microbatches, resolve_plan
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.training.directory import check_directory
 

@@ -12,8 +12,8 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel import check
-from meshtrain.parallel.check import BatchShape, num_microbatches, resolve_plan
+from meshtrain.parallel.check import BatchShape, execution, resolve_plan
+from meshtrain.parallel.check.batch import num_microbatches
 from tests.parity import GPT2, LLAMA
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
@@ -419,7 +419,7 @@ def test_a_class_that_cannot_be_cut() -> None:
 
 
 def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "GradientCheckpointingLayer", nn.Conv2d)
+    monkeypatch.setattr(execution, "GradientCheckpointingLayer", nn.Conv2d)
     assert problems(make_plan("llama", recompute={"mode": "full"})) == (
         "recompute.mode = 'full': LlamaDecoderLayer does not know recomputation; set it to 'none'",
     )

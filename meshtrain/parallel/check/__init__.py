@@ -1,0 +1,54 @@
+"""Does this plan fit this model, these batches and so many processes? Every contradiction at once, up front."""
+
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import PlanError
+from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
+from meshtrain.parallel.check.execution import check_recompute
+from meshtrain.parallel.check.mesh import resolve_mesh
+from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
+from meshtrain.parallel.check.tensor import check_tensor
+from meshtrain.parallel.rules import Problems
+
+
+def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, world_size: int) -> ParallelPlan:
+    """Return the plan with nothing left open: no -1, `auto`, `balanced` or `even`.
+
+    Args:
+        plan: with its family already joined.
+        model: the stock model on meta; it is not changed.
+        batch: the shape of the batches.
+        world_size: the number of processes.
+
+    Raises:
+        PlanError: with every contradiction that can be found.
+    """
+    mesh = resolve_mesh(plan.mesh, world_size)
+    plan = plan.model_copy(update={"mesh": mesh})
+    problems: list[str] = []
+    for check in (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, check_recompute):
+        problems += check(plan, model, batch)
+    if problems:
+        raise PlanError(problems)
+    layers = resolve_layers(plan, model, batch)
+    reshard = plan.shard.reshard_after_forward
+    if reshard == "auto":
+        # With a pipeline each microbatch would gather anew; without sharding nothing is gained by freeing.
+        reshard = "never" if mesh.pp > 1 or mesh.dp_shard == 1 else "always"
+    return plan.model_copy(
+        update={
+            "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),
+            "shard": plan.shard.model_copy(update={"reshard_after_forward": reshard}),
+        }
+    )
+
+
+def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    model_type = model.config.model_type
+    if plan.model_types and model_type not in plan.model_types:
+        known = ", ".join(plan.model_types)
+        yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if chance := getattr(model.config.get_text_config(), name, None):
+            yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"

@@ -1,0 +1,71 @@
+"""Batches under a plan: what must divide what, and what the model has room for."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.parallel.rules import Problems
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What the run says about batches.
+
+    Attributes:
+        global_batch_size: in sequences.
+        micro_batch_size: in sequences.
+        sequence_length: in tokens.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+
+
+def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
+    """Return how many microbatches each process runs per step, by a resolved mesh."""
+    return batch.global_batch_size // (plan.mesh.dp_replicate * plan.mesh.dp_shard * batch.micro_batch_size)
+
+
+def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    data_ways = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    unit = data_ways * batch.micro_batch_size
+    if batch.global_batch_size % unit:
+        yield (
+            f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_ways} x micro_batch_size "
+            f"{batch.micro_batch_size} = {unit}; {_nearest_multiples(batch.global_batch_size, unit)}"
+        )
+        return
+    microbatches = num_microbatches(plan, batch)
+    schedule, stages = plan.pipeline.schedule, plan.mesh.pp * plan.pipeline.stages_per_rank
+    if plan.mesh.pp > 1 and schedule == "1F1B" and microbatches < stages:
+        yield (
+            f"pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are {microbatches} "
+            f"microbatches and {stages} stages; raise global_batch_size to {stages * unit} or lower micro_batch_size"
+        )
+    if plan.mesh.pp > 1 and schedule == "Interleaved1F1B" and microbatches % max(1, microbatches // plan.mesh.pp):
+        yield (
+            f"pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = {plan.mesh.pp}; "
+            f"{microbatches} cannot be so divided; use a multiple of {plan.mesh.pp}"
+        )
+
+
+def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and batch.sequence_length > positions:
+        yield (
+            f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model; "
+            "shorten it, or raise max_position_embeddings of a new model"
+        )
+    tp = plan.mesh.tp
+    if plan.tensor.sequence_parallel and batch.sequence_length % tp:
+        yield (
+            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
+            f"= {batch.sequence_length}; {_nearest_multiples(batch.sequence_length, tp)}"
+        )
+
+
+def _nearest_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"

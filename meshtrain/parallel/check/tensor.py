@@ -1,0 +1,91 @@
+"""Tensor parallelism: rules, heads and widths that tp must divide."""
+
+import copy
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan, Style
+from meshtrain.errors import UserError
+from meshtrain.models.fused import unfuse
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.check.batch import BatchShape
+from meshtrain.parallel.randomness import attention_dropout
+from meshtrain.parallel.rules import Problems, match_rules, resolve_rules, sharded_dims
+
+
+def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    if plan.mesh.tp > 1 and not plan.tensor.styles:
+        yield (
+            f"tensor.styles: mesh.tp = {plan.mesh.tp}, but there are no rules for a {model.config.model_type}: no "
+            "shipped family plan knows it; write the rules, or set mesh.tp = 1"
+        )
+        return
+    yield from _check_dropout(plan, model)
+    heads = list(_check_heads(plan, model))
+    yield from heads
+    unfused = copy.deepcopy(model)
+    try:
+        unfuse(unfused, plan.tensor.fused)
+        if plan.mesh.tp == 1:
+            match_rules(unfused, plan.tensor)
+        else:
+            rules = resolve_rules(unfused, plan.tensor)
+            yield from _check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
+            yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
+    except UserError as error:
+        yield from error.problems
+
+
+def _check_dropout(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    for name, value in attention_dropout(model).items():
+        if plan.mesh.tp > 1 and not model._supports_attention_backend:
+            yield (
+                f"model.config.{name} = {value}: {type(model).__name__} does not know the attention interface of "
+                "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0"
+            )
+
+
+def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
+    config, tp = model.config.get_text_config(), plan.mesh.tp
+    for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
+        count = getattr(config, name, None)
+        if count is not None and count % tp:
+            yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
+
+
+def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
+    """Yield one problem per width that tp does not divide; embedding and head may have an uneven vocabulary."""
+    seen = set()
+    for name, style in styles.items():
+        if style in ("embedding_rowwise", "colwise_gather_output"):
+            rows = model.get_parameter(f"{name}.weight").shape[0]
+            if -(-rows // tp) * (tp - 1) >= rows and rows not in seen:
+                seen.add(rows)
+                yield (
+                    f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}; use a smaller tp or a "
+                    "larger vocabulary"
+                )
+        if style not in ("colwise", "rowwise") or (skip_attention and "attn" in name):
+            continue
+        module = model.get_submodule(name)
+        width = model.get_parameter(f"{name}.weight").shape[sharded_dims(style, module)["weight"]]
+        if width % tp and width not in seen:
+            seen.add(width)
+            yield f"mesh.tp = {tp} does not divide the width {width} of {name} ({style}); tp can be {_divisors(width)}"
+
+
+def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Module, tp: int) -> Problems:
+    seen = set()
+    for name, names in attributes.items():
+        for attribute in names:
+            value = getattr(model.get_submodule(name), attribute, None)
+            what = f"{attribute!r} of {as_pattern(name)}"
+            if (not isinstance(value, int) or value % tp) and what not in seen:
+                seen.add(what)
+                yield f"tensor.local_attributes: {what} is {value!r}, which is no number that tp = {tp} divides"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
