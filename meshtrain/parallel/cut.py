@@ -209,10 +209,8 @@ def _replace_forward(stage: Stage) -> None:
 
     def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         channel.received = hidden_states
-        batch, _, hidden = hidden_states.shape
-        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
-        # itself may hold only a part of the sequence.
-        carrier = hidden_states.new_zeros(()).expand(batch, channel.sequence_length, hidden)
+        # Masks, positions and rotary tables are made from the shape of the carrier.
+        carrier = channel.carrier(hidden_states)
         return _result(hf_forward(self, inputs_embeds=carrier, use_cache=False, **kwargs))
 
     def _result(output: Any) -> Tensor:

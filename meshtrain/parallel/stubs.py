@@ -28,6 +28,20 @@ class Channel:
     captured: Tensor | None = None
     sequence_length: int = 0
 
+    def carrier(self, like: Tensor) -> Tensor:
+        """Return a tensor of zeros that takes no memory, with the shape that a stream has that is not split.
+
+        Args:
+            like: (batch, any length, hidden), of the same type and device.
+        """
+        batch, _, hidden = like.shape
+        return like.new_zeros(()).expand(batch, self.sequence_length, hidden)
+
+    def capture(self, hidden_states: Tensor) -> Tensor:
+        """Keep the stream for the stage after, and return a carrier: the stream may hold a part of the sequence only."""
+        self.captured = hidden_states
+        return self.carrier(hidden_states)
+
 
 class LayerStub(nn.Module):
     """Stands for a decoder layer of another stage, at its own index.
@@ -76,9 +90,8 @@ class ExitStub(LayerStub):
         self.channel = channel
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream; what the postamble makes of it is thrown away."""
-        self.channel.captured = hidden_states
-        return hidden_states
+        """Keep the stream, and let the postamble make what it likes of a carrier."""
+        return self.channel.capture(hidden_states)
 
 
 class PassStub(nn.Module):
@@ -96,8 +109,7 @@ class CaptureStub(nn.Module):
         self.channel = channel
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.channel.captured = hidden_states
-        return hidden_states
+        return self.channel.capture(hidden_states)
 
 
 class ZeroStub(nn.Module):
