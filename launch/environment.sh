@@ -1,5 +1,7 @@
 # Sourced by the scripts beside it: goes to the repository root; install_meshtrain makes .venv there, once.
 
+# Without it a restart by torchrun finds the store of the workers before it, and fails.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # install_meshtrain [EXTRA]: install what is pinned; again only when pyproject.toml or constraints.txt has changed.

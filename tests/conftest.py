@@ -5,5 +5,8 @@ import os
 # DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
 # torch reads it when it is imported. The benchmarks, which are not started by pytest, go without.
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+# The ranks of the tests are processes on the CPU, on a machine with GPUs too: bits are compared, and gloo is meant.
+# What needs a GPU is skipped; CUDA_VISIBLE_DEVICES=0 runs it.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Tiny tensors: on a busy machine threads would wait for each other forty times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -169,6 +169,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             "or more for a new model, or use the tokenizer that belongs to it"
         ],
     ),
+    "a run directory inside of a file": (
+        ["run.toml", "run_directory=text.jsonl/out"],
+        ["run_directory = text.jsonl/out: text.jsonl is no directory; choose another place"],
+    ),
     "missing data": (
         ["run.toml", 'data.train=["texd.jsonl"]'],
         ['data.train: "{here}/texd.jsonl" does not exist; did you mean "text.jsonl"?'],
@@ -257,10 +261,10 @@ def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
 
 
 def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
-    answers = on_ranks(2, "train", "run.toml", "run_directory=text.jsonl/out")
-    problem = (
-        f"cannot write into {here}/text.jsonl/out: Not a directory; make room, or set run_directory to another place"
-    )
+    # The data must be in the cache already: its files are larger.
+    assert on_ranks(1, "train", "run.toml", "steps=1", "run_directory=other")[0][0] == 0
+    answers = on_ranks(2, "train", "run.toml", size_limit=1_000)
+    problem = f"cannot write into {here}/out: File too large; make room, or set run_directory to another place"
     assert [code for code, _, _ in answers] == [2, 2]
     assert [error for _, _, error in answers] == [f"error: {problem}\n", f"error: rank 1: {problem}\n"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, UserError
 
 FOLLOWER_PATIENCE_SECONDS = 2.0
 FOLLOWER_GLANCE_SECONDS = 0.01
@@ -47,8 +47,8 @@ class Cache:
             Whether it had to be built since this process asked, by this process or another.
 
         Raises:
-            DataError: what `fill` raised, here or in the process that this one waited for; or that the cache cannot be
-                written.
+            UserError: what `fill` raised, here; a DataError in its words, if it was in the process that this one waited
+                for; or that the cache cannot be written.
         """
         directory = self.directory / name
         note = directory.with_name(f"{directory.name}.failed")
@@ -68,7 +68,7 @@ class Cache:
                 raise DataError(json.loads(note.read_text()))
             try:
                 _build(directory, fill)
-            except DataError as error:
+            except UserError as error:
                 write_atomically(note, json.dumps(error.problems))
                 raise
             note.unlink(missing_ok=True)

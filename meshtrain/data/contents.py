@@ -26,7 +26,7 @@ def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
     Of all processes that ask at once, one hashes and the others wait and read what it found.
 
     Raises:
-        DataError: if a file cannot be read.
+        DataError: if a file cannot be read, or the cache cannot be written.
     """
     path = cache.directory / "content-hashes.json"
     with explained(path):
@@ -38,7 +38,9 @@ def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
             new = {str(file.path): file for file in files if _known_hash(known, file) is None}
             hashed = _hash_files(list(new.values()))
             kept = {name: entry for name, entry in known.items() if Path(name).exists()}
-            write_atomically(path, json.dumps(kept | {name: hashed[name] for name in new if _is_settled(new[name])}))
+            settled = {name: hashed[name] for name in new if _is_settled(new[name])}
+            with explained(path):
+                write_atomically(path, json.dumps(kept | settled))
             known |= hashed
     return [known[str(file.path)][2] for file in files]
 

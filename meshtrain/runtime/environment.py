@@ -16,3 +16,8 @@ def world_size_from_environment() -> int:
 def local_rank_from_environment() -> int:
     """Return this process's number on its machine; 0 when not started by torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size_from_environment() -> int:
+    """Return the number of processes of the run on this machine; 1 when not started by torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

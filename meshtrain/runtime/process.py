@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshtrain.runtime.environment import local_rank_from_environment
+from meshtrain.errors import ConfigError
+from meshtrain.runtime.environment import local_rank_from_environment, local_world_size_from_environment
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,20 @@ class Process:
     rank: int
     world_size: int
     device: torch.device
+
+
+def check_devices() -> None:
+    """Check that every process on this machine has a GPU of its own, where there are any.
+
+    Raises:
+        ConfigError: before anything is done.
+    """
+    gpus, processes = torch.cuda.device_count(), local_world_size_from_environment()
+    if torch.cuda.is_available() and processes > gpus:
+        raise ConfigError(
+            f"{processes} processes are started on this machine, which has {gpus} GPUs; start as many, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ RUN/tensorboard/        the same for TensorBoard
 RUN/checkpoints/step-N  see meshtrain.checkpoint.directory
 """
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,7 @@ def check_directory(config: RunConfig) -> None:
         ConfigError: with every key that differs.
     """
     directory = Path(config.run_directory)
+    _check_writable(directory)
     path = directory / RUN_NAME
     if not path.exists() or not _holds_work(directory):
         return
@@ -56,6 +58,13 @@ def check_directory(config: RunConfig) -> None:
                 f"if it shall go on in another way, change {shown(path)} too",
             ]
         )
+
+
+def _check_writable(directory: Path) -> None:
+    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "no directory" if not existing.is_dir() else "not yours to write"
+        raise ConfigError(f"run_directory = {shown(directory)}: {shown(existing)} is {what}; choose another place")
 
 
 def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:

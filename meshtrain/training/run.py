@@ -32,7 +32,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
-from meshtrain.runtime.process import Process, run_process
+from meshtrain.runtime.process import Process, check_devices, run_process
 from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
@@ -52,6 +52,7 @@ def train(config: RunConfig) -> None:
     Raises:
         UserError: before any process group is joined, wherever the mistake can be known there.
     """
+    check_devices()
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
