@@ -1,6 +1,7 @@
 """The doors: one function per verb, and the only place that prints an error and sets an exit code.
 
-Exit codes: 0 done, 1 a bug (with its traceback), 2 the user's mistake (a line for each), 130 stopped by ctrl-C.
+Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
+130 stopped by ctrl-C.
 """
 
 import json
@@ -14,8 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from meshtrain import console
-from meshtrain.errors import UserError
+from meshtrain.errors import ConfigError, UserError
 
+NOT_PROVEN = 1
 USER_MISTAKE = 2
 INTERRUPTED = 130
 SECONDS_FOR_RANK_0 = 5.0
@@ -101,7 +103,9 @@ def train(run: Run, overrides: Overrides = None) -> None:
 
     config = load_run(run, overrides or ())
     from meshtrain.training.run import train as train_run
+    from meshtrain.verify.trust import ensure_proven
 
+    ensure_proven(config)
     train_run(config)
 
 
@@ -114,6 +118,35 @@ def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
     from meshtrain.training.report import check_run
 
     check_run(config, world_size)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the proofs as JSON.")] = None,
+    models: Annotated[bool, typer.Option("--models", help="Instead of a run: every class of transformers.")] = False,
+    table: Annotated[Path, typer.Option(metavar="FILE", help="Where --models writes its table.")] = Path("coverage.md"),
+    types: Annotated[
+        list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
+    ] = None,
+) -> None:
+    """Prove on a tiny copy of the model that the plan computes what one device computes. 0: proven, 1: not."""
+    if models == (run is not None):
+        raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
+    if run is None:
+        from meshtrain.verify.classes import verify_models
+
+        proven = verify_models(types or (), table)
+    else:
+        from meshtrain.config.toml import load_run
+
+        config = load_run(run, overrides or ())
+        from meshtrain.verify.run import verify_run
+
+        proven = verify_run(config, json_file)
+    if not proven:
+        raise typer.Exit(NOT_PROVEN)
 
 
 @app.command()

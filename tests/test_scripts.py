@@ -64,7 +64,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quickstart(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script from another directory, without the variables of these tests."""
-    environment = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
+    }
     command = [str(repository / "launch" / "quickstart.sh"), *arguments]
     return subprocess.run(command, cwd=repository.parent, env=environment, capture_output=True, text=True)
 

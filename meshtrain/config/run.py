@@ -39,6 +39,8 @@ class ModelConfig(Words):
     """The attention implementation of transformers."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    prove_unknown_class: bool = True
+    """Prove the plan on a tiny copy before the first run of a class that no shipped family is written for; kept."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -6,7 +6,7 @@ tp = 1 included, and this file holds the two-way mapping to the stock names.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,22 @@ def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedPa
             for kind, _ in module.named_parameters()
         ]
     return entries
+
+
+def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
+    """Return whole tensors under our names: every fused one in its parts."""
+    result = dict(stock)
+    for entry in fused:
+        result.update(zip(entry.parts, result.pop(entry.name).chunk(len(entry.parts), entry.dim), strict=True))
+    return result
+
+
+def join_parts(ours: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
+    """Return whole tensors under the stock names; every part of what is fused must be there."""
+    result = dict(ours)
+    for entry in fused:
+        result[entry.name] = torch.cat([result.pop(part) for part in entry.parts], entry.dim)
+    return result
 
 
 def _take_part(module: nn.Linear | Conv1D, dim: int, index: int, num_parts: int) -> nn.Module:

@@ -38,7 +38,7 @@ class Channel:
         return like.new_zeros(()).expand(batch, self.sequence_length, hidden)
 
     def capture(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream for the stage after, and return a carrier: the stream may hold a part of the sequence only."""
+        """Keep the stream for the stage after, and return a carrier: the stream may be a part of the sequence only."""
         self.captured = hidden_states
         return self.carrier(hidden_states)
 

@@ -1,0 +1,146 @@
+"""Run a function on several ranks of this machine: real processes, a real gloo group.
+
+One fork server imports torch and transformers once (seconds); a rank is then a fork of it (milliseconds), fresh for
+every call, so that a rank may be killed and nothing leaks from one call to the next.
+"""
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.auto.modeling_auto",
+)
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Let the fork server import these modules as well; call it before the first ranks are started."""
+    _context.set_forkserver_preload([*PRELOAD, *modules])
+
+
+class RankError(AssertionError):
+    """A function raised on a rank; `original` is its exception, where it could be carried over."""
+
+    def __init__(self, rank: int, trace: str, original: BaseException | None) -> None:
+        super().__init__(f"rank {rank}:\n{trace}")
+        self.rank, self.original = rank, original
+
+
+def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseException | None] | None = None) -> None:
+    # By value: multiprocessing would share the memory of tensors with a process that is about to end.
+    pipe.send_bytes(pickle.dumps((value, failure)))
+
+
+def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
+    os.environ.update(environment)
+    try:
+        torch.set_num_threads(1)
+        if joins:
+            dist.init_process_group("gloo")
+        _send(pipe, value=fn(*args))
+        if joins:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - carried to the caller, whatever it is
+        try:
+            original = pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - an exception that cannot travel still has its trace
+            original = None
+        _send(pipe, failure=(traceback.format_exc(), original))
+        pipe.close()
+        os._exit(1)
+
+
+def run_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, joins: bool = True, timeout: float = 120.0
+) -> list[Any]:
+    """Call `fn(*args)` on every rank and return the results in rank order.
+
+    Args:
+        world_size: number of processes.
+        fn: a module-level function.
+        args: must be picklable.
+        joins: whether `fn` finds the default process group initialised; otherwise it finds what torchrun gives it, to
+            join a group itself, once.
+        timeout: seconds after which the ranks are killed.
+
+    Raises:
+        RankError: of the first rank that raised, with its traceback.
+    """
+    # As torchrun does it: the store lives outside of the ranks.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    return _collect(environments, joins, fn, args, timeout)
+
+
+def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args: tuple, timeout: float) -> list[Any]:
+    world_size = len(environments)
+    pipes, processes = [], []
+    for environment in environments:
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_be_rank, args=(environment, joins, sender, fn, args), daemon=True)
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results: dict[int, Any] = {}
+    failures: list[RankError] = []
+    try:
+        while len(results) + len(failures) < world_size:
+            seen = {*results, *(failure.rank for failure in failures)}
+            waited_for = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in seen}
+            ready = wait(waited_for, 2.0 if failures else timeout)
+            if not ready and failures:
+                break
+            if not ready:
+                waiting = sorted(set(range(world_size)) - seen)
+                raise RankError(waiting[0], f"no answer from ranks {waiting} within {timeout} s", None)
+            for pipe, rank in waited_for.items():
+                if pipe not in ready:
+                    continue
+                try:
+                    results[rank] = _receive(rank, pipe, processes[rank])
+                except RankError as failure:
+                    failures.append(failure)
+        if failures:
+            # A rank that lost its peer only echoes the cause.
+            raise min(failures, key=lambda failure: any(echo in str(failure) for echo in ECHOES))
+        for process in processes:
+            process.join(timeout)
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _receive(rank: int, pipe: Connection, process: Any) -> Any:
+    try:
+        value, failure = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(10)
+        raise RankError(rank, f"ended without an answer, exit code {process.exitcode}", None) from None
+    if failure is not None:
+        raise RankError(rank, *failure)
+    return value

@@ -1,0 +1,130 @@
+"""Two traces, side by side: one finding per kind of value, with the largest error and where it is."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshtrain.verify.subject import Trace
+
+TOLERANCE = 1e-12
+# A tensor whose largest element is this much smaller than that of all is measured at this scale: the gradient of a key
+# bias, which softmax ignores, is nothing but rounding.
+SMALLEST_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far a plan is from the stock model in one kind of value.
+
+    Attributes:
+        what: the kind of value.
+        where: the FQN, or the step, of the largest error.
+        error: relative to the largest element; infinite for what is missing or not a number.
+        tolerance: what is allowed.
+    """
+
+    what: str
+    where: str
+    error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is allowed."""
+        return self.error <= self.tolerance
+
+
+def compare(traces: Sequence[Trace], expected: Trace) -> list[Finding]:
+    """Compare every rank's trace with that of the stock model."""
+    findings = [_initial(traces, expected)]
+    for what, name in (("loss", "losses"), ("gradient norm", "norms")):
+        pairs = [(getattr(trace, name), getattr(expected, name)) for trace in traces]
+        errors = {
+            f"step {step + 1}": max(relative_error(found[step], wanted[step]) for found, wanted in pairs)
+            for step in range(len(expected.losses))
+        }
+        findings.append(_worst(what, errors))
+    findings.append(_worst("gradient", _gradient_errors(traces, expected)))
+    findings.append(
+        _worst("parameter after 3 steps", _tensor_errors([t.parameters for t in traces], expected.parameters))
+    )
+    evaluation = max(relative_error(trace.evaluation, expected.evaluation) for trace in traces)
+    findings.append(Finding("evaluation loss", "", evaluation, TOLERANCE))
+    return findings
+
+
+def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | None:
+    """Return the FQN of the first decoder layer whose output differs in the very first microbatch, if any does."""
+    found: dict[str, list[Tensor]] = {}
+    for trace in traces:
+        for name, output in trace.layers.items():
+            found.setdefault(name, []).append(output)
+    for name, wanted in sorted(expected.layers.items(), key=lambda item: _natural(item[0])):
+        outputs = found.get(name, [])
+        if outputs and outputs[0].shape[1] < wanted.shape[1]:
+            # With sequence parallelism each rank holds a part, in the order of the ranks.
+            outputs = [torch.cat(outputs, dim=1)]
+        if any(tensor_error(output, wanted, 0.0) > TOLERANCE for output in outputs):
+            return name
+    return None
+
+
+def relative_error(found: float, wanted: float) -> float:
+    """Return the relative difference; infinite if either is not a number."""
+    error = abs(found - wanted) / max(abs(wanted), 1e-300)
+    return error if math.isfinite(error) else math.inf
+
+
+def tensor_error(found: Tensor, wanted: Tensor, scale: float) -> float:
+    """Return the largest difference over the largest element, or over `scale` if that is larger."""
+    if found.shape != wanted.shape:
+        return math.inf
+    if wanted.numel() == 0:
+        return 0.0
+    difference, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    if difference == 0.0:
+        return 0.0
+    error = difference / max(largest, scale)
+    return error if math.isfinite(error) else math.inf
+
+
+def _initial(traces: Sequence[Trace], expected: Trace) -> Finding:
+    errors = _tensor_errors([trace.initial for trace in traces], expected.initial)
+    worst = _worst("initial weights", errors)
+    return Finding(worst.what, worst.where, worst.error, 0.0)
+
+
+def _gradient_errors(traces: Sequence[Trace], expected: Trace) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for step, wanted in enumerate(expected.gradients):
+        found = [trace.gradients[step] for trace in traces]
+        # No gradient and a gradient of zeros say the same.
+        zeros = {name: torch.zeros_like(tensor) for tensors in [wanted, *found] for name, tensor in tensors.items()}
+        missing = {name: zeros[name] for name in zeros if not any(name in tensors for tensors in found)}
+        for name, error in _tensor_errors([*found, missing], {**zeros, **wanted}).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+    return errors
+
+
+def _tensor_errors(found: Sequence[Mapping[str, Tensor]], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return FQN -> error; what no rank has, or what the stock model has not, is infinitely wrong."""
+    scale = SMALLEST_SCALE * max((tensor.abs().max().item() for tensor in wanted.values() if tensor.numel()), default=0)
+    errors = {name: math.inf for name in wanted if not any(name in tensors for tensors in found)}
+    for tensors in found:
+        for name, tensor in tensors.items():
+            error = tensor_error(tensor, wanted[name], scale) if name in wanted else math.inf
+            errors[name] = max(errors.get(name, 0.0), error)
+    return errors
+
+
+def _worst(what: str, errors: Mapping[str, float]) -> Finding:
+    where = max(errors, key=lambda name: errors[name])
+    return Finding(what, where, errors[where], TOLERANCE)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"\.", name)]

@@ -1,0 +1,155 @@
+"""The plan, trained on ranks by the product's own step."""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.run import LearningRateConfig
+from meshtrain.models.build import build_model
+from meshtrain.models.fused import FusedParameter, join_parts, split_parts
+from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
+from meshtrain.training.loss import TokenLoss
+from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.step import Trainer, evaluate, train_step
+from meshtrain.verify.casts import KeepFloat64
+from meshtrain.verify.reference import keep_outputs
+from meshtrain.verify.subject import OPTIMIZER, STEPS, Subject, Trace, make_batches, with_noise
+
+
+def initial_weights(subject: Subject) -> dict[str, Tensor]:
+    """Return the random initialisation of the whole model in one process, under the stock names."""
+    layers = len(find_layers(_build(subject))[1])
+    alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
+    pipeline = _parallelize(subject, subject.plan.model_copy(update=alone))
+    _initialize(pipeline, subject.seed)
+    return _gather(pipeline)
+
+
+def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
+    """Train the plan on these ranks for a few steps.
+
+    Args:
+        subject: what to train.
+        initial: stock FQN -> value, for every parameter; training starts from them with noise.
+
+    Returns:
+        What lies on this rank.
+    """
+    # It finds that gathering a tensor whole takes more than one message; that happens in proofs only.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    pipeline = _parallelize(subject, subject.plan)
+    _initialize(pipeline, subject.seed)
+    trace = Trace(initial=_gather(pipeline))
+    with KeepFloat64():
+        fill(pipeline, with_noise(initial))
+        if not subject.plan.compile.enabled:
+            keep_outputs(trace, _own_layers(pipeline), rows=subject.micro_batch_size)
+        trainer = _build_trainer(pipeline)
+        for step, batch in enumerate(make_batches(subject)):
+            _train_step(trainer, step, batch, trace)
+        trace.parameters = _gather(pipeline)
+        trace.evaluation = evaluate(trainer, [_local_part(pipeline, make_batches(subject)[0])])
+    if data_rank(pipeline.mesh) > 0:
+        # It has seen other samples than the first microbatch of the stock model.
+        trace.layers.clear()
+    return trace
+
+
+def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
+    """Copy stock weights into the shards of this process."""
+    for stage in pipeline.stages:
+        restore_buffers(stage.model)
+    parts = split_parts(stock, pipeline.fused)
+    canonical = pipeline.canonical_names()
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            value = parts[canonical[name]]
+            for dim, index in enumerate(local_indices(parameter)):
+                value = value.index_select(dim, index)
+            local_tensor(parameter).copy_(value)
+
+
+def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Trace) -> None:
+    pipeline = trainer.pipeline
+    ids = np.arange(len(batch["input_ids"]))
+    result = train_step(trainer, step, _local_part(pipeline, batch), ids)
+    trace.losses.append(result.loss)
+    trace.norms.append(result.gradient_norm)
+    unclip = max(1.0, (result.gradient_norm + 1e-6) / trainer.max_gradient_norm)
+    gradients = {
+        name: full_tensor(parameter.grad).detach() * unclip
+        for name, parameter in pipeline.owned_parameters().items()
+        if parameter.grad is not None
+    }
+    trace.gradients.append(_joined(gradients, pipeline.fused))
+
+
+def _build(subject: Subject):  # type: ignore[no-untyped-def]
+    return build_model(
+        subject.hf_config,
+        dtype=torch.float64,
+        attention=subject.attention,
+        trust_remote_code=subject.trust_remote_code,
+    )
+
+
+def _parallelize(subject: Subject, plan: ParallelPlan) -> Pipeline:
+    return parallelize(
+        _build(subject),
+        build_mesh(plan.mesh, "cpu"),
+        plan,
+        micro_batch_size=subject.micro_batch_size,
+        seed=subject.seed,
+        device=torch.device("cpu"),
+    )
+
+
+def _initialize(pipeline: Pipeline, seed: int) -> None:
+    for stage in pipeline.stages:
+        initialize_weights(stage.model, seed=seed, names=pipeline.canonical_names())
+
+
+def _build_trainer(pipeline: Pipeline) -> Trainer:
+    group = pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None
+    vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
+    return Trainer(
+        pipeline=pipeline,
+        loss=TokenLoss(vocabulary, group),
+        optimizer=ShardedAdamW(pipeline, OPTIMIZER),
+        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
+        max_gradient_norm=OPTIMIZER.max_gradient_norm,
+    )
+
+
+def _local_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this process's rows of a global batch."""
+    size = len(batch["input_ids"]) // axis_size(pipeline.mesh, *DATA_AXES)
+    start = data_rank(pipeline.mesh) * size
+    return {name: value[start : start + size] for name, value in batch.items()}
+
+
+def _own_layers(pipeline: Pipeline) -> dict[str, torch.nn.Module]:
+    layers: dict[str, torch.nn.Module] = {}
+    for stage in pipeline.stages:
+        prefix = next(name for name, module in stage.model.named_modules() if module is stage.layers)
+        layers |= {f"{prefix}.{stage.first_layer + index}": layer for index, layer in enumerate(stage.own_layers())}
+    return layers
+
+
+def _gather(pipeline: Pipeline) -> dict[str, Tensor]:
+    whole = {name: full_tensor(p.detach()).clone() for name, p in pipeline.owned_parameters().items()}
+    return _joined(whole, pipeline.fused)
+
+
+def _joined(ours: Mapping[str, Tensor], fused: tuple[FusedParameter, ...]) -> dict[str, Tensor]:
+    held = [entry for entry in fused if entry.parts[0] in ours]
+    return join_parts(ours, held)

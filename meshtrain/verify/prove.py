@@ -1,0 +1,109 @@
+"""Prove a subject: the stock model in one process, the plan on ranks of this machine, and what differs."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshtrain import console
+from meshtrain.config.plan import AXES, MeshPlan
+from meshtrain.errors import UserError
+from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
+from meshtrain.verify.compare import Finding, compare, first_divergent_layer
+from meshtrain.verify.parallel import initial_weights, train_plan
+from meshtrain.verify.reference import train_stock
+from meshtrain.verify.subject import Subject, Trace
+
+SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came out.
+
+    Attributes:
+        architecture: class of the model.
+        mesh: of the ranks.
+        findings: the largest error of every kind of value.
+        divergent: FQN of the first decoder layer whose output differs, if any does.
+    """
+
+    architecture: str
+    mesh: MeshPlan
+    findings: tuple[Finding, ...]
+    divergent: str | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan computes what one device computes."""
+        return all(finding.holds for finding in self.findings)
+
+
+def prepare_ranks() -> None:
+    """Let the ranks start with everything imported; call it before the first proof."""
+    preload(["meshtrain.verify.parallel", "meshtrain.verify.reference"])
+
+
+def prove(subject: Subject) -> Proof:
+    """Train both sides and compare them.
+
+    Raises:
+        UserError: for a model or a plan that the ranks refuse.
+    """
+    mesh = subject.plan.mesh
+    try:
+        ((initial, expected),) = run_on_ranks(1, _one_device, subject, timeout=SECONDS)
+        world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+        traces = run_on_ranks(world_size, train_plan, subject, initial, timeout=SECONDS)
+    except RankError as error:
+        if isinstance(error.original, UserError):
+            raise error.original from error
+        raise
+    return Proof(subject.architecture, mesh, tuple(compare(traces, expected)), first_divergent_layer(traces, expected))
+
+
+def show_proof(proof: Proof) -> None:
+    """Print a proof as a table and a verdict."""
+    rows = [(f.what, f.where, _shown(f.error), _shown(f.tolerance), "yes" if f.holds else "NO") for f in proof.findings]
+    rows.append(("first divergent layer", proof.divergent or "none", "", "", "NO" if proof.divergent else "yes"))
+    console.table(mesh_words(proof.mesh), ("compared", "where the error is largest", "error", "allowed", "holds"), rows)
+    verdict = "computes" if proof.holds else "does NOT compute"
+    console.line(f"{proof.architecture}: {mesh_words(proof.mesh)} {verdict} what one device computes")
+
+
+def write_json(proofs: Sequence[Proof], path: Path) -> None:
+    """Write proofs as JSON: a list, in the order in which they were made."""
+    path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
+
+
+def mesh_words(mesh: MeshPlan) -> str:
+    """Return a mesh as "pp 2 x tp 2"."""
+    return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
+
+
+def _one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
+    initial = initial_weights(subject)
+    return initial, train_stock(subject, initial)
+
+
+def _shown(error: float) -> str:
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def _as_table(proof: Proof) -> dict[str, Any]:
+    # JSON has no infinity.
+    findings = [
+        {**asdict(finding), "error": finding.error if math.isfinite(finding.error) else None, "holds": finding.holds}
+        for finding in proof.findings
+    ]
+    return {
+        "architecture": proof.architecture,
+        "mesh": proof.mesh.model_dump(),
+        "proven": proof.holds,
+        "first_divergent_layer": proof.divergent,
+        "findings": findings,
+    }

@@ -1,0 +1,90 @@
+"""The stock model, trained in one process by nothing but torch: what a plan is measured against."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from meshtrain.parallel.anatomy import find_layers
+from meshtrain.verify.casts import KeepFloat64
+from meshtrain.verify.subject import OPTIMIZER, Subject, Trace, make_batches, with_noise
+
+
+def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
+    """Train the stock model for a few steps.
+
+    Args:
+        subject: its plan is not looked at.
+        initial: stock FQN -> value, for every parameter; training starts from them with noise.
+    """
+    trace = Trace(initial=initial)
+    model = _stock_model(subject)
+    with KeepFloat64():
+        _load(model, with_noise(initial))
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = _adamw(parameters)
+        keep_outputs(trace, dict(_named_layers(model)), rows=subject.micro_batch_size)
+        for batch in make_batches(subject):
+            optimizer.zero_grad()
+            loss = _loss(model, batch)
+            loss.backward()
+            trace.losses.append(loss.item())
+            trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
+            optimizer.step()
+        trace.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            trace.evaluation = _loss(model.eval(), make_batches(subject)[0]).item()
+    return trace
+
+
+def keep_outputs(trace: Trace, layers: dict[str, nn.Module], *, rows: int) -> None:
+    """Let the first output of each layer go into the trace, as far as the first `rows` samples."""
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            if name not in trace.layers:
+                hidden = output[0] if isinstance(output, tuple) else output
+                trace.layers[name] = hidden[:rows].detach().clone()
+
+        return hook
+
+    for name, layer in layers.items():
+        layer.register_forward_hook(keep(name))
+
+
+def _stock_model(subject: Subject) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(
+        subject.hf_config,
+        dtype=torch.float64,
+        attn_implementation=subject.attention,
+        trust_remote_code=subject.trust_remote_code,
+    )
+    return model.train()
+
+
+def _load(model: nn.Module, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _named_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    name, layers = find_layers(model)
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits, labels = model(**inputs, use_cache=False).logits.flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()

@@ -1,0 +1,96 @@
+"""`meshtrain verify RUN`: from a run to its proofs."""
+
+import math
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import with_family
+from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
+from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
+from meshtrain.verify.subject import SEQUENCE, Subject
+from meshtrain.verify.tiny import shrink
+
+FEWEST_MICROBATCHES = 4
+
+
+def verify_run(config: RunConfig, json_file: Path | None) -> bool:
+    """Prove the plan of a run on a tiny copy of its model, and show the proof.
+
+    Args:
+        json_file: where to write the proofs as well.
+
+    Returns:
+        Whether the plan computes what one device computes.
+
+    Raises:
+        UserError: if it cannot be proven: the model or the plan is refused.
+    """
+    subjects = make_subjects(config)
+    prepare_ranks()
+    proofs = []
+    for subject in subjects:
+        proofs.append(prove(subject))
+        show_proof(proofs[-1])
+    if json_file is not None:
+        write_json(proofs, json_file)
+    return all(proof.holds for proof in proofs)
+
+
+def make_subjects(config: RunConfig) -> list[Subject]:
+    """Return what must be proven for a run: its plan on small meshes that have all its axes."""
+    hf_config = load_hf_config(config.model)
+    plan = with_family(config.plan, hf_config.model_type)
+    return [
+        make_subject(
+            hf_config,
+            plan,
+            mesh,
+            padded=config.data.form == "padded",
+            attention=config.model.attention,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        for mesh in shrink_mesh(plan.mesh)
+    ]
+
+
+def make_subject(
+    hf_config: PretrainedConfig,
+    plan: ParallelPlan,
+    mesh: MeshPlan,
+    *,
+    padded: bool = False,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Subject:
+    """Return a tiny model of the same class under the plan on a small mesh.
+
+    Args:
+        hf_config: of the model itself.
+        plan: with its family already joined.
+        mesh: at most a few processes.
+
+    Raises:
+        UserError: if the tiny model cannot be built, or contradicts the plan.
+    """
+    plan = shrink_plan(plan, mesh)
+    tiny = shrink(hf_config, num_layers(plan))
+    model = build_model(tiny, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
+    microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
+    global_batch_size = microbatches * mesh.dp_replicate * mesh.dp_shard
+    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+    plan = resolve_plan(plan, model, BatchShape(global_batch_size, 1, SEQUENCE), world_size)
+    return Subject(
+        architecture=type(model).__name__,
+        hf_config=tiny,
+        plan=plan,
+        global_batch_size=global_batch_size,
+        micro_batch_size=1,
+        padded=padded,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )

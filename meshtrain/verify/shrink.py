@@ -1,0 +1,61 @@
+"""From a run to something that a laptop proves in a minute: few processes, few layers, float64; every axis kept."""
+
+import math
+
+from meshtrain.config.plan import AXES, CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan
+
+MAX_RANKS = 8
+PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
+
+
+def shrink_mesh(mesh: MeshPlan) -> list[MeshPlan]:
+    """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`, each at least 2 wide.
+
+    One is enough for up to three axes. Four axes take two meshes: one without copies of the model, one without tp.
+    """
+    degrees = {axis: min(getattr(mesh, axis), MAX_RANKS) for axis in AXES}
+    if mesh.dp_shard == -1:
+        degrees["dp_shard"] = 2
+    wide = [axis for axis in AXES if degrees[axis] > 1]
+    if len(wide) == len(AXES):
+        return [
+            *shrink_mesh(mesh.model_copy(update={"dp_replicate": 1})),
+            *shrink_mesh(mesh.model_copy(update={"tp": 1})),
+        ]
+    while math.prod(degrees.values()) > MAX_RANKS:
+        widest = max(wide, key=lambda axis: degrees[axis])
+        degrees[widest] = max(2, degrees[widest] // 2)
+    return [MeshPlan(**degrees)]
+
+
+def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
+    """Return the plan for a tiny model on a small mesh, in float64."""
+    return plan.model_copy(
+        update={
+            "mesh": mesh,
+            "pipeline": _shrink_pipeline(plan.pipeline, mesh.pp),
+            "precision": PROOF,
+            # Inductor's generated code reorders sums; what is compiled, and how it is cut, is the same.
+            "compile": CompilePlan(enabled=plan.compile.enabled, backend="aot_eager"),
+        }
+    )
+
+
+def num_layers(plan: ParallelPlan) -> int:
+    """Return how many decoder layers a tiny model needs for a shrunk plan."""
+    layers = plan.pipeline.layers_per_stage
+    if isinstance(layers, list):
+        return sum(layers)
+    return max(4, plan.mesh.pp * plan.pipeline.stages_per_rank)
+
+
+def _shrink_pipeline(pipeline: PipelinePlan, pp: int) -> PipelinePlan:
+    stages = pp * pipeline.stages_per_rank
+    layers = pipeline.layers_per_stage
+    if isinstance(layers, list):
+        # As uneven as it was: 1 layer for the emptier stages, 2 for the fuller; a stage with the head only stays one.
+        few = [min(count, 1 + (count > min(layers))) for count in layers[: stages - 1] + layers[-1:]]
+        return pipeline.model_copy(update={"layers_per_stage": few, "split_at": None})
+    if pipeline.split_at is not None:
+        return pipeline.model_copy(update={"layers_per_stage": [2] + [1] * (stages - 1), "split_at": None})
+    return pipeline

@@ -1,0 +1,101 @@
+"""What is proven: a tiny model, its plan, and the batches that both sides train on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import OptimizerConfig
+
+STEPS = 3
+SEQUENCE = 16
+FIRST_PLAIN_TOKEN = 3
+# AdamW divides by sqrt(v) + epsilon: with 1e-8 the rounding noise of a gradient that is zero becomes 1e-11.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, max_gradient_norm=0.5)
+NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tiny model under a plan.
+
+    Attributes:
+        architecture: class of the model.
+        hf_config: of the tiny model.
+        plan: resolved, in float64.
+        global_batch_size: in sequences.
+        micro_batch_size: in sequences.
+        padded: whether samples end before the sequence does, with an attention mask.
+    """
+
+    architecture: str
+    hf_config: PretrainedConfig
+    plan: ParallelPlan
+    global_batch_size: int
+    micro_batch_size: int
+    padded: bool
+    attention: str
+    trust_remote_code: bool
+    seed: int = 0
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary."""
+        return int(self.hf_config.get_text_config().vocab_size)
+
+
+@dataclass
+class Trace:
+    """What a few training steps leave behind, under the stock names.
+
+    Attributes:
+        initial: parameters as they are initialised.
+        losses: of each step.
+        norms: of each step's gradient, before clipping.
+        gradients: of each step, before clipping; of what lies on this process.
+        parameters: after the last step; of what lies on this process.
+        evaluation: mean loss over the first batch, after the last step.
+        layers: output of each decoder layer for the very first microbatch, or this process's part of its sequence.
+    """
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    evaluation: float = 0.0
+    layers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make_batches(subject: Subject) -> list[dict[str, Tensor]]:
+    """Return one global batch per step; trained tokens are uneven between samples, and one sample has none."""
+    stream = torch.Generator().manual_seed(5)
+    rows, half = subject.global_batch_size, subject.global_batch_size // 2
+    batches = []
+    for step in range(STEPS):
+        shape = (rows, SEQUENCE)
+        ids = torch.randint(FIRST_PLAIN_TOKEN, subject.vocabulary, shape, generator=stream)
+        labels = torch.randint(FIRST_PLAIN_TOKEN, subject.vocabulary, shape, generator=stream)
+        labels[torch.rand(shape, generator=stream) < 0.2 + 0.2 * step] = -100
+        labels[:half][torch.rand((half, SEQUENCE), generator=stream) < 0.4] = -100
+        if rows > 1:
+            labels[1] = -100
+        batch = {"input_ids": ids, "labels": labels}
+        if subject.padded:
+            lengths = torch.randint(4, SEQUENCE + 1, (rows, 1), generator=stream)
+            batch["attention_mask"] = (torch.arange(SEQUENCE) < lengths).long()
+            labels[batch["attention_mask"] == 0] = -100
+        batches.append(batch)
+    return batches
+
+
+def with_noise(initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters to train from: no bias is zero, no norm is one, as a half-trained model has it."""
+    noisy = {}
+    for number, (name, value) in enumerate(sorted(initial.items())):
+        stream = torch.Generator().manual_seed(number)
+        noisy[name] = value + NOISE * torch.randn(value.shape, generator=stream, dtype=value.dtype)
+    return noisy

@@ -1,0 +1,224 @@
+"""`meshtrain verify` proves what is right, finds every kind of damage, and says where it is."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshtrain import cli
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, ShardPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import with_family
+from meshtrain.models.build import load_hf_config
+from meshtrain.parallel import tied
+from meshtrain.training import gradients
+from meshtrain.training.loss import TokenLoss
+from meshtrain.verify import parallel
+from meshtrain.verify.compare import compare, first_divergent_layer
+from meshtrain.verify.parallel import initial_weights, train_plan
+from meshtrain.verify.reference import train_stock
+from meshtrain.verify.run import make_subject
+from meshtrain.verify.subject import Subject, Trace
+from tests.ranks import run_on_ranks
+
+RUN = """
+run_directory = "out"
+steps = 1
+global_batch_size = 8
+model = { type = "qwen3" }
+plan.mesh = { pp = 2, tp = 2, dp_shard = 1 }
+"""
+
+
+def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> Subject:
+    plan = with_family(ParallelPlan(**tables), model_type)
+    return make_subject(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
+
+
+def one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
+    initial = initial_weights(subject)
+    return initial, train_stock(subject, initial)
+
+
+def train_damaged(damage: Callable[[], None], subject: Subject, initial: dict[str, Tensor]) -> Trace:
+    damage()
+    return train_plan(subject, initial)
+
+
+def no_damage() -> None:
+    """Leave everything as it is."""
+
+
+def forget_the_norms_of_heads() -> None:
+    """Lose the rule that sums the gradients of q_norm and k_norm over tp."""
+    parallelize = parallel.parallelize
+
+    def without_norms(*args: Any, **kwargs: Any) -> Any:
+        pipeline = parallelize(*args, **kwargs)
+        object.__setattr__(pipeline, "summed_over_tp", frozenset())
+        return pipeline
+
+    parallel.parallelize = without_norms
+
+
+def weight_microbatches_alike() -> None:
+    """Take the mean of the means of the microbatches."""
+    call = TokenLoss.__call__
+
+    def mean(self: TokenLoss, logits: Tensor, labels: Tensor) -> Tensor:
+        return call(self, logits, labels) * self.num_tokens / (labels != -100).sum().clamp(min=1) / 4
+
+    TokenLoss.__call__ = mean  # type: ignore[method-assign]
+
+
+def lose_a_layer() -> None:
+    """Let the first layer of the second stage hand on what it gets."""
+    parallelize = parallel.parallelize
+
+    def without_layer(*args: Any, **kwargs: Any) -> Any:
+        pipeline = parallelize(*args, **kwargs)
+        for stage in pipeline.stages:
+            if not stage.is_first:
+                stage.own_layers()[0].forward = lambda hidden, *args, **kwargs: hidden * 1.0
+        return pipeline
+
+    parallel.parallelize = without_layer
+
+
+def leave_tied_copies_alone() -> None:
+    """Do not add up the gradients of the two ends of a tie."""
+    tied.TiedCopies.reduce_gradients = lambda self: None  # type: ignore[method-assign]
+
+
+def skip_strided_shards() -> None:
+    """Ask `is_shard()` which gradients the norm must be summed for."""
+
+    def axes(gradient: Tensor) -> frozenset[str]:
+        if not isinstance(gradient, DTensor):
+            return frozenset()
+        names = gradient.device_mesh.mesh_dim_names or ()
+        return frozenset(
+            name for name, placement in zip(names, gradient.placements, strict=True) if placement.is_shard()
+        )
+
+    gradients._sharded_axes = axes
+
+
+def findings_of(damage: Callable[[], None], subject: Subject) -> tuple[dict[str, Any], str | None]:
+    ((initial, expected),) = run_on_ranks(1, one_device, subject)
+    mesh = subject.plan.mesh
+    world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
+    traces = run_on_ranks(world_size, train_damaged, damage, subject, initial)
+    return {finding.what: finding for finding in compare(traces, expected)}, first_divergent_layer(traces, expected)
+
+
+@functools.cache
+def qwen3() -> Subject:
+    return subject_of("qwen3", {"tp": 2})
+
+
+def test_what_is_right_is_proven() -> None:
+    found, divergent = findings_of(no_damage, subject_of("qwen3", {"pp": 2, "tp": 2}))
+    assert all(finding.holds for finding in found.values()), found
+    assert found["initial weights"].error == 0.0
+    assert divergent is None
+
+
+def test_a_missing_rule_for_the_norms_of_heads() -> None:
+    found, divergent = findings_of(forget_the_norms_of_heads, qwen3())
+    assert found["gradient"].error > 1e-2
+    assert found["gradient"].where.endswith(("q_norm.weight", "k_norm.weight"))
+    # The forward pass is right, and so is the loss of the first step.
+    assert divergent is None
+
+
+def test_microbatches_that_weigh_alike() -> None:
+    found, divergent = findings_of(weight_microbatches_alike, subject_of("gpt2", {"pp": 2}))
+    assert found["loss"].error > 1e-3
+    assert divergent is None
+
+
+def test_a_stage_that_lost_a_layer() -> None:
+    subject = subject_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
+    found, divergent = findings_of(lose_a_layer, subject)
+    assert not found["loss"].holds
+    assert found["gradient"].error == math.inf or found["gradient"].where.startswith("transformer.h.2")
+    assert divergent == "transformer.h.2"
+
+
+def test_a_tied_copy_that_is_not_reduced() -> None:
+    found, _ = findings_of(leave_tied_copies_alone, subject_of("gpt2", {"pp": 2}))
+    assert found["gradient"].where == "transformer.wte.weight"
+    assert found["gradient"].error > 1e-2
+
+
+def test_a_gradient_norm_that_skips_strided_shards() -> None:
+    found, _ = findings_of(skip_strided_shards, subject_of("llama", {"dp_shard": 2, "tp": 2}))
+    assert found["gradient norm"].error > 1e-3
+
+
+def test_a_zero_bubble_schedule_with_resharding() -> None:
+    subject = subject_of(
+        "llama", {"pp": 2, "dp_shard": 2}, pipeline=PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)
+    )
+    assert subject.plan.shard.reshard_after_forward == "never"
+    resharding = subject.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
+    found, _ = findings_of(no_damage, Subject(**{**vars(subject), "plan": resharding}))
+    assert not found["gradient"].holds
+
+
+def test_the_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), "--json", str(tmp_path / "proof.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "Qwen3ForCausalLM: pp 2 x tp 2 computes what one device computes" in shown
+    (proof,) = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["proven"]
+    assert proof["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
+    assert [finding["what"] for finding in proof["findings"]] == [
+        "initial weights",
+        "loss",
+        "gradient norm",
+        "gradient",
+        "parameter after 3 steps",
+        "evaluation loss",
+    ]
+
+
+def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), 'model.type="rwkv"']) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: RwkvForCausalLM cannot be cut into stages")
+    assert cli._exit_code(["verify"]) == 2
+    assert "takes a RUN, or --models" in capsys.readouterr().err
+    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), "--models"]) == 2
+
+
+def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "coverage.md"
+    arguments = ["verify", "--models", "--type", "gpt2", "--type", "rwkv", "--table", str(table)]
+    assert cli._exit_code(arguments) == 0
+    assert "pipeline x sharding: 1 of 2 classes proven" in capsys.readouterr().out
+    gpt2, rwkv = table.read_text().splitlines()[-2:]
+    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven |"
+    assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
+
+
+def test_float64_stays() -> None:
+    from meshtrain.verify.casts import KeepFloat64
+
+    wide, narrow = torch.ones(2, dtype=torch.float64), torch.ones(2)
+    with KeepFloat64():
+        assert {wide.float().dtype, wide.to(torch.float32).dtype, wide.to(dtype=torch.float32).dtype} == {torch.float64}
+        assert torch.softmax(wide, -1, dtype=torch.float32).dtype == torch.float64
+        assert narrow.to(torch.float64).float().dtype == torch.float64
+        assert narrow.to(torch.bfloat16).float().dtype == torch.float32
+    assert wide.float().dtype == torch.float32

@@ -1,0 +1,47 @@
+"""Every axis of a mesh stays, on at most 8 processes; a plan stays as uneven as it was."""
+
+import pytest
+
+from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
+
+Degrees = tuple[int, int, int, int]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "small"),
+    [
+        ((1, 1, 1, 1), [(1, 1, 1, 1)]),
+        ((1, 1, -1, 1), [(1, 1, 2, 1)]),
+        ((2, 1, -1, 2), [(2, 1, 2, 2)]),
+        ((24, 1, 1, 4), [(2, 1, 1, 4)]),
+        ((8, 1, 1, 1), [(8, 1, 1, 1)]),
+        ((8, 2, 1, 1), [(4, 2, 1, 1)]),
+        ((3, 1, 1, 2), [(3, 1, 1, 2)]),
+        ((1, 1, 1000, 8), [(1, 1, 2, 4)]),
+        ((4, 4, 4, 8), [(2, 1, 2, 2), (2, 2, 2, 1)]),
+    ],
+    ids=str,
+)
+def test_every_axis_stays(mesh: Degrees, small: list[Degrees]) -> None:
+    shrunk = shrink_mesh(MeshPlan(**dict(zip(AXES, mesh, strict=True))))
+    assert [tuple(getattr(found, axis) for axis in AXES) for found in shrunk] == small
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "count"),
+    [
+        (PipelinePlan(), "balanced", 4),
+        (PipelinePlan(layers_per_stage="even"), "even", 4),
+        (PipelinePlan(layers_per_stage=[24, 24]), [1, 1], 2),
+        (PipelinePlan(layers_per_stage=[30, 18]), [2, 1], 3),
+        (PipelinePlan(layers_per_stage=[48, 0]), [2, 0], 2),
+        (PipelinePlan(layers_per_stage=[9, 9, 9, 1]), [2, 1], 3),
+        (PipelinePlan(split_at=["model.layers.30"]), [2, 1], 3),
+    ],
+    ids=str,
+)
+def test_layers(pipeline: PipelinePlan, layers: str | list[int], count: int) -> None:
+    plan = shrink_plan(ParallelPlan(pipeline=pipeline), MeshPlan(pp=2))
+    assert (plan.pipeline.layers_per_stage, num_layers(plan)) == (layers, count)
+    assert plan.precision.parameters == plan.precision.compute == "float64"
