@@ -7,7 +7,9 @@ from pydantic import Field, field_validator
 from meshtrain.config.words import Words
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 Style = Literal[
     "colwise",
     "colwise_gather_output",
@@ -48,7 +50,7 @@ class PipelinePlan(Words):
     schedule: ScheduleName = "1F1B"
     """The order of forward and backward passes; torch's own names."""
     stages_per_rank: Degree = 1
-    """Stages held by one process; more than 1 needs Interleaved1F1B."""
+    """Stages held by one process: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV, any number for the rest."""
     layers_per_stage: Literal["balanced", "even"] | list[Annotated[int, Field(ge=0)]] = "balanced"
     """`balanced`: the slowest stage is as fast as can be, by FLOPs; `even`: same number of layers; or the numbers."""
     split_at: list[str] | None = None

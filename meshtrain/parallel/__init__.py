@@ -9,11 +9,12 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
 from meshtrain.parallel.cut import Stage, cut
-from meshtrain.parallel.pipeline import Pipeline, stage_owners
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rules import TensorRules, resolve_rules
+from meshtrain.parallel.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tied import TiedCopies
@@ -70,7 +71,7 @@ def parallelize(
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,
-        tied_copies=_tied_copies(stages, mesh, tied),
+        tied_copies=_tied_copies(stages, mesh, plan, tied),
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
@@ -84,7 +85,7 @@ def _layers_per_stage(plan: ParallelPlan) -> list[int]:
 
 
 def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:
-    owners = stage_owners(len(_layers_per_stage(plan)), axis_size(mesh, "pp"))
+    owners = stage_owners(plan.pipeline, axis_size(mesh, "pp"))
     return [stage for stage, owner in enumerate(owners) if owner == axis_rank(mesh, "pp")]
 
 
@@ -94,14 +95,14 @@ def _replicas(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> Repl
     return Replicas(parameters, None if alone else mesh.get_group("dp_replicate"))
 
 
-def _tied_copies(stages: list[Stage], mesh: DeviceMesh, tied: dict[str, str]) -> TiedCopies:
-    num_stages = stages[0].num_stages
-    if not tied or num_stages == 1:
-        return TiedCopies((), None)
-    group = new_group_along(mesh, "pp", ends_only=True)
+def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied: dict[str, str]) -> TiedCopies:
+    pp = axis_size(mesh, "pp")
+    if not tied or pp == 1:
+        return TiedCopies((), (), None)
+    owners = stage_owners(plan.pipeline, pp)
+    group = new_group_along(mesh, "pp", ends_only=True) if owners[0] != owners[-1] else None
+    first, last = stages[0], stages[-1]
     names = sorted(tied.items())
-    if stages[0].is_first:
-        return TiedCopies([stages[0].model.get_parameter(source) for _, source in names], group)
-    if stages[-1].is_last:
-        return TiedCopies([stages[-1].model.get_parameter(copy) for copy, _ in names], group)
-    return TiedCopies((), None)
+    originals = [first.model.get_parameter(source) for _, source in names] if first.is_first else []
+    copies = [last.model.get_parameter(copy) for copy, _ in names] if last.is_last else []
+    return TiedCopies(originals, copies, group)

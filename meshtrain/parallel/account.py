@@ -14,8 +14,8 @@ from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.cut import Stage, cut
-from meshtrain.parallel.pipeline import stage_owners
 from meshtrain.parallel.rules import resolve_rules, sharded_dims
+from meshtrain.parallel.schedules import stage_owners
 
 ADAM_STATES = 2
 
@@ -64,7 +64,7 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
     stages = cut(whole, layers, range(len(layers)))
-    owners = stage_owners(len(layers), plan.mesh.pp)
+    owners = stage_owners(plan.pipeline, plan.mesh.pp)
     return [_share(stage, owner, plan, styles) for stage, owner in zip(stages, owners, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """The parallel model as the training step sees it: one interface, with or without a pipeline schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.fused import FusedParameter
+from meshtrain.parallel.borders import Borders
 from meshtrain.parallel.collectives import shard_width
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.runtime.mesh import axis_rank, axis_size
+from meshtrain.runtime.mesh import axis_size
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From the logits and the labels (batch, seq) of a microbatch to a () loss; the losses of a step are summed."""
@@ -30,14 +31,14 @@ class Pipeline:
     """The stages that this process holds, and how they work together with those of the others.
 
     Attributes:
-        stages: ascending; one, unless the schedule interleaves.
+        stages: ascending; one, unless the schedule has several per process.
         mesh: all processes.
         plan: resolved.
         micro_batch_size: in sequences.
         fused: the stock parameters that are kept in parts.
         summed_over_tp: names of the parameters whose gradients are partial over tp.
         logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
-        tied_copies: the tied weights whose other end lies on another process.
+        tied_copies: the tied weights whose two ends lie on different stages.
         replicas: sums gradients over whole copies of the model.
         streams: seeds for dropout.
         peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
@@ -120,11 +121,6 @@ class Pipeline:
     def _set_sequence_length(self, labels: Tensor) -> None:
         for stage in self.stages:
             stage.channel.sequence_length = labels.shape[1]
-
-
-def stage_owners(num_stages: int, pp: int) -> list[int]:
-    """Return the pp rank that holds each stage: round and round, as the loop schedules want it."""
-    return [stage % pp for stage in range(num_stages)]
 
 
 def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -221,37 +217,22 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
     torch's own `schedule.eval` divides gradients that are there, keeps all logits, and does not know every schedule.
     """
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
-    owners = stage_owners(pipeline.num_stages, axis_size(pipeline.mesh, "pp"))
-    here = axis_rank(pipeline.mesh, "pp")
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
-    sends: list[tuple[dist.Work, Tensor]] = []
+    borders = Borders(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, "pp"))
     for stage in pipeline.stages:
-        outputs = []
         for microbatch, targets in microbatches:
             arguments = dict(microbatch)
             first = arguments.pop("input_ids")
             if not stage.is_first:
-                first = _hidden_like(pipeline, labels, labels.device)
-                dist.recv(first, group=pipeline.peers, group_src=owners[stage.index - 1])
+                first = borders.receive(stage.index, _hidden_like(pipeline, labels, labels.device))
             output = stage.model(first, **arguments)
             if stage.is_last:
                 total += loss_function(output, targets)
-            elif axis_size(pipeline.mesh, "pp") == 2 and pipeline.num_stages > 2:
-                # Two processes that both send and receive: on NCCL one direction must be done before the other.
-                outputs.append(output.contiguous())
             else:
-                sends += _send([output.contiguous()], pipeline.peers, owners[stage.index + 1])
-        sends += _send(outputs, pipeline.peers, owners[stage.index + 1]) if outputs else []
-    assert here == owners[pipeline.stages[0].index]
-    for work, _ in sends:
-        work.wait()
+                borders.hand_on(stage.index, output)
+        borders.end_stage()
+    borders.wait()
     return total
-
-
-def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, to: int) -> list[tuple[dist.Work, Tensor]]:
-    # The tensor is kept beside the work: it must live until it is sent.
-    works = [(dist.isend(tensor, group=group, group_dst=to), tensor) for tensor in tensors]
-    return [(work, tensor) for work, tensor in works if work is not None]
 
 
 def _microbatches(

@@ -17,6 +17,8 @@ class Replicas:
     """Sums gradients over the dp_replicate axis, where FSDP2 does not do it.
 
     A large gradient is on its way as soon as the last microbatch has added to it; all small ones follow in one message.
+    A schedule that computes the gradients of the weights apart adds them past autograd's hooks, so there the large ones
+    are not seen to be complete: they go with the small ones, at the end.
 
     Args:
         parameters: of this process.
@@ -28,7 +30,7 @@ class Replicas:
         self._group = group
         self._num_microbatches = 0
         self._additions: dict[nn.Parameter, int] = {}
-        self._works: list[dist.Work] = []
+        self._works: dict[nn.Parameter, dist.Work] = {}
         if group is not None:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._count)
@@ -42,8 +44,11 @@ class Replicas:
         """Sum what is not yet on its way, and wait for all."""
         if self._group is None:
             return
+        for parameter in self._parameters:
+            if _is_large(parameter) and parameter not in self._works:
+                self._send(parameter)
         all_reduce_small([local_gradient(p) for p in self._parameters if not _is_large(p)], self._group)
-        for work in self._works:
+        for work in self._works.values():
             work.wait()
         self._works.clear()
 
@@ -51,9 +56,12 @@ class Replicas:
         assert isinstance(parameter, nn.Parameter)
         self._additions[parameter] = self._additions.get(parameter, 0) + 1
         if self._additions[parameter] == self._num_microbatches and _is_large(parameter):
-            work = dist.all_reduce(local_gradient(parameter), group=self._group, async_op=True)
-            assert work is not None
-            self._works.append(work)
+            self._send(parameter)
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        work = dist.all_reduce(local_gradient(parameter), group=self._group, async_op=True)
+        assert work is not None
+        self._works[parameter] = work
 
 
 def all_reduce_small(gradients: list[Tensor], group: ProcessGroup) -> None:

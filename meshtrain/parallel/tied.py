@@ -6,24 +6,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.replicas import local_gradient
 
 
 class TiedCopies:
-    """Sums the gradients of a tied weight over the process of its first stage and that of its last.
+    """Sums the gradients of a tied weight over its first stage and its last.
 
-    Both copies start equal, are sharded alike and get equal gradients, so their optimizers keep them equal.
+    Both copies start equal, are sharded alike and get equal gradients, so their optimizers keep them equal. There are
+    two copies even where one process holds both stages (the V schedules): FSDP2 manages each stage by itself, and one
+    parameter between two of its roots loses gradients without a word.
 
     Args:
-        parameters: this process's copies, in the same order on both ends; empty on processes between.
-        group: the two processes; None on processes between.
+        originals: what the first stage holds, if this process holds that.
+        copies: what the last stage holds, if this process holds that, in the same order.
+        group: the process of the first stage and that of the last; None where they are one, and on those between.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
-        self.parameters, self.group = tuple(parameters), group
+    def __init__(
+        self, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter], group: ProcessGroup | None
+    ) -> None:
+        self.originals, self.copies, self.group = tuple(originals), tuple(copies), group
 
     def reduce_gradients(self) -> None:
         """Add both ends' gradients; call once per step, before the norm is taken."""
-        for parameter in self.parameters:
-            assert parameter.grad is not None, "a tied weight has no gradient"
-            dist.all_reduce(local_tensor(parameter.grad), group=self.group)
+        if self.originals and self.copies:
+            for original, copy in zip(self.originals, self.copies, strict=True):
+                total, other = local_gradient(original), local_gradient(copy)
+                other.copy_(total.add_(other))
+            return
+        for parameter in (*self.originals, *self.copies):
+            dist.all_reduce(local_gradient(parameter), group=self.group)

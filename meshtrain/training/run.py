@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints
-from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
+from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.data.loader import Batch, build_loader
@@ -39,7 +39,7 @@ from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
-from meshtrain.training.state import saved_tensors, wanted_tensors
+from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import Trainer
 
 Saved = tuple[Path, Manifest]
@@ -135,7 +135,7 @@ def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
         checkpoint, manifest = saved
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        load_checkpoint(checkpoint, wanted_tensors(pipeline, trainer.optimizer))
+        load_state(checkpoint, pipeline, trainer.optimizer)
         trainer.optimizer.set_steps_done(manifest.step)
         console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
         return manifest.step

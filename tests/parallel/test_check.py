@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, RecomputePlan, ShardPlan, TensorPlan
+from meshtrain.config.plan import (
+    CompilePlan,
+    MeshPlan,
+    ParallelPlan,
+    PipelinePlan,
+    PrecisionPlan,
+    RecomputePlan,
+    ShardPlan,
+    TensorPlan,
+)
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import PlanError
@@ -160,26 +169,6 @@ def test_global_batch() -> None:
     assert problems(plan, batch=BatchShape(3, 2, 12)) == (
         "global_batch_size = 3 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest is 8",
     )
-
-
-def test_too_few_microbatches_for_1f1b() -> None:
-    plan = make_plan("llama", mesh={"pp": 4, "dp_replicate": 2})
-    assert problems(plan, batch=BatchShape(12, 2, 12)) == (
-        "pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are 3 microbatches and 4 "
-        "stages; raise global_batch_size to 16 or lower micro_batch_size",
-    )
-    assert resolve_plan(plan, meta_model("llama"), BatchShape(16, 2, 12), 8)
-
-
-def test_microbatches_that_do_not_make_rounds() -> None:
-    pipeline = {"schedule": "Interleaved1F1B", "stages_per_rank": 2}
-    plan = make_plan("llama", mesh={"pp": 2}, pipeline=pipeline)
-    assert problems(plan, batch=BatchShape(5, 1, 12)) == (
-        "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 cannot be so "
-        "divided; use a multiple of 2",
-    )
-    for fits in (1, 2, 3, 4, 8):
-        assert resolve_plan(plan, meta_model("llama"), BatchShape(fits, 1, 12), 2)
 
 
 def test_sequence_length() -> None:
@@ -346,16 +335,88 @@ def test_width_of_the_mlp(model_type: str) -> None:
 
 
 def test_stages_per_rank() -> None:
-    plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": "GPipe", "stages_per_rank": 2})
-    assert problems(plan) == (
-        "pipeline.stages_per_rank = 2 needs mesh.pp > 1 and schedule 'Interleaved1F1B', found mesh.pp = 2 and 'GPipe'; "
-        "change one of them",
+    def said(schedule: str, stages_per_rank: int, pp: int = 2) -> tuple[str, ...]:
+        pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
+        return problems(make_plan("llama", mesh={"pp": pp}, pipeline=pipeline))
+
+    assert said("GPipe", 2) == (
+        "pipeline.schedule = 'GPipe' needs stages_per_rank = 1, found 2; set it so, or take a schedule for 2: "
+        "Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
     )
-    plan = make_plan("llama", pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
-    assert problems(plan) == (
-        "pipeline.stages_per_rank = 2 needs mesh.pp > 1 and schedule 'Interleaved1F1B', found mesh.pp = 1 and "
-        "'Interleaved1F1B'; change one of them",
+    assert said("ZBVZeroBubble", 1) == (
+        "pipeline.schedule = 'ZBVZeroBubble' needs stages_per_rank = 2, found 1; set it so, or take a schedule for 1: "
+        "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble",
     )
+    assert said("Interleaved1F1B", 2, pp=1) == (
+        "pipeline.stages_per_rank = 2 needs mesh.pp > 1, found mesh.pp = 1; change one of them",
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "numbers"),
+    [
+        ("GPipe", (1,)),
+        ("1F1B", (1,)),
+        ("Interleaved1F1B", (1, 2, 3)),
+        ("LoopedBFS", (1, 2, 3)),
+        ("InterleavedZeroBubble", (1, 2, 3)),
+        ("ZBVZeroBubble", (2,)),
+        ("DualPipeV", (2,)),
+    ],
+)
+def test_what_every_schedule_takes(schedule: str, numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        pipeline = {"schedule": schedule, "stages_per_rank": number}
+        plan = make_plan("llama", mesh={"pp": 2, "dp_shard": 2}, pipeline=pipeline)
+        resolved = resolve_plan(plan, meta_model("llama", num_hidden_layers=6), BATCH, 4)
+        assert len(resolved.pipeline.layers_per_stage) == 2 * number
+        assert resolved.shard.reshard_after_forward == "never"
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1F1B", 1), ("DualPipeV", 2)])
+def test_fewer_microbatches_than_stages(schedule: str, stages_per_rank: int) -> None:
+    pp = 4 // stages_per_rank
+    pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
+    plan = make_plan("llama", mesh={"pp": pp, "dp_replicate": 2}, pipeline=pipeline)
+    assert problems(plan, batch=BatchShape(12, 2, 12)) == (
+        f"pipeline.schedule = '{schedule}' needs at least as many microbatches as stages: there are 3 microbatches and "
+        "4 stages; raise global_batch_size to 16 or lower micro_batch_size",
+    )
+    assert resolve_plan(plan, meta_model("llama"), BatchShape(16, 2, 12), pp * 2)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_microbatches_that_do_not_make_rounds(schedule: str) -> None:
+    plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": schedule, "stages_per_rank": 2})
+    assert problems(plan, batch=BatchShape(5, 1, 12)) == (
+        f"pipeline.schedule = '{schedule}' runs microbatches in equal rounds of at least pp = 2; 5 cannot be so "
+        "divided; use a multiple of 2",
+    )
+    for fits in (1, 2, 3, 4, 8):
+        assert resolve_plan(plan, meta_model("llama"), BatchShape(fits, 1, 12), 2)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_split_backward_neither_reshards_nor_compiles(schedule: str) -> None:
+    pipeline = {"schedule": schedule, "stages_per_rank": 2}
+    shard = {"reshard_after_forward": "always"}
+    plan = make_plan("llama", mesh={"pp": 2, "dp_shard": 2}, pipeline=pipeline, shard=shard)
+    resharding = (
+        f"pipeline.schedule = '{schedule}' computes the gradients of the weights apart, and torch loses them without a "
+        "word where parameters are freed in between (shard.reshard_after_forward = 'always'); set it to 'never'"
+    )
+    compiling = (
+        f"pipeline.schedule = '{schedule}' computes the gradients of the weights apart, which torch cannot do with "
+        "compiled layers; set compile.enabled = false, or take 1F1B or Interleaved1F1B"
+    )
+    assert problems(plan) == (resharding,)
+    compiled = plan.model_copy(update={"compile": CompilePlan(enabled=True)})
+    assert problems(compiled) == (resharding, compiling)
+    # FSDP2 is at work with one process per shard, too, where it keeps two number formats.
+    alone = make_plan("llama", mesh={"pp": 2, "dp_shard": 1}, pipeline=pipeline, shard=shard)
+    assert resolve_plan(alone, meta_model("llama"), BATCH, 2)
+    mixed = alone.model_copy(update={"precision": PrecisionPlan(compute="bfloat16")})
+    assert problems(mixed) == (resharding,)
 
 
 def test_fewer_layers_than_stages() -> None:
@@ -452,7 +513,7 @@ def test_all_contradictions_at_once() -> None:
         "mesh.tp = 8 does not divide the model's 4 attention heads",
         "mesh.tp = 8 does not divide the model's 4 key-value heads",
         "tensor.styles: 'model.nrom' matches no module",
-        "pipeline.stages_per_rank = 2 needs",
+        "pipeline.schedule = 'GPipe' needs stages_per_rank = 1",
         "mesh.pp x stages_per_rank makes 16 stages",
     )
     assert len(found) == len(starts)

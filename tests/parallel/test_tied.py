@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.step import train_step
 from tests.parity import (
@@ -43,8 +44,12 @@ def train(case: Case) -> tuple[str | None, int, Ends]:
         if canonical[name] == source:
             tensors = {"value": parameter.detach(), "gradient": parameter.grad, **trainer.optimizer.moments(name)}
             ends = {kind: local_tensor(tensor).clone() for kind, tensor in tensors.items()}
-            return ("far" if name != source else "near"), len(pipeline.tied_copies.parameters), ends
-    return None, len(pipeline.tied_copies.parameters), {}
+            return ("far" if name != source else "near"), num_copies(pipeline), ends
+    return None, num_copies(pipeline), {}
+
+
+def num_copies(pipeline: Pipeline) -> int:
+    return len(pipeline.tied_copies.originals) + len(pipeline.tied_copies.copies)
 
 
 def train_all() -> list[tuple[str | None, int, Ends]]:
@@ -68,9 +73,21 @@ def test_both_ends_stay_bit_equal() -> None:
 
 
 def test_without_ties_nothing_happens() -> None:
-    TiedCopies((), None).reduce_gradients()
+    TiedCopies((), (), None).reduce_gradients()
 
 
-def test_a_tied_weight_without_a_gradient() -> None:
-    with pytest.raises(AssertionError, match="a tied weight has no gradient"):
-        TiedCopies([nn.Parameter(torch.zeros(2))], None).reduce_gradients()
+@pytest.mark.parametrize("ends", [1, 2])
+def test_a_tied_weight_without_a_gradient(ends: int) -> None:
+    weight = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(AssertionError, match="a parameter has no gradient"):
+        TiedCopies(weight, weight if ends == 2 else (), None).reduce_gradients()
+
+
+def test_both_ends_on_one_process() -> None:
+    original, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    original.grad, copy.grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    TiedCopies([original], [copy], None).reduce_gradients()
+    for end in (original, copy):
+        assert end.grad is not None
+        assert end.grad.tolist() == [4.0, 7.0]
+    assert original.grad is not copy.grad

@@ -36,19 +36,6 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
             f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_ways} x micro_batch_size "
             f"{batch.micro_batch_size} = {unit}; {_nearest_multiples(batch.global_batch_size, unit)}"
         )
-        return
-    microbatches = num_microbatches(plan, batch)
-    schedule, stages = plan.pipeline.schedule, plan.mesh.pp * plan.pipeline.stages_per_rank
-    if plan.mesh.pp > 1 and schedule == "1F1B" and microbatches < stages:
-        yield (
-            f"pipeline.schedule = '1F1B' needs at least as many microbatches as stages: there are {microbatches} "
-            f"microbatches and {stages} stages; raise global_batch_size to {stages * unit} or lower micro_batch_size"
-        )
-    if plan.mesh.pp > 1 and schedule == "Interleaved1F1B" and microbatches % max(1, microbatches // plan.mesh.pp):
-        yield (
-            f"pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = {plan.mesh.pp}; "
-            f"{microbatches} cannot be so divided; use a multiple of {plan.mesh.pp}"
-        )
 
 
 def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:

@@ -9,19 +9,17 @@ from meshtrain.errors import UserError
 from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
-from meshtrain.parallel.check.batch import BatchShape
+from meshtrain.parallel.check.batch import BatchShape, num_microbatches
 from meshtrain.parallel.cut import check_cut
 from meshtrain.parallel.rules import Problems
+from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.parallel.shard import needs_fsdp
 
 
 def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     pp, pipeline = plan.mesh.pp, plan.pipeline
     stages = pp * pipeline.stages_per_rank
-    if pipeline.stages_per_rank > 1 and (pp == 1 or pipeline.schedule != "Interleaved1F1B"):
-        yield (
-            f"pipeline.stages_per_rank = {pipeline.stages_per_rank} needs mesh.pp > 1 and schedule 'Interleaved1F1B', "
-            f"found mesh.pp = {pp} and {pipeline.schedule!r}; change one of them"
-        )
+    yield from _check_schedule(plan, batch)
     try:
         name, layers = find_layers(model)
         if pp > 1:
@@ -39,6 +37,59 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
     elif isinstance(pipeline.layers_per_stage, list):
         yield from _check_layers(pipeline.layers_per_stage, len(layers), stages)
+
+
+def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    pp, per_rank, name = plan.mesh.pp, plan.pipeline.stages_per_rank, plan.pipeline.schedule
+    schedule = SCHEDULES[name]
+    if pp == 1:
+        if per_rank > 1:
+            yield f"pipeline.stages_per_rank = {per_rank} needs mesh.pp > 1, found mesh.pp = 1; change one of them"
+        return
+    if schedule.stages_per_rank not in (None, per_rank):
+        others = ", ".join(other for other, facts in SCHEDULES.items() if facts.stages_per_rank in (None, per_rank))
+        yield (
+            f"pipeline.schedule = {name!r} needs stages_per_rank = {schedule.stages_per_rank}, found {per_rank}; set "
+            f"it so, or take a schedule for {per_rank}: {others}"
+        )
+    else:
+        yield from _check_microbatches(plan, batch)
+    if schedule.splits_backward:
+        yield from _check_split_backward(plan)
+
+
+def _check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    pp, name = plan.mesh.pp, plan.pipeline.schedule
+    stages, microbatches = pp * plan.pipeline.stages_per_rank, num_microbatches(plan, batch)
+    unit = plan.mesh.dp_replicate * plan.mesh.dp_shard * batch.micro_batch_size
+    if batch.global_batch_size % unit:
+        # Said already, by the check of the batch.
+        return
+    needs = SCHEDULES[name].microbatches
+    if needs == "one per stage" and microbatches < stages:
+        yield (
+            f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: there are {microbatches} "
+            f"microbatches and {stages} stages; raise global_batch_size to {stages * unit} or lower micro_batch_size"
+        )
+    if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
+        yield (
+            f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; "
+            f"{microbatches} cannot be so divided; use a multiple of {pp}"
+        )
+
+
+def _check_split_backward(plan: ParallelPlan) -> Problems:
+    name = plan.pipeline.schedule
+    if plan.shard.reshard_after_forward == "always" and needs_fsdp(plan):
+        yield (
+            f"pipeline.schedule = {name!r} computes the gradients of the weights apart, and torch loses them without a "
+            "word where parameters are freed in between (shard.reshard_after_forward = 'always'); set it to 'never'"
+        )
+    if plan.compile.enabled:
+        yield (
+            f"pipeline.schedule = {name!r} computes the gradients of the weights apart, which torch cannot do with "
+            "compiled layers; set compile.enabled = false, or take 1F1B or Interleaved1F1B"
+        )
 
 
 def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Problems:
