@@ -99,9 +99,10 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, tied: dict[str, str]) ->
     if not tied or num_stages == 1:
         return TiedCopies((), None)
     group = new_group_along(mesh, "pp", ends_only=True)
-    names = sorted(tied.items())
-    if stages[0].is_first:
-        return TiedCopies([stages[0].model.get_parameter(source) for _, source in names], group)
-    if stages[-1].is_last:
-        return TiedCopies([stages[-1].model.get_parameter(copy) for copy, _ in names], group)
-    return TiedCopies((), None)
+    ends = [stage for stage in stages if stage.is_first or stage.is_last]
+    if not ends:
+        return TiedCopies((), None)
+    # Not the ties whose both ends lie on one stage, as a head and its bias.
+    held = {name: p for name, p in ends[0].model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    pairs = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
+    return TiedCopies([held[source if source in held else copy] for copy, source in pairs], group)

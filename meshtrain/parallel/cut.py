@@ -6,7 +6,7 @@ their own names. So FQNs, layer indices, masks and positions stay those of the s
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -41,6 +41,7 @@ class Stage:
         layers: the list of layers and stubs inside `model`.
         tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
         channel: where the stage finds what it received and the length of the sequence.
+        filled: its parameters that got zeros in this step because no sample of this process gave them a gradient.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Stage:
     layers: nn.ModuleList
     tied: dict[str, str]
     channel: Channel
+    filled: set[nn.Parameter] = field(default_factory=set)
 
     @property
     def is_first(self) -> bool:

@@ -25,7 +25,7 @@ class Descendants(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # The tensors are kept so that none of their memory is given to another.
         self._tensors: dict[int, Tensor] = {}
 

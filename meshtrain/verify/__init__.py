@@ -1,0 +1,1 @@
+"""Proof that a plan computes what one device computes."""
