@@ -51,7 +51,9 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises:
         ModelError: if there is none.
     """
-    expected = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    # A decoder that was built from the configuration of an encoder and a decoder keeps both numbers.
+    expected = getattr(config, "decoder_layers", config.num_hidden_layers)
     candidates = [
         (name, module)
         for name, module in model.named_modules()

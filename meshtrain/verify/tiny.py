@@ -28,7 +28,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16),
     **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("num_nextn_predict_layers", "encoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(("num_nextn_predict_layers",), 1),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "mamba_n_heads"), HEADS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
@@ -38,6 +38,7 @@ SIZES: dict[str, int] = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
+LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 # Width of the state over that of the model -> number of heads that it is split into.
 STATE_HEADS = (("mamba_expand", "mamba_n_heads"), ("expand", "num_heads"), ("expand", "mamba_num_heads"))
 # Defaults that are None although the class cannot be built so.
@@ -83,11 +84,11 @@ def shrink(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     kept = _kept_layers(config, num_layers)
     tiny = {name: _shrunk(name, value, kept, config.num_hidden_layers) for name, value in values.items()}
     tiny |= {_own_name(config, name): value for name, value in _heads(config).items()}
-    tiny[_own_name(config, "num_hidden_layers")] = num_layers
+    tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
     tiny |= {name: token for name, token in TOKENS.items() if values.get(name) is not None}
     try:
         return type(config)(**tiny)
-    except REFUSALS as error:
+    except (*REFUSALS, NotImplementedError) as error:
         raise ModelError(f"a {config.model_type} configuration cannot be made small: {error}") from error
 
 
