@@ -2,6 +2,7 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
@@ -101,8 +102,13 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied
         return TiedCopies((), (), None)
     owners = stage_owners(plan.pipeline, pp)
     group = new_group_along(mesh, "pp", ends_only=True) if owners[0] != owners[-1] else None
-    first, last = stages[0], stages[-1]
-    names = sorted(tied.items())
-    originals = [first.model.get_parameter(source) for _, source in names] if first.is_first else []
-    copies = [last.model.get_parameter(copy) for copy, _ in names] if last.is_last else []
+    originals = _ends(stages[0], tied, source_is_here=True) if stages[0].is_first else []
+    copies = _ends(stages[-1], tied, source_is_here=False) if stages[-1].is_last else []
     return TiedCopies(originals, copies, group)
+
+
+def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
+    """Return what a stage holds of the ties that span two stages, not of those within one, as a head and its bias."""
+    held = {name: p for name, p in stage.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
+    return [held[source if source_is_here else copy] for copy, source in spanning]

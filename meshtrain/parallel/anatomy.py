@@ -4,18 +4,17 @@ Nothing here knows a model family: one forward pass on the meta device, with eve
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError
+from meshtrain.parallel.lineage import Descendants, tensors_in
 
 PROBE_LENGTH = 3
 # What a forward pass raises when a model is built another way than a probe expects.
@@ -29,18 +28,21 @@ class Anatomy:
     Attributes:
         layers: FQN of the ModuleList of decoder layers.
         num_layers: its length.
-        before: FQNs of the modules called before the first layer (embeddings, rotary, dropout).
+        before: FQN of each module called before the first layer (embeddings, rotary, dropout) -> the shape of what it
+            gives to a probe of one sequence of `PROBE_LENGTH` tokens; None if that is not one tensor.
         after: FQNs of the modules called after the last layer (final norm, head), in call order.
         layers_return_tuples: whether the model unpacks the result of a layer.
         takes_ready_mask: whether it takes a 4-D attention mask (else it makes its own from a 2-D one).
+        writes_in_place: whether it changes what the modules before the layers give, instead of a copy.
     """
 
     layers: str
     num_layers: int
-    before: tuple[str, ...]
+    before: Mapping[str, torch.Size | None]
     after: tuple[str, ...]
     layers_return_tuples: bool
     takes_ready_mask: bool
+    writes_in_place: bool
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -49,7 +51,9 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises:
         ModelError: if there is none.
     """
-    expected = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    # A decoder that was built from the configuration of an encoder and a decoder keeps both numbers.
+    expected = getattr(config, "decoder_layers", config.num_hidden_layers)
     candidates = [
         (name, module)
         for name, module in model.named_modules()
@@ -72,11 +76,10 @@ def examine(model: PreTrainedModel) -> Anatomy:
     failures = []
     for with_mask, as_tuple in itertools.product((True, False), (False, True)):
         try:
-            before, after = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
+            anatomy = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
         except MISFITS as error:
             failures.append(error)
         else:
-            anatomy = Anatomy(name, len(layers), tuple(before), tuple(after), as_tuple, with_mask)
             _check_places(model, anatomy)
             return anatomy
     raise cannot_be_cut(
@@ -91,14 +94,16 @@ def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
 
 
-def _probe(
-    model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple: bool, with_mask: bool
-) -> tuple[list[str], list[str]]:
-    before: list[str] = []
+def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple: bool, with_mask: bool) -> Anatomy:
+    before: dict[str, torch.Size | None] = {}
     after: list[str] = []
-    embedded: set[Node] = set()
+    given: list[tuple[Tensor, int]] = []
     handed_on: list[Tensor] = []
     hidden_shape = (1, PROBE_LENGTH, model.config.get_text_config().hidden_size)
+    ids = probe_ids(next(model.parameters()).device)
+    # What a later stage has not: the tokens, and all that is computed from them or from parameters before its layers.
+    elsewhere = Descendants()
+    elsewhere.add([ids, *model.parameters()])
 
     def pass_through(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -107,70 +112,66 @@ def _probe(
             raise TypeError("a layer receives something else than the hidden state of the layer before")
         if hidden.shape != hidden_shape:
             raise TypeError(f"a hidden state is {tuple(hidden.shape)} and not {hidden_shape}")
-        # A later stage has no embedding to compute it from.
-        if any(tensor.requires_grad for tensor in _tensors((args[1:], kwargs)) if tensor is not hidden):
-            raise TypeError("a layer receives a second tensor that was computed from parameters")
-        handed_on.append(hidden.detach())
+        if any(elsewhere.has(tensor) for tensor in tensors_in((args[1:], kwargs)) if tensor is not hidden):
+            raise TypeError("a layer receives a second tensor that was computed from parameters or tokens")
+        handed_on.append(torch.empty_like(hidden))
+        if len(handed_on) < len(layers):
+            elsewhere.add(handed_on[-1:])
+        else:
+            # The head may be tied to the embedding.
+            elsewhere.drop(model.parameters())
         return (handed_on[-1],) if as_tuple else handed_on[-1]
 
     def note(sibling: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            seen = after if handed_on else before
-            if sibling not in seen:
-                seen.append(sibling)
-            if not handed_on:
-                embedded.update(tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None)
+            if handed_on:
+                after.append(sibling)
+            else:
+                before[sibling] = output.shape if isinstance(output, Tensor) else None
+                given.extend((tensor, tensor._version) for tensor in tensors_in(output))
 
         return hook
 
-    with _short_circuit(layers, pass_through), _eval_mode(model):
-        handles = [
-            model.get_submodule(sibling).register_forward_hook(note(sibling)) for sibling in _siblings(model, name)
-        ]
-        try:
-            device = next(model.parameters()).device
-            output = model(input_ids=probe_ids(device), **probe_mask(device, with_mask=with_mask), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
+    with (
+        _short_circuit(layers, pass_through),
+        _eval_mode(model),
+        _hooks(model, _siblings(model, name), note),
+        elsewhere,
+    ):
+        output = model(input_ids=ids, **probe_mask(ids.device, with_mask=with_mask), use_cache=False)
     if len(handed_on) != len(layers):
         raise ValueError(f"{len(handed_on)} of {len(layers)} layers were called")
-    if _stems_from(output.logits, embedded):
-        raise ValueError("the logits are computed from the embedding as well, past the layers")
-    return before, after
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _stems_from(tensor: Tensor, origins: Collection[Node]) -> bool:
-    """Tell whether one of the origins is in the graph of `tensor`."""
-    seen: set[Node] = set()
-    waiting = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return not seen.isdisjoint(origins)
+    if elsewhere.has(output.logits):
+        raise ValueError("the logits are computed from more than what the last layer gives")
+    return Anatomy(
+        layers=name,
+        num_layers=len(layers),
+        before=before,
+        after=tuple(dict.fromkeys(after)),
+        layers_return_tuples=as_tuple,
+        takes_ready_mask=with_mask,
+        writes_in_place=any(tensor._version != version for tensor, version in given),
+    )
 
 
 def _check_places(model: PreTrainedModel, anatomy: Anatomy) -> None:
     """Check that every parameter has one stage to lie on, the head that is tied to the embedding excepted."""
-    places = {name: _place(name, anatomy) for name, _ in model.named_parameters(remove_duplicate=False)}
+    places = {name: _places(name, anatomy) for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, found in places.items():
+        if not found:
+            raise cannot_be_cut(model, f"its parameter {name} is used neither before, in nor after the layers")
+        if len(found) > 1:
+            raise cannot_be_cut(model, f"its parameter {name} is used before and after the layers")
     for copy_name, source in model.all_tied_weights_keys.items():
-        if (places.get(source), places.get(copy_name)) != ("before", "after"):
+        ends = (*places[source], *places[copy_name])
+        # Both before the first layer, or both after the last: on one stage.
+        if ends != ("before", "after") and (ends[0] != ends[1] or "layers" in ends):
             raise cannot_be_cut(model, f"it ties {copy_name} to {source}, which are not the head and the embedding")
-    lost = [name for name, place in places.items() if place is None]
-    if lost:
-        raise cannot_be_cut(model, f"its parameter {lost[0]} is used neither before, in nor after the layers")
 
 
-def _place(parameter: str, anatomy: Anatomy) -> str | None:
+def _places(parameter: str, anatomy: Anatomy) -> list[str]:
     modules = {"layers": (anatomy.layers,), "before": anatomy.before, "after": anatomy.after}
-    found = (place for place, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names)))
-    return next(found, None)
+    return [place for place, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))]
 
 
 def probe_ids(device: torch.device) -> Tensor:
@@ -210,8 +211,17 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        # With gradients: they tell what is computed from what.
-        with torch.enable_grad():
+        with torch.no_grad():
             yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def _hooks(model: nn.Module, names: Iterable[str], hook_for: Callable[[str], Callable[..., None]]) -> Iterator[None]:
+    handles = [model.get_submodule(name).register_forward_hook(hook_for(name)) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -6,7 +6,7 @@ their own names. So FQNs, layer indices, masks and positions stay those of the s
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshtrain.parallel.anatomy import (
     probe_ids,
     probe_mask,
 )
-from meshtrain.parallel.stubs import CaptureStub, Channel, EntryStub, ExitStub, HeadStub, LayerStub, PassStub, ZeroStub
+from meshtrain.parallel.stubs import BlankStub, CaptureStub, Channel, EntryStub, ExitStub, HeadStub, LayerStub, PassStub
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Stage:
         layers: the list of layers and stubs inside `model`.
         tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
         channel: where the stage finds what it received and the length of the sequence.
+        filled: its parameters that got zeros in this step because no sample of this process gave them a gradient.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Stage:
     layers: nn.ModuleList
     tied: dict[str, str]
     channel: Channel
+    filled: set[nn.Parameter] = field(default_factory=set)
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +104,12 @@ def check_cut(model: PreTrainedModel) -> None:
     below = anatomy.num_layers - 1
     received = None
     try:
-        for layers_per_stage, index in (([0, below + 1], 0), ([1, 0, below], 1), ([below + 1, 0], 1)):
+        for layers_per_stage, index in (
+            ([0, below + 1], 0),
+            ([1, 0, below], 1),
+            ([1, below, 0], 1),
+            ([below + 1, 0], 1),
+        ):
             # Stubs for the layers before anything is copied: a large model has thousands of modules in them.
             stubs: dict[int, Any] = {
                 id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
@@ -119,9 +126,17 @@ def _run_probe(stage: Stage, anatomy: Anatomy, received: Tensor | None) -> Tenso
     stage.channel.sequence_length = PROBE_LENGTH
     first = probe_ids(torch.device("meta")) if received is None else received
     output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
-    if received is not None and not stage.is_last and output is not received:
+    if received is not None and not stage.is_last and not _is_whole(output, received):
         raise ValueError("it does not hand on what its layers give")
     return output
+
+
+def _is_whole(view: Tensor, tensor: Tensor) -> bool:
+    """Tell whether a tensor is another one, or a slice of it that leaves nothing out."""
+    places = [
+        (it.untyped_storage()._cdata, it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)
+    ]
+    return places[0] == places[1]
 
 
 def _cut_one(model: PreTrainedModel, anatomy: Anatomy, layers_per_stage: Sequence[int], index: int) -> Stage:
@@ -132,10 +147,12 @@ def _cut_one(model: PreTrainedModel, anatomy: Anatomy, layers_per_stage: Sequenc
     # Read before the embedding becomes a stub: the head copy needs its padding row zeroed as well.
     tied = dict(model.all_tied_weights_keys)
     padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
-    stage = Stage(index, len(layers_per_stage), first, last, model, layers, tied, Channel())
+    stage = Stage(
+        index, len(layers_per_stage), first, last, model, layers, tied, Channel(writes_in_place=anatomy.writes_in_place)
+    )
     _stub_layers(stage, anatomy)
     if not stage.is_first:
-        _stub_before(model, anatomy)
+        _stub_before(stage, anatomy)
     if not stage.is_last:
         _stub_after(stage, anatomy)
     _keep_own_ties(stage, padding)
@@ -157,14 +174,15 @@ def _stub_layers(stage: Stage, anatomy: Anatomy) -> None:
         stage.layers[position] = stub
 
 
-def _stub_before(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    for name in anatomy.before:
-        module = model.get_submodule(name)
-        has_parameters = any(True for _ in module.parameters())
-        if has_parameters and "embedding" in type(module).__name__.lower():
-            _put(model, name, ZeroStub())
-        elif has_parameters or isinstance(module, nn.Dropout):
-            _put(model, name, PassStub())
+def _stub_before(stage: Stage, anatomy: Anatomy) -> None:
+    for name, shape in anatomy.before.items():
+        module = stage.model.get_submodule(name)
+        if isinstance(module, nn.Dropout):
+            _put(stage.model, name, PassStub())
+        elif any(True for _ in module.parameters()):
+            if shape is None:
+                raise cannot_be_cut(stage.model, f"its {name} gives something else than one tensor")
+            _put(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
 
 
 def _stub_after(stage: Stage, anatomy: Anatomy) -> None:
@@ -209,8 +227,10 @@ def _replace_forward(stage: Stage) -> None:
 
     def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         channel.received = hidden_states
-        # Masks, positions and rotary tables are made from the shape of the carrier.
-        carrier = channel.carrier(hidden_states)
+        batch, _, hidden = hidden_states.shape
+        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
+        # itself may hold only a part of the sequence.
+        carrier = channel.blank((batch, channel.sequence_length, hidden))
         return _result(hf_forward(self, inputs_embeds=carrier, use_cache=False, **kwargs))
 
     def _result(output: Any) -> Tensor:

@@ -78,6 +78,10 @@ class Pipeline:
         for stage in self.stages:
             yield from stage.model.named_parameters()
 
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield of `named_parameters` those that are not frozen."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+
     def canonical_names(self) -> dict[str, str]:
         """Return name -> FQN that the checkpoint knows: they differ for the far copy of a tied weight only."""
         tied = {copy: source for stage in self.stages for copy, source in stage.tied.items()}
@@ -85,8 +89,15 @@ class Pipeline:
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Return FQN -> parameter without the far copies of tied weights: over all processes, each exactly once."""
-        canonical = self.canonical_names()
-        return {name: parameter for name, parameter in self.named_parameters() if canonical[name] == name}
+        owned = {}
+        for stage in self.stages:
+            held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+            for name, parameter in stage.model.named_parameters():
+                # Both ends of a tie may lie on this stage, and the copy may come first.
+                fqn = stage.tied.get(name, name)
+                if fqn in held:
+                    owned[fqn] = parameter
+        return owned
 
     def forward_backward(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
         """Run all microbatches of a step, forward and backward; gradients are summed over microbatches and dp.

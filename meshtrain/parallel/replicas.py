@@ -20,19 +20,24 @@ class Replicas:
     A schedule that computes the gradients of the weights apart adds them past autograd's hooks, so there the large ones
     are not seen to be complete: they go with the small ones, at the end.
 
+    All processes send in the same order, the reverse of the model's: one that lacks a gradient (an expert that got no
+    token) would otherwise add its next one to another parameter.
+
     Args:
-        parameters: of this process.
+        parameters: of this process; frozen ones are left out.
         group: the processes that hold the same part of the model; None if there are no copies.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup | None) -> None:
-        self._parameters = tuple(parameters)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._small = [parameter for parameter in trained if not _is_large(parameter)]
+        self._large = [parameter for parameter in reversed(trained) if _is_large(parameter)]
         self._group = group
         self._num_microbatches = 0
         self._additions: dict[nn.Parameter, int] = {}
-        self._works: dict[nn.Parameter, dist.Work] = {}
+        self._works: list[dist.Work] = []
         if group is not None:
-            for parameter in self._parameters:
+            for parameter in self._large:
                 parameter.register_post_accumulate_grad_hook(self._count)
 
     def begin_step(self, num_microbatches: int) -> None:
@@ -41,27 +46,31 @@ class Replicas:
         self._additions.clear()
 
     def reduce_gradients(self) -> None:
-        """Sum what is not yet on its way, and wait for all."""
+        """Sum what is not yet on its way, and wait for all; every parameter must have a gradient."""
         if self._group is None:
             return
-        for parameter in self._parameters:
-            if _is_large(parameter) and parameter not in self._works:
-                self._send(parameter)
-        all_reduce_small([local_gradient(p) for p in self._parameters if not _is_large(p)], self._group)
-        for work in self._works.values():
+        while len(self._works) < len(self._large):
+            self._send_next()
+        all_reduce_small([local_gradient(parameter) for parameter in self._small], self._group)
+        for work in self._works:
             work.wait()
         self._works.clear()
 
     def _count(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self._additions[parameter] = self._additions.get(parameter, 0) + 1
-        if self._additions[parameter] == self._num_microbatches and _is_large(parameter):
-            self._send(parameter)
+        while self._next_is_complete():
+            self._send_next()
 
-    def _send(self, parameter: nn.Parameter) -> None:
-        work = dist.all_reduce(local_gradient(parameter), group=self._group, async_op=True)
+    def _next_is_complete(self) -> bool:
+        following = self._large[len(self._works) : len(self._works) + 1]
+        return any(self._additions.get(parameter, 0) == self._num_microbatches for parameter in following)
+
+    def _send_next(self) -> None:
+        gradient = local_gradient(self._large[len(self._works)])
+        work = dist.all_reduce(gradient, group=self._group, async_op=True)
         assert work is not None
-        self._works[parameter] = work
+        self._works.append(work)
 
 
 def all_reduce_small(gradients: list[Tensor], group: ProcessGroup) -> None:

@@ -1,9 +1,13 @@
 """Sharding of parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut import Stage
@@ -35,6 +39,37 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         # forced sum keeps torch from a pre-multiplied reduction, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        _fill_before_reduction(module, stage.filled)
+
+
+def _fill_before_reduction(module: FSDPModule, filled: set[nn.Parameter]) -> None:
+    """Give a parameter without a gradient zeros before FSDP2 reduces, and add it to `filled`.
+
+    FSDP2 leaves it out of its message: where another process has a gradient (an expert that got a token only there),
+    the messages would not fit together.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    reduce = group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        # It may be called again when it is done.
+        if group.reduce_grads and group._training_state != TrainingState.POST_BACKWARD:
+            for held in group.fsdp_params:
+                if _lacks_gradient(held):
+                    held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+                    filled.add(held.sharded_param)
+        reduce(*arguments)
+
+    group.post_backward = post_backward  # type: ignore[method-assign]
+
+
+def _lacks_gradient(held: FSDPParam) -> bool:
+    # What no forward pass has gathered takes no part in the reduction, on any process.
+    if not hasattr(held, "_unsharded_param") or not held.unsharded_param.requires_grad:
+        return False
+    return held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

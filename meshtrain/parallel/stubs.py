@@ -7,6 +7,7 @@ They let the unmodified forward of a Hugging Face model run on a stage that hold
                         gives what was received         keeps the result; what the others make of it is thrown away
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +23,27 @@ class Channel:
         received: what the stage before sent.
         captured: what goes to the stage after.
         sequence_length: of the whole sequence, in tokens; the stream may hold only a part of it.
+        writes_in_place: whether the model changes its carrier, which then needs memory of its own.
     """
 
     received: Tensor | None = None
     captured: Tensor | None = None
     sequence_length: int = 0
+    writes_in_place: bool = False
 
-    def carrier(self, like: Tensor) -> Tensor:
-        """Return a tensor of zeros that takes no memory, with the shape that a stream has that is not split.
-
-        Args:
-            like: (batch, any length, hidden), of the same type and device.
-        """
-        batch, _, hidden = like.shape
-        return like.new_zeros(()).expand(batch, self.sequence_length, hidden)
+    def blank(self, shape: Sequence[int]) -> Tensor:
+        """Return zeros of a shape, to be thrown away; they take memory only where the model writes into them."""
+        assert self.received is not None, "a stage ran without input"
+        return self._zeros(self.received, shape)
 
     def capture(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream for the stage after, and return a carrier: the stream may be a part of the sequence only."""
+        """Keep the stream for the stage after, and return zeros: the stream may be a part of the sequence only."""
         self.captured = hidden_states
-        return self.carrier(hidden_states)
+        batch, _, hidden = hidden_states.shape
+        return self._zeros(hidden_states, (batch, self.sequence_length, hidden))
+
+    def _zeros(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return like.new_zeros(shape) if self.writes_in_place else like.new_zeros(()).expand(shape)
 
 
 class LayerStub(nn.Module):
@@ -90,7 +93,7 @@ class ExitStub(LayerStub):
         self.channel = channel
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream, and let the postamble make what it likes of a carrier."""
+        """Keep the stream, and let the postamble make what it likes of zeros."""
         return self.channel.capture(hidden_states)
 
 
@@ -112,11 +115,27 @@ class CaptureStub(nn.Module):
         return self.channel.capture(hidden_states)
 
 
-class ZeroStub(nn.Module):
-    """Stands for an embedding whose result is added to the stream."""
+class BlankStub(nn.Module):
+    """Stands for a module before the layers (embedding, norm, projection): gives zeros in the shape of its result.
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), device=x.device)
+    Args:
+        channel: says how long the sequence is.
+        probed: shape of the result for one sequence of `probe_length` tokens.
+    """
+
+    def __init__(self, channel: Channel, probed: Sequence[int], probe_length: int) -> None:
+        super().__init__()
+        self.channel = channel
+        self.has_batch = tuple(probed[:2]) == (1, probe_length)
+        self.has_sequence = not self.has_batch and tuple(probed[:1]) == (probe_length,)
+        self.rest = tuple(probed[2 if self.has_batch else 1 if self.has_sequence else 0 :])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.channel.received is not None, "a stage ran without input"
+        sequence = self.channel.sequence_length
+        if self.has_batch:
+            return self.channel.blank((self.channel.received.shape[0], sequence, *self.rest))
+        return self.channel.blank((sequence, *self.rest) if self.has_sequence else self.rest)
 
 
 class HeadStub(nn.Module):

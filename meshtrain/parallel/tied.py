@@ -1,9 +1,9 @@
 """Tied embeddings across stages: a copy on the first stage and one on the last, kept equal by equal gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshtrain.parallel.replicas import local_gradient
@@ -29,10 +29,14 @@ class TiedCopies:
 
     def reduce_gradients(self) -> None:
         """Add both ends' gradients; call once per step, before the norm is taken."""
+        self.add_up(local_gradient)
+
+    def add_up(self, value_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Give both ends of every tie the sum of what `value_of` returns for them, in place."""
         if self.originals and self.copies:
             for original, copy in zip(self.originals, self.copies, strict=True):
-                total, other = local_gradient(original), local_gradient(copy)
+                total, other = value_of(original), value_of(copy)
                 other.copy_(total.add_(other))
             return
         for parameter in (*self.originals, *self.copies):
-            dist.all_reduce(local_gradient(parameter), group=self.group)
+            dist.all_reduce(value_of(parameter), group=self.group)

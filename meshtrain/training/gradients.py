@@ -17,14 +17,56 @@ from meshtrain.parallel.replicas import all_reduce_small, local_gradient
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
+@torch.no_grad()
+def fill_gradients(pipeline: Pipeline) -> set[str]:
+    """Give zeros to every trainable parameter that has no gradient, so that all processes reduce the same ones.
+
+    Returns:
+        The names of the parameters that no sample of this process gave a gradient.
+    """
+    filled = set()
+    for name, parameter in pipeline.trainable_parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            filled.add(name)
+    for stage in pipeline.stages:
+        filled |= {name for name, parameter in stage.model.named_parameters() if parameter in stage.filled}
+        stage.filled.clear()
+    return filled
+
+
+def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
+    """Take the gradient from the parameters that no process has one for. Collective.
+
+    AdamW then leaves them as they are, as it does in one process: zeros would still decay them and their moments.
+
+    Args:
+        filled: what `fill_gradients` has returned.
+
+    Returns:
+        Their names.
+    """
+    parameters = dict(pipeline.trainable_parameters())
+    device = next(iter(parameters.values())).device
+    flags = torch.tensor([name not in filled for name in parameters], dtype=torch.float32, device=device)
+    used = dict(zip(parameters, all_reduce_over(flags, pipeline.mesh, ("dp_replicate", "dp_shard", "tp")), strict=True))
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    pipeline.tied_copies.add_up(lambda parameter: used[names[id(parameter)]])
+    unused = tuple(name for name, flag in used.items() if not flag)
+    for name in unused:
+        parameters[name].grad = None
+    return unused
+
+
 def finish_gradients(pipeline: Pipeline) -> None:
     """Add what the backward pass has left on other processes: copies of the model, tp parts, tied copies."""
     pipeline.replicas.reduce_gradients()
+    trained = dict(pipeline.trainable_parameters())
     if pipeline.summed_over_tp:
-        partial = [p for name, p in pipeline.named_parameters() if name in pipeline.summed_over_tp]
+        partial = [parameter for name, parameter in trained.items() if name in pipeline.summed_over_tp]
         all_reduce_small([local_gradient(parameter) for parameter in partial], pipeline.mesh.get_group("tp"))
     pipeline.tied_copies.reduce_gradients()
-    for name, parameter in pipeline.named_parameters():
+    for name, parameter in trained.items():
         gradient = parameter.grad
         assert gradient is not None, f"{name} has no gradient"
         assert not isinstance(parameter, DTensor) or gradient.placements == parameter.placements, (  # type: ignore[attr-defined]
@@ -68,7 +110,9 @@ def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str],
     """Return, for every set of axes that some gradients are sharded over, the sum of this process's squares."""
     groups: dict[frozenset[str], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        assert parameter.grad is not None
+        if not parameter.requires_grad:
+            continue
+        assert parameter.grad is not None, "a parameter has no gradient"
         groups[_sharded_axes(parameter.grad)].append(local_tensor(parameter.grad))
     return {axes: _sum_of_squares(gradients) for axes, gradients in groups.items()}
 

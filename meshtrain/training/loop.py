@@ -15,8 +15,8 @@ from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
-from meshtrain.errors import TrainingStopped
-from meshtrain.runtime.agreement import raise_together
+from meshtrain.errors import TrainingStopped, name_some
+from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.training.directory import METRICS_NAME
 from meshtrain.training.metrics import MetricsWriter, memory_bytes
 from meshtrain.training.step import Trainer, evaluate, train_step
@@ -101,6 +101,8 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter) -> dict[str, float]:
     begin = time.perf_counter()
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
+    if batch.step == run.first_step:
+        _show_without_gradient(result.without_gradient)
     most = torch.tensor([memory_bytes(run.device), metrics.problem is not None], dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if most[1]:
@@ -122,6 +124,12 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "forward_backward_seconds": result.forward_backward_seconds,
         "optimizer_seconds": result.optimizer_seconds,
     }
+
+
+def _show_without_gradient(names: Iterable[str]) -> None:
+    """Say which trainable parameters nothing trains; a mistake in a model or plan would show here. Collective."""
+    if found := sorted({name for answer in gather_objects(tuple(names)) for name in answer}):
+        console.line(f"No gradient in the first step, so not trained ({len(found)}): {name_some(found, 5)}")
 
 
 def _check_written(metrics: MetricsWriter) -> None:

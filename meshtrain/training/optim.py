@@ -22,11 +22,12 @@ class ShardedAdamW:
     """AdamW on what lies on this process, with torch's fused kernel on every device.
 
     It works on the local tensors inside the DTensors: elementwise arithmetic needs no layout, and the fused kernel
-    takes no mixture of plain tensors and DTensors. Weight decay is for matrices: norms and biases are left out.
+    takes no mixture of plain tensors and DTensors. Weight decay is for matrices: norms and biases are left out. Frozen
+    parameters have no state, and a parameter without a gradient is left as it is, as in one process.
     """
 
     def __init__(self, pipeline: Pipeline, config: OptimizerConfig) -> None:
-        self._parameters = dict(pipeline.named_parameters())
+        self._parameters = dict(pipeline.trainable_parameters())
         self._shards = {name: _shard_of(parameter) for name, parameter in self._parameters.items()}
         matrices = [shard for name, shard in self._shards.items() if self._parameters[name].dim() >= 2]
         vectors = [shard for name, shard in self._shards.items() if self._parameters[name].dim() < 2]
@@ -45,10 +46,9 @@ class ShardedAdamW:
             parameter.grad = self._shards[name].grad = None
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter from its gradient."""
+        """Update every parameter that has a gradient."""
         for name, parameter in self._parameters.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            self._shards[name].grad = local_tensor(parameter.grad)
+            self._shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
@@ -58,10 +58,9 @@ class ShardedAdamW:
         state = self._state(name)
         return {moment: _laid_out_as(state[moment], self._parameters[name]) for moment in MOMENTS}
 
-    def set_steps_done(self, steps: int) -> None:
-        """Say how many steps the moments have seen, after they were loaded."""
-        for name in self._shards:
-            self._state(name)["step"].fill_(float(steps))
+    def steps_done(self, name: str) -> Tensor:
+        """Return (1,) float32: how many steps gave the parameter a gradient. Loading into it sets it."""
+        return self._state(name)["step"].view(1)
 
     def _state(self, name: str) -> dict[str, Tensor]:
         shard = self._shards[name]

@@ -136,7 +136,6 @@ def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_state(checkpoint, pipeline, trainer.optimizer)
-        trainer.optimizer.set_steps_done(manifest.step)
         console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
         return manifest.step
     if config.model.weights == "pretrained":

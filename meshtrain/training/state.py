@@ -1,6 +1,7 @@
-"""All that survives a restart: parameters, AdamW's moments, and the number of steps done.
+"""All that survives a restart: parameters, AdamW's moments, and how many steps each moment has seen.
 
-Data order, learning rate and dropout are functions of the step, so nothing else is saved.
+A frozen parameter has no moments. Data order, learning rate and dropout are functions of the step, so nothing else is
+saved.
 """
 
 from pathlib import Path
@@ -43,5 +44,7 @@ def load_state(checkpoint: Path, pipeline: Pipeline, optimizer: ShardedAdamW) ->
 
 
 def _state_of(name: str, fqn: str, parameter: Tensor, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+    if not parameter.requires_grad:
+        return {f"model.{fqn}": parameter.detach()}
     moments = {f"optimizer.{moment}.{fqn}": value for moment, value in optimizer.moments(name).items()}
-    return {f"model.{fqn}": parameter.detach(), **moments}
+    return {f"model.{fqn}": parameter.detach(), f"optimizer.step.{fqn}": optimizer.steps_done(name), **moments}

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshtrain.errors import TrainingStopped
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
-from meshtrain.training.gradients import finish_gradients, gradient_norm, scale_gradients
+from meshtrain.training.gradients import fill_gradients, finish_gradients, forget_unused, gradient_norm, scale_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.optim import ShardedAdamW
 
@@ -41,6 +41,7 @@ class StepResult:
         loss: mean over the trained tokens of the global batch, in nats.
         gradient_norm: before clipping.
         num_tokens: trained tokens in the global batch.
+        without_gradient: names of this process's trainable parameters that no sample of the batch gave a gradient.
         forward_backward_seconds: on this process, waiting for others included.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
     """
@@ -49,6 +50,7 @@ class StepResult:
     gradient_norm: float
     learning_rate: float
     num_tokens: int
+    without_gradient: tuple[str, ...]
     forward_backward_seconds: float
     optimizer_seconds: float
 
@@ -73,18 +75,25 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     trainer.loss.num_tokens = num_tokens.clamp(min=1)
     local_loss = pipeline.forward_backward(batch, trainer.loss)
     forward_backward_done = time.perf_counter()
+    filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
-    norm, loss = gradient_norm(pipeline, all_reduce_over(local_loss, pipeline.mesh, DATA_AXES))
+    # Experts may be used on one process of a tp group only.
+    num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
+    sums = all_reduce_over(torch.stack([local_loss, num_filled]), pipeline.mesh, DATA_AXES)
+    norm, loss, num_filled = gradient_norm(pipeline, *sums)
     learning_rate = trainer.learning_rate(step)
     _check_finite(loss.item(), norm.item(), step, sample_ids)
     if math.isfinite(trainer.max_gradient_norm):
         scale_gradients([parameter for _, parameter in pipeline.named_parameters()], norm, trainer.max_gradient_norm)
+    # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
+    unused = forget_unused(pipeline, filled) if num_filled.item() else ()
     trainer.optimizer.step(learning_rate)
     return StepResult(
         loss=loss.item(),
         gradient_norm=norm.item(),
         learning_rate=learning_rate,
         num_tokens=int(num_tokens),
+        without_gradient=unused,
         forward_backward_seconds=forward_backward_done - begin,
         optimizer_seconds=time.perf_counter() - forward_backward_done,
     )

@@ -298,17 +298,88 @@ class LooksAtItsEmbedding(Toy):
         return super().run_layers(x.to(self.embed.weight.dtype))
 
 
+class FrozenStream(Toy):
+    """Gives every layer a table without gradients, as sinusoidal positions are: autograd does not see it."""
+
+    def add_parts(self, width: int) -> None:
+        self.table = nn.Embedding(64, width)
+        self.table.weight.requires_grad_(requires_grad=False)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            table = self.table(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            x = layer(x, table)
+        return x
+
+
+class OlderStream(Toy):
+    """Gives every layer what the layer before the last has given."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        before = None
+        for layer in self.layers:
+            x, before = layer(x, before), x.detach()
+        return x
+
+
+class SeesTokens(Toy):
+    """Gives every layer the tokens, which later stages do not have."""
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        self.tokens = input_ids
+        return super().forward(input_ids, inputs_embeds, **kwargs)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.tokens)
+        return x
+
+
+class AllLayers(Toy):
+    """Gives the head the sum of all layers."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        total = 0.0
+        for layer in self.layers:
+            x = layer(x)
+            total = total + x
+        return total
+
+
+class NormTwice(Toy):
+    """Uses one norm before and after the layers."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        return super().run_layers(self.norm(x))
+
+
+class ScaledHead(Toy):
+    """Scales what the layers give before any module sees it: a stage of the last layers alone cannot tell."""
+
+    def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
+        return self.norm(2 * x)
+
+
 CHAIN = "its layers do not hand one hidden state to each other, and nothing else"
 REASONS: dict[type[Toy], str] = {
-    SecondStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters)",
+    SecondStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
     TwoResults: f"{CHAIN} (ValueError: not enough values to unpack (expected 2, got 1))",
     BetweenLayers: f"{CHAIN} (TypeError: a layer receives something else than the hidden state of the layer before)",
-    PastTheLayers: f"{CHAIN} (ValueError: the logits are computed from the embedding as well, past the layers)",
+    PastTheLayers: f"{CHAIN} (ValueError: the logits are computed from more than what the last layer gives)",
     SkippedLayer: f"{CHAIN} (ValueError: 3 of 4 layers were called)",
     OtherShape: f"{CHAIN} (TypeError: a hidden state is (3, 1, 32) and not (1, 3, 32))",
     LonelyParameter: "its parameter scale is used neither before, in nor after the layers",
     OtherTie: "it ties layers.1.up.weight to layers.0.up.weight, which are not the head and the embedding",
-    LooksAtItsEmbedding: "a stage of it does not run (AttributeError: 'ZeroStub' object has no attribute 'weight')",
+    LooksAtItsEmbedding: "a stage of it does not run (AttributeError: 'BlankStub' object has no attribute 'weight')",
+    FrozenStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
+    OlderStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
+    SeesTokens: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
+    AllLayers: f"{CHAIN} (ValueError: the logits are computed from more than what the last layer gives)",
+    NormTwice: "its parameter norm.weight is used before and after the layers",
+    ScaledHead: "a stage of it does not run (ValueError: it does not hand on what its layers give)",
 }
 
 
@@ -329,10 +400,11 @@ def test_the_simplest_class_can_be_cut() -> None:
     assert examine(toy(Toy)).after == ("norm", "lm_head")
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "bert"])
+# Two hidden states between layers; a frozen table for every layer.
+@pytest.mark.parametrize("model_type", ["rwkv", "roformer"])
 def test_real_classes_that_cannot_be_cut(model_type: str) -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}
-    config |= {} if model_type == "rwkv" else {"num_attention_heads": 4}
+    config |= {} if model_type == "rwkv" else {"num_attention_heads": 4, "embedding_size": 32}
     hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
     model = build_model(hf_config, dtype=torch.float32, attention="eager")
     with pytest.raises(ModelError, match=f"^{type(model).__name__} cannot be cut into stages: .*; use pp = 1$"):
