@@ -1,6 +1,7 @@
 """A parallel plan next to the stock model in one process: what every parity test shares."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +27,13 @@ from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, evaluate, train_step
+from tests.ranks import run_on_ranks
 
 VOCABULARY, SEQUENCE, GLOBAL_BATCH, STEPS = 98, 12, 8, 3
 LLAMA = {
@@ -64,6 +66,9 @@ MODELS = {
     "llama-untied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
     "llama-tied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": True}),
     "qwen3": ModelConfig(type="qwen3", config={**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3-deep": ModelConfig(
+        type="qwen3", config={**LLAMA, "num_hidden_layers": 8, "head_dim": 8, "tie_word_embeddings": True}
+    ),
     "qwen2-grouped": ModelConfig(type="qwen2", config={**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "mistral-grouped": ModelConfig(type="mistral", config={**LLAMA, "num_key_value_heads": 2, "head_dim": 8}),
 }
@@ -331,3 +336,28 @@ def assert_equal_to_reference(traces: list[Trace], expected: Trace, tolerance: f
             worst["parameter"] = max(worst["parameter"], error)
     assert all(error <= tolerance for error in worst.values()), worst
     return worst
+
+
+@functools.cache
+def stock(model: str, *, padded: bool = False) -> Trace:
+    """Train the stock model once per session."""
+    return run_on_ranks(1, reference, model, padded)[0]
+
+
+def run_cases(cases: list[Case]) -> list[Trace]:
+    """Train several cases after each other: starting the ranks costs as much as training."""
+    return [run_case(case) for case in cases]
+
+
+def run_with_small_messages(cases: list[Case]) -> list[Trace]:
+    """Let every gradient travel alone while the backward pass runs, as the large ones of a real model do."""
+    replicas.LARGE = 1
+    return run_cases(cases)
+
+
+def prove(*cases: Case, run: Callable[[list[Case]], list[Trace]] = run_cases) -> None:
+    """Run cases of the same world size and compare each with the stock model."""
+    answers = run_on_ranks(cases[0].world_size, run, list(cases))
+    for number, case in enumerate(cases):
+        worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, padded=case.padded))
+        print(case, {name: f"{error:.0e}" for name, error in worst.items()})

@@ -1,12 +1,8 @@
 """The law: in float64, every plan computes what the stock model computes in one process."""
 
-import functools
-
 import pytest
 
-from meshtrain.parallel import replicas
-from tests.parity import Case, Trace, assert_equal_to_reference, reference, run_case
-from tests.ranks import run_on_ranks
+from tests.parity import Case, prove, run_with_small_messages
 
 MODELS = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")
 # pp, dp_replicate, dp_shard, tp
@@ -24,25 +20,6 @@ MESHES = (
     (2, 1, 2, 2),
     (1, 2, 2, 1),
 )
-
-
-@functools.cache
-def stock(model: str, *, padded: bool = False) -> Trace:
-    """Train the stock model once per session."""
-    return run_on_ranks(1, reference, model, padded)[0]
-
-
-def run_cases(cases: list[Case]) -> list[Trace]:
-    """Train several cases after each other: starting the ranks costs as much as training."""
-    return [run_case(case) for case in cases]
-
-
-def prove(*cases: Case) -> None:
-    """Run cases of the same world size and compare each with the stock model."""
-    answers = run_on_ranks(cases[0].world_size, run_cases, list(cases))
-    for number, case in enumerate(cases):
-        worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, padded=case.padded))
-        print(case, {name: f"{error:.0e}" for name, error in worst.items()})
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
@@ -121,20 +98,13 @@ def test_compiled_layers() -> None:
     )
 
 
-def run_with_small_messages(cases: list[Case]) -> list[Trace]:
-    """Let every gradient travel alone while the backward pass runs, as the large ones of a real model do."""
-    replicas.LARGE = 1
-    return run_cases(cases)
-
-
 def test_copies_that_reduce_during_the_backward_pass() -> None:
     cases = [
         Case("gpt2-tied", (1, 2, 1, 2)),
         Case("qwen3", (2, 2, 1, 1)),
         Case("llama-tied", (1, 4, 1, 1), recompute=1),
     ]
-    for number, traces in enumerate(zip(*run_on_ranks(4, run_with_small_messages, cases), strict=True)):
-        assert_equal_to_reference(list(traces), stock(cases[number].model))
+    prove(*cases, run=run_with_small_messages)
 
 
 def test_vocabulary_that_tp_does_not_divide() -> None:

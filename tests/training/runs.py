@@ -22,6 +22,7 @@ from meshtrain.config.run import (
     RunConfig,
     TokenizerConfig,
 )
+from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
 from tests.parity import lift_float32_casts
 
@@ -61,7 +62,7 @@ def build_plan(mesh: Mesh, *, schedule: str = "1F1B", sequence_parallel: bool = 
     pp, dp_replicate, dp_shard, tp = mesh
     return ParallelPlan(
         mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
-        pipeline=PipelinePlan(schedule=schedule, stages_per_rank=2 if schedule == "Interleaved1F1B" else 1),
+        pipeline=PipelinePlan(schedule=schedule, stages_per_rank=SCHEDULES[schedule].stages_per_rank or 2),
         tensor=TensorPlan(sequence_parallel=sequence_parallel),
         precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
     )

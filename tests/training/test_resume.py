@@ -96,7 +96,7 @@ CHAIN = (
     build_plan((2, 1, 2, 1)),
     build_plan((1, 1, 1, 4)),
     build_plan((1, 2, 1, 2)),
-    build_plan((2, 1, 1, 1), schedule="Interleaved1F1B"),
+    build_plan((2, 1, 1, 1), schedule="ZBVZeroBubble"),
     build_plan((2, 1, 1, 2), sequence_parallel=True),
     build_plan((1, 1, 1, 1)),
     build_plan((2, 1, 1, 2)),

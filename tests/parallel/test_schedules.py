@@ -1,0 +1,380 @@
+"""Every schedule of torch, with as many stages per process as it takes, computes what the stock model computes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from meshtrain.checkpoint.reading import read_metadata, tensor_entries
+from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.config.plan import PipelinePlan, ScheduleName
+from meshtrain.config.run import ModelConfig
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.layout import local_tensor
+from meshtrain.models.weights import load_weights
+from meshtrain.parallel import borders
+from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.parallel.schedules import SCHEDULES, stage_owners
+from meshtrain.parallel.tied import TiedCopies
+from meshtrain.training.state import load_state, saved_tensors
+from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
+from tests.checkpoint.stages import manifest_of
+from tests.parity import (
+    GLOBAL_BATCH,
+    GPT2,
+    Case,
+    Trace,
+    assert_equal_to_reference,
+    batches,
+    build,
+    build_trainer,
+    fill,
+    initialize_pipeline,
+    join_parts,
+    local_part,
+    prove,
+    relative_error,
+    run_case,
+    run_with_small_messages,
+    stock,
+    stock_weights,
+)
+from tests.ranks import RankError, run_on_ranks
+
+MODELS = ("gpt2-tied", "qwen3", "llama-untied")
+BFS, ZERO, ZBV, DUAL = "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+SPLIT = (ZERO, ZBV, DUAL)
+# Of eight layers, for two processes that hold so many stages each.
+LAYERS = {1: (4, 4), 3: (2, 1, 1, 2, 1, 1), 4: (1,) * 8}
+
+
+# What torch says of itself
+
+
+def torch_schedule(name: ScheduleName, pp: int, per_rank: int, microbatches: int) -> Any:
+    """Build torch's schedule as the first process has it, over stages that are not there."""
+    owners = stage_owners(PipelinePlan(schedule=name, stages_per_rank=per_rank), pp)
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=len(owners),
+            group_rank=0,
+            group_size=pp,
+            is_first=index == 0,
+            is_last=index == len(owners) - 1,
+            device=torch.device("cpu"),
+            submod=nn.Identity(),
+            has_backward=True,
+        )
+        for index, owner in enumerate(owners)
+        if owner == 0
+    ]
+    kind = get_schedule_class(name)
+    return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches, loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_table_says_what_torch_does(name: ScheduleName) -> None:
+    facts, kind = SCHEDULES[name], get_schedule_class(name)
+    assert (facts.stages_per_rank == 1) == issubclass(kind, PipelineScheduleSingle)
+    for pp in (2, 3, 4):
+        for per_rank in [facts.stages_per_rank] if facts.stages_per_rank else [1, 2, 3]:
+            for microbatches in range(1, 14):
+                rounds = max(1, microbatches // pp)
+                fits = {
+                    "nothing": True,
+                    "one per stage": microbatches >= pp * per_rank,
+                    "equal rounds": microbatches % rounds == 0,
+                }[facts.microbatches]
+                if not fits:
+                    with pytest.raises(ValueError, match="microbatches"):
+                        torch_schedule(name, pp, per_rank, microbatches)
+                    continue
+                schedule = torch_schedule(name, pp, per_rank, microbatches)
+                if facts.stages_per_rank == 1:
+                    continue
+                orders = schedule.pipeline_order.values()
+                kinds = {part.computation_type.name for order in orders for action in order for part in _parts(action)}
+                assert ("BACKWARD_WEIGHT" in kinds) == facts.splits_backward
+                owners = stage_owners(PipelinePlan(schedule=name, stages_per_rank=per_rank), pp)
+                assert [schedule.stage_index_to_group_rank[stage] for stage in range(len(owners))] == owners
+
+
+def _parts(action: Any) -> tuple[Any, ...]:
+    return () if action is None else action.sub_actions or (action,)
+
+
+def test_owners() -> None:
+    assert stage_owners(PipelinePlan(schedule="LoopedBFS", stages_per_rank=2), 3) == [0, 1, 2, 0, 1, 2]
+    assert stage_owners(PipelinePlan(schedule="DualPipeV", stages_per_rank=2), 3) == [0, 1, 2, 2, 1, 0]
+    assert stage_owners(PipelinePlan(schedule="ZBVZeroBubble"), 1) == [0]
+
+
+# Parity
+
+
+def test_two_processes() -> None:
+    prove(
+        *(Case(model, (2, 1, 1, 1), name, 2) for name in (ZERO, ZBV) for model in MODELS),
+        Case("llama-untied", (2, 1, 1, 1), BFS, 2),
+        Case("llama-untied", (2, 1, 1, 1), DUAL, 2),
+        Case("qwen3-deep", (2, 1, 1, 1), "Interleaved1F1B", 3, layers=LAYERS[3]),
+        Case("qwen3-deep", (2, 1, 1, 1), BFS, 1, layers=LAYERS[1]),
+        Case("qwen3-deep", (2, 1, 1, 1), ZERO, 1, layers=LAYERS[1]),
+        Case("qwen3-deep", (2, 1, 1, 1), ZERO, 3, layers=LAYERS[3]),
+    )
+
+
+def test_four_processes() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 2), BFS, 2),
+        Case("llama-untied", (2, 1, 1, 2), ZERO, 2, sequence_parallel=True),
+        Case("qwen3", (2, 1, 1, 2), ZBV, 2, recompute=1),
+        Case("gpt2-tied", (2, 1, 1, 2), DUAL, 2, sequence_parallel=True),
+        Case("gpt2-tied", (2, 1, 2, 1), ZBV, 2),
+        Case("qwen3", (2, 1, 2, 1), DUAL, 2),
+        # Beyond three stages torch gathers and frees the parameters of a stage within a step.
+        Case("qwen3-deep", (2, 1, 2, 1), ZERO, 4, layers=LAYERS[4]),
+        Case("qwen3-deep", (4, 1, 1, 1), ZBV, 2, layers=LAYERS[4]),
+    )
+
+
+def test_copies_of_the_model_sum_what_a_split_backward_adds() -> None:
+    prove(
+        Case("gpt2-tied", (2, 2, 1, 1), ZBV, 2),
+        Case("llama-untied", (2, 2, 1, 1), DUAL, 2),
+        run=run_with_small_messages,
+    )
+
+
+def test_eight_processes() -> None:
+    prove(Case("qwen3", (2, 1, 2, 2), ZBV, 2, sequence_parallel=True), Case("gpt2-tied", (2, 1, 2, 2), DUAL, 2))
+
+
+# Damage that the comparison must see
+
+
+def lose_gradients(name: str) -> Trace:
+    return run_case(Case("llama-untied", (2, 1, 2, 1), name, 2, reshard="always"))
+
+
+def test_a_split_backward_with_resharding_is_caught() -> None:
+    """Past the check that refuses it, torch loses weight gradients: all of a stage, or those of some microbatches."""
+    with pytest.raises(RankError, match="has no gradient"):
+        run_on_ranks(4, lose_gradients, ZBV)
+    traces = run_on_ranks(4, lose_gradients, DUAL)
+    with pytest.raises(AssertionError, match=r"gradient of (model\.layers\.3|model\.norm|lm_head)\.\S+ in step 0"):
+        assert_equal_to_reference(traces, stock("llama-untied"))
+
+
+def forget_the_tie() -> Trace:
+    TiedCopies.reduce_gradients = lambda self: None  # type: ignore[method-assign]
+    return run_case(Case("gpt2-tied", (2, 1, 1, 1), ZBV, 2))
+
+
+def test_a_tied_copy_that_is_not_reduced_is_caught() -> None:
+    with pytest.raises(AssertionError, match=r"gradient of transformer\.wte\.weight in step 0"):
+        assert_equal_to_reference(run_on_ranks(2, forget_the_tie), stock("gpt2-tied"))
+
+
+# Dropout
+
+WET = ModelConfig(type="gpt2", config={**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
+DROPPED = [
+    Case("gpt2-tied", (2, 1, 1, 1), "Interleaved1F1B", 2),
+    Case("gpt2-tied", (2, 1, 1, 1), BFS, 2),
+    *(Case("gpt2-tied", (2, 1, 1, 1), name, 2) for name in SPLIT),
+    Case("gpt2-tied", (2, 1, 1, 1), ZBV, 2, recompute=1),
+]
+
+
+def drop() -> list[dict[str, Tensor]]:
+    """Return the gradients of one step of every case, and those of a second run of the first and of the last."""
+    found = []
+    for case in (*DROPPED, DROPPED[0], DROPPED[-1]):
+        pipeline = build(case, model=WET)
+        fill(pipeline, stock_weights(case.model))
+        step(build_trainer(pipeline), 0)
+        gradients = {name: full_tensor(p.grad) for name, p in pipeline.owned_parameters().items()}
+        found.append(join_parts(gradients, pipeline.fused))
+    return found
+
+
+def step(trainer: Trainer, number: int) -> StepResult:
+    return train_step(
+        trainer, number, local_part(trainer.pipeline, batches(padded=False)[number]), np.arange(GLOBAL_BATCH)
+    )
+
+
+def test_dropout_is_the_same_under_every_schedule() -> None:
+    """The masks are those of stage and microbatch, wherever the stage lies and whenever its turn comes."""
+    runs = [{**first, **second} for first, second in zip(*run_on_ranks(2, drop), strict=True)]
+    *each, again, recomputed_again = runs
+    for case, gradients in zip(DROPPED, each, strict=True):
+        assert gradients.keys() == stock("gpt2-tied").gradients[0].keys()
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, each[0][name]) <= 1e-12, (case, name)
+    for one, other in ((each[0], again), (each[-1], recomputed_again)):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    dry = stock("gpt2-tied").gradients[0]
+    assert max(relative_error(gradient, dry[name]) for name, gradient in again.items()) > 1e-2
+
+
+# Tied weights with both ends on one process, through files
+
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
+
+
+@dataclass
+class Travel:
+    """What a process found on its way from 1F1B to ZBVZeroBubble and back.
+
+    Attributes:
+        steps: the third step on every schedule, as (loss, gradient norm).
+        twins: whether both ends are bit-equal: after loading, after a step, initialised, and from pretrained weights.
+        keys: of the checkpoints that each schedule wrote.
+    """
+
+    steps: list[tuple[float, float]]
+    twins: list[bool]
+    keys: list[set[str]]
+
+
+def travel(folder: Path) -> Travel:
+    seen = Travel([], [], [])
+    trainer = start(Case("gpt2-tied", (2, 1, 2, 1)))
+    fill(trainer.pipeline, stock_weights("gpt2-tied"))
+    for number in (0, 1):
+        step(trainer, number)
+    checkpoint = save(folder / "1F1B", trainer, seen)
+    note(step(trainer, 2), seen)
+    trainer = resume(Case("gpt2-tied", (2, 1, 1, 2), ZBV, 2), checkpoint)
+    seen.twins.append(are_twins(trainer))
+    checkpoint = save(folder / "ZBV", trainer, seen)
+    note(step(trainer, 2), seen)
+    seen.twins.append(are_twins(trainer))
+    note(step(resume(Case("gpt2-tied", (2, 2, 1, 1)), checkpoint), 2), seen)
+    trainer = start(Case("gpt2-tied", (2, 1, 2, 1), DUAL, 2))
+    pipeline = trainer.pipeline
+    initialize_pipeline(pipeline)
+    seen.twins.append(are_twins(trainer, only_values=True))
+    load_weights(
+        dict(pipeline.named_parameters()),
+        folder,
+        fused=pipeline.fused,
+        tied={HEAD: EMBEDDING},
+        base_prefix="transformer",
+    )
+    seen.twins.append(are_twins(trainer, only_values=True))
+    return seen
+
+
+def start(case: Case) -> Trainer:
+    return build_trainer(build(case))
+
+
+def resume(case: Case, checkpoint: Path) -> Trainer:
+    trainer = start(case)
+    for stage in trainer.pipeline.stages:
+        restore_buffers(stage.model)
+    load_state(checkpoint, trainer.pipeline, trainer.optimizer)
+    trainer.optimizer.set_steps_done(2)
+    return trainer
+
+
+def save(folder: Path, trainer: Trainer, seen: Travel) -> Path:
+    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+    checkpoint = save_checkpoint(folder, 2, tensors, manifest=manifest_of(2), huggingface=None, keep=1)
+    seen.keys.append(set(tensor_entries(read_metadata(checkpoint), "")))
+    return checkpoint
+
+
+def note(result: StepResult, seen: Travel) -> None:
+    seen.steps.append((result.loss, result.gradient_norm))
+
+
+def are_twins(trainer: Trainer, *, only_values: bool = False) -> bool:
+    """Say whether both ends, where they lie here, are equal and nowhere zero or unset throughout."""
+    parameters = dict(trainer.pipeline.named_parameters())
+    if HEAD not in parameters or EMBEDDING not in parameters:
+        return True
+    pairs = [(parameters[EMBEDDING], parameters[HEAD])]
+    if not only_values:
+        near, far = trainer.optimizer.moments(EMBEDDING), trainer.optimizer.moments(HEAD)
+        pairs += [(near[moment], far[moment]) for moment in near]
+    locals_ = [(local_tensor(near.detach()), local_tensor(far.detach())) for near, far in pairs]
+    return all(torch.equal(near, far) and bool(near.any()) for near, far in locals_)
+
+
+def test_tied_weights_travel_between_schedules(tmp_path: Path) -> None:
+    save_file(
+        {name: value for name, value in stock_weights("gpt2-tied").items() if name != HEAD},
+        tmp_path / "model.safetensors",
+    )
+    for seen in run_on_ranks(4, travel, tmp_path):
+        assert seen.twins == [True] * 4
+        assert seen.keys[0] == seen.keys[1]
+        assert len([key for key in seen.keys[0] if key.endswith((EMBEDDING, HEAD))]) == 3
+        for found in seen.steps[1:]:
+            assert found == pytest.approx(seen.steps[0], rel=1e-12)
+        expected = stock("gpt2-tied")
+        assert seen.steps[0] == pytest.approx((expected.losses[2], expected.norms[2]), rel=1e-12)
+
+
+# Evaluation
+
+EVALUATED = [
+    Case("qwen3-deep", (2, 1, 2, 1), "Interleaved1F1B", 3, layers=LAYERS[3]),
+    Case("qwen3-deep", (2, 1, 2, 1), ZBV, 2, layers=(2, 2, 2, 2)),
+    Case("qwen3-deep", (4, 1, 1, 1), "Interleaved1F1B", 2, layers=LAYERS[4]),
+    Case("qwen3-deep", (4, 1, 1, 1), ZBV, 2, layers=LAYERS[4]),
+    Case("qwen3-deep", (4, 1, 1, 1), "GPipe", layers=(2, 2, 2, 2)),
+]
+Message = tuple[str, int]
+
+
+def listen() -> list[tuple[float, list[Message]]]:
+    """Evaluate, and return the loss and what this process sent to whom and received from whom, in order."""
+    messages: list[Message] = []
+
+    def recv(tensor: Tensor, *, group: dist.ProcessGroup, group_src: int) -> None:
+        messages.append(("from", group_src))
+        dist.recv(tensor, group=group, group_src=group_src)
+
+    def isend(tensor: Tensor, *, group: dist.ProcessGroup, group_dst: int) -> dist.Work | None:
+        messages.append(("to", group_dst))
+        return dist.isend(tensor, group=group, group_dst=group_dst)
+
+    borders.dist = SimpleNamespace(recv=recv, isend=isend)  # type: ignore[assignment]
+    heard = []
+    for case in EVALUATED:
+        pipeline: Pipeline = build(case)
+        initialize_pipeline(pipeline)
+        messages.clear()
+        loss = evaluate(build_trainer(pipeline), [local_part(pipeline, batches(padded=False)[0])])
+        heard.append((loss, list(messages)))
+    return heard
+
+
+def test_evaluation_sends_in_the_order_in_which_the_other_receives() -> None:
+    """NCCL works off what two processes send each other in turn: a different order on both sides never ends."""
+    answers = run_on_ranks(4, listen)
+    for number, case in enumerate(EVALUATED):
+        pp, data_ways = case.mesh[0], case.mesh[2]
+        heard = [answers[rank * data_ways][number][1] for rank in range(pp)]
+        assert any(heard)
+        for one in range(pp):
+            for other in range(one):
+                there = [{"to": "from", "from": "to"}[way] for way, peer in heard[one] if peer == other]
+                assert there == [way for way, peer in heard[other] if peer == one], (case, one, other)
+                assert (one, other) != (1, 0) or there
+        assert {loss for loss, _ in (answer[number] for answer in answers)} == {answers[0][number][0]}
+        assert answers[0][number][0] == pytest.approx(answers[0][0][0], rel=1e-12)
