@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.errors import ModelError
@@ -61,7 +62,7 @@ def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str,
         ModelError: for a parameter whose rule cannot be reproduced on every mesh.
     """
     filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
-    with _replaced_init_functions(filler):
+    with _replaced_init_functions(filler), _seeded_rules(model, seed):
         _apply_hf_rules(model)
     untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
     if untouched:
@@ -90,9 +91,13 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     # for that whose module is not its own: FSDP2 gives the model such a class.
     stock_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     model.is_custom_code = stock_class.is_custom_code  # type: ignore[method-assign]
+    # transformers computes tables of positions in this type while it builds the model.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if model.dtype == torch.float64 else torch.float32)
     try:
         model.initialize_weights()
     finally:
+        torch.set_default_dtype(default)
         del model.is_custom_code
 
 
@@ -139,15 +144,50 @@ class _Filler:
 
         return fill
 
+    def copy(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Fill with a value that the rule has computed for the whole tensor."""
+        if getattr(tensor, "_is_hf_initialized", False):
+            return tensor
+        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+            value = value.expand(tensor.shape)
+            for dim, index in enumerate(local_indices(tensor)):
+                value = value.index_select(dim, index.to(value.device))
+            local_tensor(tensor).copy_(value)
+        else:
+            tensor.copy_(value)
+        self.filled.add(id(tensor))
+        return tensor
+
 
 @contextmanager
 def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
     originals: dict[str, Any] = dict(TORCH_INIT_FUNCTIONS)
+    copy = initialization.copy_
     TORCH_INIT_FUNCTIONS.update({kind: filler.replace(kind, original) for kind, original in originals.items()})
+    initialization.copy_ = filler.copy  # type: ignore[assignment]
     try:
         yield
     finally:
         TORCH_INIT_FUNCTIONS.update(originals)
+        initialization.copy_ = copy
+
+
+@contextmanager
+def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Let a rule that draws by itself (Mamba's time steps) draw the same wherever its module lies."""
+    names = {id(module): name for name, module in model.named_modules()}
+    original: Any = PreTrainedModel._initialize_weights
+
+    def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_stream(f"{seed}|{names[id(module)]}").initial_seed())
+            original(self, module, *args, **kwargs)
+
+    PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
 
 
 def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], *, key: str) -> None:
@@ -164,12 +204,14 @@ def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object]
     sizes = [1] * (2 - tensor.dim()) + list(tensor.shape)
     indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
     *leading, rows, columns = indices
-    target = torch.empty([len(index) for index in indices])
+    target = torch.empty([len(index) for index in indices], dtype=torch.float32)
     for place in itertools.product(*(range(len(index)) for index in leading)):
         matrix = [int(index[i]) for index, i in zip(leading, place, strict=True)]
         for row, local_rows in _meeting_tiles(rows, TILE_ROWS):
             for column, local_columns in _meeting_tiles(columns, TILE_COLUMNS):
-                tile = torch.empty(min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column))
+                tile = torch.empty(
+                    min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column), dtype=torch.float32
+                )
                 draw(tile, _stream(f"{key}|{matrix}|{row}|{column}"))
                 kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
                 target[place][local_rows, local_columns] = kept

@@ -197,13 +197,18 @@ def _siblings(model: nn.Module, layers: str) -> list[str]:
 
 @contextmanager
 def _short_circuit(layers: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[None]:
+    # A layer may have a forward of its own, which it must get back.
+    own = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = forward
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for layer, before in zip(layers, own, strict=True):
+            if before is None:
+                del layer.forward
+            else:
+                layer.forward = before
 
 
 @contextmanager

@@ -34,6 +34,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
     "num_kv_shared_layers": 0,
+    "mamba_d_ssm": 2 * HIDDEN,
+    "d_head": HEAD_SIZE,
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "laurel_rank"), WINDOW),
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
