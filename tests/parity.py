@@ -84,6 +84,7 @@ class Case:
     sequence_parallel: bool = False
     loss_parallel: bool = True
     recompute: int = 0
+    recompute_mode: str = "full"
     compiled: bool = False
     padded: bool = False
     reshard: str = "auto"
@@ -105,7 +106,7 @@ class Case:
             ),
             shard=ShardPlan(reshard_after_forward=reshard),
             precision=PROOF,
-            recompute=RecomputePlan(mode="full" if self.recompute else "none", every=max(1, self.recompute)),
+            recompute=RecomputePlan(mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)),
             compile=CompilePlan(enabled=self.compiled, backend="aot_eager"),
         )
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}

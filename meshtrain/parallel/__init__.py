@@ -14,7 +14,7 @@ from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rules import TensorRules, resolve_rules
-from meshtrain.parallel.shard import apply_shard, needs_fsdp
+from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
@@ -58,7 +58,7 @@ def parallelize(
         apply_recompute(stage, plan.recompute)
         apply_compile(stage, plan)
         apply_shard(stage, mesh, plan)
-        materialize(stage.model, device, tied=stage.tied)
+        materialize(stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.tied)
     streams = ForwardStreams(seed, data_rank(mesh))
     for stage in stages:
         streams.watch(stage.model, stage.index)

@@ -37,6 +37,7 @@ from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
 from meshtrain.training.state import saved_tensors, wanted_tensors
@@ -78,6 +79,8 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
     config, data, resolved = identity.config, identity.data, identity.resolved
     flops = flops_per_token(resolved.model, config.data.sequence_length)
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
+    if resolved.plan.shard.offload == "cpu" and process.device.type == "cpu":
+        console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
     pipeline = parallelize(
         resolved.model,
         mesh,
@@ -93,6 +96,7 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         optimizer=ShardedAdamW(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(resolved.plan.precision),
     )
     # On a shared file system not all may see the newest at once: the first process decides.
     first_step = _begin(config, trainer, gather_objects(saved)[0])
@@ -135,7 +139,8 @@ def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_checkpoint(checkpoint, wanted_tensors(pipeline, trainer.optimizer))
-        trainer.optimizer.set_steps_done(manifest.step)
+        trainer.optimizer.set_steps_done(manifest.step - manifest.skipped_steps)
+        trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
         console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
         return manifest.step
     if config.model.weights == "pretrained":
@@ -178,7 +183,7 @@ def _save(identity: Identity, trainer: Trainer, step: int) -> Path:
         Path(identity.config.run_directory) / CHECKPOINTS_NAME,
         step,
         saved_tensors(trainer.pipeline, trainer.optimizer),
-        manifest=identity.manifest(step, trainer.pipeline.fused),
+        manifest=identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale),
         huggingface=identity.write_huggingface,
         keep=identity.config.checkpoint.keep,
     )

@@ -3,27 +3,38 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshtrain.config.plan import PrecisionPlan
 from meshtrain.errors import TrainingStopped
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
 from meshtrain.training.gradients import finish_gradients, gradient_norm, scale_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.optim import ShardedAdamW
+
+Inspection = Callable[[Mapping[str, Tensor]], None]
+"""Looks at the batch and at the whole gradients of a step, before they change anything."""
+
+
+def no_inspection(batch: Mapping[str, Tensor]) -> None:
+    """Look at nothing."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a step works with; nothing of it needs saving but the parameters and the optimizer's state.
+    """What a step works with; of it the parameters, the optimizer's state and the loss scale need saving.
 
     Attributes:
-        learning_rate: of a step, counted from 0.
+        learning_rate: of a step, counted from 0; steps that overflowed do not count.
         max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
+        loss_scale: of float16; otherwise 1 for ever.
+        inspect: called once the gradients are whole.
     """
 
     pipeline: Pipeline
@@ -31,6 +42,8 @@ class Trainer:
     optimizer: ShardedAdamW
     learning_rate: Callable[[int], float]
     max_gradient_norm: float
+    loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
+    inspect: Inspection = no_inspection
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,12 @@ class StepResult:
 
     Attributes:
         loss: mean over the trained tokens of the global batch, in nats.
-        gradient_norm: before clipping.
+        gradient_norm: before clipping, and without the loss scale.
         num_tokens: trained tokens in the global batch.
         forward_backward_seconds: on this process, waiting for others included.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
+        is_skipped: whether a float16 gradient overflowed, so that no parameter has changed.
+        scaling: the loss scale of the next step and the number of skipped steps, if there is loss scaling.
     """
 
     loss: float
@@ -51,6 +66,8 @@ class StepResult:
     num_tokens: int
     forward_backward_seconds: float
     optimizer_seconds: float
+    is_skipped: bool
+    scaling: dict[str, float]
 
 
 def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_ids: np.ndarray) -> StepResult:
@@ -62,24 +79,31 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         sample_ids: of the whole global batch, for the message when something goes wrong.
 
     Raises:
-        TrainingStopped: on all processes alike, before any parameter changes, if loss or gradient is not finite.
+        TrainingStopped: on all processes alike, before any parameter changes, if loss or gradient is not finite and a
+            lower loss scale cannot help.
     """
     begin = time.perf_counter()
-    pipeline = trainer.pipeline
+    pipeline, scale = trainer.pipeline, trainer.loss_scale.value
     trainer.optimizer.zero_grad()
     pipeline.streams.begin_step(step)
     num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
     # A batch without a trained token has loss 0 and no gradient, not 0 / 0.
     trainer.loss.num_tokens = num_tokens.clamp(min=1)
+    trainer.loss.scale = scale
     local_loss = pipeline.forward_backward(batch, trainer.loss)
     forward_backward_done = time.perf_counter()
     finish_gradients(pipeline)
     norm, loss = gradient_norm(pipeline, all_reduce_over(local_loss, pipeline.mesh, DATA_AXES))
-    learning_rate = trainer.learning_rate(step)
-    _check_finite(loss.item(), norm.item(), step, sample_ids)
-    if math.isfinite(trainer.max_gradient_norm):
-        scale_gradients([parameter for _, parameter in pipeline.named_parameters()], norm, trainer.max_gradient_norm)
-    trainer.optimizer.step(learning_rate)
+    norm, loss = norm / scale, loss / scale
+    # Both were summed over every axis, so all processes decide alike.
+    overflowed = not (math.isfinite(loss.item()) and math.isfinite(norm.item()))
+    if overflowed and not trainer.loss_scale.can_be_lower:
+        _stop(loss.item(), norm.item(), step, sample_ids)
+    learning_rate = trainer.learning_rate(step - trainer.loss_scale.num_skipped)
+    if not overflowed:
+        trainer.inspect(batch)
+        _update(trainer, norm, learning_rate)
+    trainer.loss_scale.update(overflowed=overflowed)
     return StepResult(
         loss=loss.item(),
         gradient_norm=norm.item(),
@@ -87,7 +111,17 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         num_tokens=int(num_tokens),
         forward_backward_seconds=forward_backward_done - begin,
         optimizer_seconds=time.perf_counter() - forward_backward_done,
+        is_skipped=overflowed,
+        scaling=trainer.loss_scale.metrics(),
     )
+
+
+def _update(trainer: Trainer, norm: Tensor, learning_rate: float) -> None:
+    scale = trainer.loss_scale.value
+    if math.isfinite(trainer.max_gradient_norm) or scale != 1.0:
+        parameters = [parameter for _, parameter in trainer.pipeline.named_parameters()]
+        scale_gradients(parameters, norm, trainer.max_gradient_norm, loss_scale=scale)
+    trainer.optimizer.step(learning_rate)
 
 
 @torch.no_grad()
@@ -95,7 +129,7 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float
     """Return the mean loss over all trained tokens of the batches, in nats; every process must see as many."""
     pipeline = trainer.pipeline
     device = trainer.loss.num_tokens.device
-    trainer.loss.num_tokens = torch.ones((), device=device)
+    trainer.loss.num_tokens, trainer.loss.scale = torch.ones((), device=device), 1.0
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         totals[0] += pipeline.evaluate(batch, trainer.loss)
@@ -106,9 +140,7 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float
     return (loss / totals[1].clamp(min=1)).item()
 
 
-def _check_finite(loss: float, norm: float, step: int, sample_ids: np.ndarray) -> None:
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
+def _stop(loss: float, norm: float, step: int, sample_ids: np.ndarray) -> None:
     ids = ", ".join(map(str, sample_ids[:16].tolist())) + (", ..." if len(sample_ids) > 16 else "")
     raise TrainingStopped(
         f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before the optimizer step, so the "

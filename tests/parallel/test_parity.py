@@ -99,6 +99,17 @@ def test_recompute() -> None:
     )
 
 
+def test_selective_recompute() -> None:
+    prove(Case("gpt2-tied", (1, 1, 1, 1), recompute=1, recompute_mode="selective"))
+    prove(
+        Case("qwen3", (1, 1, 1, 2), recompute=1, recompute_mode="selective", sequence_parallel=True),
+        Case("llama-tied", (2, 1, 1, 1), "Interleaved1F1B", 2, recompute=1, recompute_mode="selective"),
+        Case("llama-untied", (1, 1, 2, 1), recompute=1, recompute_mode="selective", compiled=True),
+        Case("gpt2-tied", (2, 1, 1, 1), recompute=2, recompute_mode="selective", compiled=True),
+    )
+    prove(Case("gpt2-tied", (1, 1, 2, 2), recompute=1, recompute_mode="selective"))
+
+
 def test_resharding_policies() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 2, 1), reshard="always"),
