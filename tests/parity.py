@@ -106,7 +106,9 @@ class Case:
             ),
             shard=ShardPlan(reshard_after_forward=reshard),
             precision=PROOF,
-            recompute=RecomputePlan(mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)),
+            recompute=RecomputePlan(
+                mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)
+            ),
             compile=CompilePlan(enabled=self.compiled, backend="aot_eager"),
         )
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}

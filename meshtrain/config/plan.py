@@ -141,7 +141,8 @@ class PrecisionPlan(Words):
             )
         if self.compute != "float16" and self.loss_scale != LossScalePlan():
             raise ValueError(
-                f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}; leave it out, or compute in float16"
+                f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}; leave it out, or compute in "
+                "float16"
             )
         return self
 

@@ -49,6 +49,7 @@ def parallelize(
     tp = axis_size(mesh, "tp")
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
@@ -67,6 +68,7 @@ def parallelize(
         mesh=mesh,
         plan=plan,
         micro_batch_size=micro_batch_size,
+        parameter_names=frozenset(parameter_names),
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,

@@ -60,9 +60,7 @@ class LossScale:
         """Return what a checkpoint keeps beside `num_skipped`."""
         if self.plan is UNSCALED:
             return None
-        return SavedLossScale(
-            value=self.value, growth_steps=self.growth_steps, hysteresis_left=self.hysteresis_left
-        )
+        return SavedLossScale(value=self.value, growth_steps=self.growth_steps, hysteresis_left=self.hysteresis_left)
 
     def restore(self, saved: SavedLossScale | None, num_skipped: int) -> None:
         """Go on from a checkpoint; from one that had no scaling, with the initial scale of the plan."""

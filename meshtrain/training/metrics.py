@@ -85,6 +85,12 @@ class MetricsWriter:
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write one object with a text."""
+        with self._noting_problems():
+            for file in self._files:
+                file.write_text(step, name, text)
+
     def write_epoch(self, step: int) -> None:
         """Write the averages over the epoch of the latest step, as far as it has come."""
         self.write(step, self._epoch.averages())
@@ -110,6 +116,8 @@ class _MetricsFile(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def write_text(self, step: int, name: str, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -121,12 +129,17 @@ class _JsonLines:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has no infinity: the loss of a step that overflowed is null.
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}})
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._add({"step": step, name: text})
 
     def close(self) -> None:
         self._file.close()
+
+    def _add(self, values: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
 
 
 class _Events:
@@ -148,6 +161,9 @@ class _Events:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Leave it out: it draws numbers."""
 
     def close(self) -> None:
         self._file.close()

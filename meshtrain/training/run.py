@@ -40,8 +40,9 @@ from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
+from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import saved_tensors, wanted_tensors
-from meshtrain.training.step import Trainer
+from meshtrain.training.step import Trainer, no_inspection
 
 Saved = tuple[Path, Manifest]
 """A checkpoint and what it says of itself."""
@@ -97,9 +98,14 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(resolved.plan.precision),
+        inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
     # On a shared file system not all may see the newest at once: the first process decides.
     first_step = _begin(config, trainer, gather_objects(saved)[0])
+    report = check_parameters(pipeline) if config.self_checks else None
+    if report is not None:
+        copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
+        console.line(f"Parameters checksum {report.checksum}{copies}")
     _write_resolved(config, resolved, process)
     return Run(
         config=config,
@@ -113,6 +119,7 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         save=partial(_save, identity, trainer),
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=flops,
+        parameters_checksum=report.checksum if report is not None else None,
     )
 
 
