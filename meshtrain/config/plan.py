@@ -152,7 +152,7 @@ class RecomputePlan(Words):
 
     mode: Literal["none", "full", "selective"] = "none"
     """`full`: keep only the input of a layer; `selective`: and the results of its matrix products, its attention and
-    its collectives."""
+    its collectives (with tp also the partial sums before them, so it saves less memory there)."""
     every: Degree = 1
     """Recompute every k-th layer; the others keep everything."""
 

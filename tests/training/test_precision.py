@@ -10,9 +10,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
 
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan, ShardPlan
 from meshtrain.errors import TrainingStopped
+from meshtrain.models.build import load_hf_config
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_rank
@@ -21,8 +23,8 @@ from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
 from tests.parity import (
     GLOBAL_BATCH,
+    MODELS,
     Case,
-    _stock_model,
     batches,
     build,
     build_trainer,
@@ -108,7 +110,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     results = [run_step(trainer, step) for step in range(num_steps)]
     evaluation = evaluate(trainer, [local_part(pipeline, batches(padded=False)[0])])
     for name, parameter in pipeline.named_parameters():
-        assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision != FLOAT32)
+        assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
         formats = {parameter.dtype, *(moment.dtype for moment in trainer.optimizer.moments(name).values())}
         assert formats == {getattr(torch, case.precision.parameters)}
         assert parameter.grad is not None
@@ -161,7 +163,7 @@ def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     fill(pipeline, stock_weights(case.model))
     trainer = replace(build_trainer(pipeline), max_gradient_norm=float("inf"))
     run_step(trainer, 0)
-    stock = _stock_model(case.model).bfloat16()
+    stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[case.model]), dtype=torch.bfloat16)
     stock.load_state_dict(stock_weights(case.model))
     batch = batches(padded=False)[0]
     num_tokens = (batch["labels"] != -100).sum()
