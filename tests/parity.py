@@ -23,7 +23,7 @@ from meshtrain.config.plan import (
 )
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.config.toml import with_family
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
@@ -31,6 +31,7 @@ from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, evaluate, train_step
 from tests.ranks import run_on_ranks
@@ -89,9 +90,12 @@ class Case:
     sequence_parallel: bool = False
     loss_parallel: bool = True
     recompute: int = 0
+    recompute_mode: str = "full"
     compiled: bool = False
     padded: bool = False
     reshard: str = "auto"
+    offload: str = "none"
+    precision: PrecisionPlan = PROOF
 
     @property
     def world_size(self) -> int:
@@ -108,9 +112,11 @@ class Case:
                 stages_per_rank=self.stages_per_rank,
                 layers_per_stage=list(self.layers) or [4 // stages] * stages,
             ),
-            shard=ShardPlan(reshard_after_forward=reshard),
-            precision=PROOF,
-            recompute=RecomputePlan(mode="full" if self.recompute else "none", every=max(1, self.recompute)),
+            shard=ShardPlan(reshard_after_forward=reshard, offload=self.offload),
+            precision=self.precision,
+            recompute=RecomputePlan(
+                mode=self.recompute_mode if self.recompute else "none", every=max(1, self.recompute)
+            ),
             compile=CompilePlan(enabled=self.compiled, backend="aot_eager"),
         )
         switches = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
@@ -220,7 +226,7 @@ def build(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pip
     """Build the pipeline of a case on the ranks, materialised but without values."""
     plan = case.plan()
     model = model or MODELS[case.model]
-    stock = build_model(load_hf_config(model), dtype=torch.float64, attention=model.attention)
+    stock = build_model(load_hf_config(model), dtype=DTYPES[case.precision.parameters], attention=model.attention)
     mesh = build_mesh(plan.mesh, "cpu")
     micro = max(1, GLOBAL_BATCH // (case.mesh[1] * case.mesh[2]) // 4)
     return parallelize(stock, mesh, plan, micro_batch_size=micro, seed=seed, device=torch.device("cpu"))
@@ -272,6 +278,7 @@ def build_trainer(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) ->
         optimizer=ShardedAdamW(pipeline, optimizer),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), optimizer.learning_rate, STEPS),
         max_gradient_norm=optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(pipeline.plan.precision),
     )
 
 

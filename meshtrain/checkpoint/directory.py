@@ -33,6 +33,17 @@ _COMPLETE = re.compile(r"step-(\d+)(\.old)?")
 _LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
 
 
+class SavedLossScale(Words):
+    """Where dynamic loss scaling stood."""
+
+    value: float
+    """The scale of the next step."""
+    growth_steps: int
+    """Steps without an overflow since the last overflow or growth."""
+    hysteresis_left: int
+    """Overflows until one lowers the scale."""
+
+
 class Manifest(Words):
     """What the tensors of a checkpoint belong to."""
 
@@ -40,6 +51,10 @@ class Manifest(Words):
     """Of the directory; a newer one is refused."""
     step: int
     """Optimizer steps done."""
+    skipped_steps: int = 0
+    """How many of them overflowed and changed nothing: AdamW and the learning rate do not count them."""
+    loss_scale: SavedLossScale | None = None
+    """Of a run in float16."""
     seed: int
     """Of the run: with the step, the order of the data and every random draw."""
     global_batch_size: int

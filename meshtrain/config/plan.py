@@ -1,12 +1,13 @@
 """The plan file: everything about how a model is parallelised, and nothing else."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshtrain.config.words import Words
 
 Dtype = Literal["float32", "bfloat16", "float64"]
+ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -21,6 +22,15 @@ Style = Literal[
     "shared_input",
 ]
 Degree = Annotated[int, Field(ge=1)]
+Scale = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+# parameters, compute -> reduce: no step computes with digits that the one before has lost, and none is for nothing.
+PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("float32", "float32"): ("float32",),
+    ("float32", "bfloat16"): ("float32", "bfloat16"),
+    ("float32", "float16"): ("float32",),
+    ("bfloat16", "bfloat16"): ("float32", "bfloat16"),
+    ("float64", "float64"): ("float64",),
+}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
@@ -77,6 +87,35 @@ class ShardPlan(Words):
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free gathered parameters after each forward; `auto`: always, but never with a pipeline or without sharding."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu`: parameters, gradients and optimizer state stay in host memory, and the optimizer works there; a layer's
+    parameters are on the GPU only while they are used. Without an accelerator it changes nothing."""
+
+
+class LossScalePlan(Words):
+    """Dynamic loss scaling for `compute` = "float16": small gradients would round to zero without it.
+
+    A step whose gradients overflow changes no parameter and counts for neither the learning rate nor AdamW.
+    """
+
+    initial: Scale = 65536.0
+    """The loss is multiplied by it, and the gradients are divided by it again before they are used."""
+    growth_interval: Degree = 2000
+    """Steps without an overflow after which the scale grows."""
+    growth_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] = 2.0
+    """By how much it grows."""
+    backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """What an overflow multiplies it with."""
+    hysteresis: Degree = 2
+    """How many overflows since the scale last grew it takes to lower it; after them, every one lowers it again."""
+    minimum: Scale = 1.0
+    """It is never lower; an overflow there stops the run."""
+
+    @model_validator(mode="after")
+    def _starts_in_its_range(self) -> Self:
+        if self.initial < self.minimum:
+            raise ValueError(f"`initial` = {self.initial} is below `minimum` = {self.minimum}; raise one or lower it")
+        return self
 
 
 class PrecisionPlan(Words):
@@ -84,19 +123,40 @@ class PrecisionPlan(Words):
 
     parameters: Dtype = "float32"
     """Parameters and optimizer state."""
-    compute: Dtype = "float32"
-    """Forward and backward."""
+    compute: ComputeDtype = "float32"
+    """Forward and backward; "float16" always works with dynamic loss scaling."""
     reduce: Dtype = "float32"
-    """Gradient reduction over the dp axes."""
+    """Gradients, while they are summed over microbatches and over the dp axes."""
+    loss_scale: LossScalePlan = LossScalePlan()
+    """For `compute` = "float16" only."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.reduce not in PRECISIONS.get((self.parameters, self.compute), ()):
+            possible = "; ".join(
+                f"{parameters}, {compute}, {' or '.join(reduce)}"
+                for (parameters, compute), reduce in PRECISIONS.items()
+            )
+            raise ValueError(
+                f"`parameters` = {self.parameters!r}, `compute` = {self.compute!r} and `reduce` = {self.reduce!r} do "
+                f"not go together; possible are, in this order: {possible}"
+            )
+        if self.compute != "float16" and self.loss_scale != LossScalePlan():
+            raise ValueError(
+                f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}; leave it out, or compute in "
+                "float16"
+            )
+        return self
 
 
 class RecomputePlan(Words):
     """Activations that are thrown away in the forward pass and computed again in the backward pass."""
 
-    mode: Literal["none", "full"] = "none"
-    """`full`: keep only the input of a layer."""
+    mode: Literal["none", "full", "selective"] = "none"
+    """`full`: keep only the input of a layer; `selective`: and the results of its matrix products, its attention and
+    its collectives (with tp also the partial sums before them, so it saves less memory there)."""
     every: Degree = 1
-    """Recompute every k-th layer."""
+    """Recompute every k-th layer; the others keep everything."""
 
 
 class CompilePlan(Words):

@@ -163,6 +163,9 @@ class RunConfig(Words):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    self_checks: bool = True
+    """At the start, and after a resume, check that all processes hold the parameters, inputs and gradients that they
+    must, and write down a checksum of the parameters that is the same on every mesh."""
     plan: ParallelPlan = ParallelPlan()
     """How the model is parallelised: `plan = "name"` or `[plan] extends = "name"` and keys that differ."""
 

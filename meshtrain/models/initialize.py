@@ -29,15 +29,25 @@ InitFunction = Callable[..., Tensor]
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device, *, tied: Mapping[str, str]) -> None:
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    tied: Mapping[str, str],
+    parameter_device: torch.device | None = None,
+) -> None:
     """Give a meta model memory on `device`, without values.
 
     Args:
         model: already cut and sharded; each process allocates only its shards.
         device: where to.
         tied: name of a tied parameter -> name of its original, wherever `model` holds both; `to_empty` parts them.
+        parameter_device: where the parameters lie, if they are offloaded.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=parameter_device or device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for copy, source in tied.items():
         if copy in parameters and source in parameters:

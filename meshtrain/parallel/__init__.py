@@ -16,7 +16,7 @@ from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.schedules import stage_owners
-from meshtrain.parallel.shard import apply_shard, needs_fsdp
+from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
@@ -51,6 +51,7 @@ def parallelize(
     tp = axis_size(mesh, "tp")
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
@@ -60,7 +61,7 @@ def parallelize(
         apply_recompute(stage, plan.recompute)
         apply_compile(stage, plan)
         apply_shard(stage, mesh, plan)
-        materialize(stage.model, device, tied=stage.tied)
+        materialize(stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.tied)
     streams = ForwardStreams(seed, data_rank(mesh))
     for stage in stages:
         streams.watch(stage.model, stage.index)
@@ -69,6 +70,7 @@ def parallelize(
         mesh=mesh,
         plan=plan,
         micro_batch_size=micro_batch_size,
+        parameter_names=frozenset(parameter_names),
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,

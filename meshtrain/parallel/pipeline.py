@@ -35,6 +35,7 @@ class Pipeline:
         mesh: all processes.
         plan: resolved.
         micro_batch_size: in sequences.
+        parameter_names: FQNs of the whole model, each tied weight once and each fused one as its parts.
         fused: the stock parameters that are kept in parts.
         summed_over_tp: names of the parameters whose gradients are partial over tp.
         logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
@@ -49,6 +50,7 @@ class Pipeline:
     mesh: DeviceMesh
     plan: ParallelPlan
     micro_batch_size: int
+    parameter_names: frozenset[str]
     fused: tuple[FusedParameter, ...]
     summed_over_tp: frozenset[str]
     logits_are_sharded: bool

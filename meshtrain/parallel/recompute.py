@@ -1,19 +1,43 @@
 """Activation recomputation through Hugging Face's own path, which leaves every name alone."""
 
+from collections.abc import Callable
 from functools import partial
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.plan import RecomputePlan
 from meshtrain.parallel.cut import Stage
 
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+# What is dear to compute: matrix products, attention (on every device that torch has a kernel for) and collectives.
+KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+]
+
 
 def apply_recompute(stage: Stage, plan: RecomputePlan) -> None:
-    """Let every k-th decoder layer keep only its input, and compute the rest again in the backward pass."""
+    """Let every k-th decoder layer keep only what its mode says, and compute the rest again in the backward pass."""
     if plan.mode == "none":
         return
     for index, layer in enumerate(stage.own_layers(), start=stage.first_layer):
         assert isinstance(layer, GradientCheckpointingLayer), "the plan was not checked"
         layer.gradient_checkpointing = index % plan.every == 0
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = _CHECKPOINTS[plan.mode]  # type: ignore[assignment]
+
+
+_full = partial(checkpoint, use_reentrant=False)
+_selective = partial(_full, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+_CHECKPOINTS: dict[str, Callable] = {"full": _full, "selective": _selective}

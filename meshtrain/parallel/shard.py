@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -15,11 +15,18 @@ from meshtrain.runtime.mesh import axis_size
 
 
 def needs_fsdp(plan: ParallelPlan) -> bool:
-    """Return whether FSDP2 has something to do: parameters to shard, or two number formats to keep.
+    """Return whether FSDP2 has something to do: parameters to shard or offload, or more than one number format to keep.
 
     Otherwise it would only copy every parameter and gradient once more per step.
     """
-    return plan.mesh.dp_shard > 1 or plan.precision.compute != plan.precision.parameters
+    precision = plan.precision
+    several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
+    return plan.mesh.dp_shard > 1 or several_formats or plan.shard.offload == "cpu"
+
+
+def parameter_device(plan: ParallelPlan, device: torch.device) -> torch.device:
+    """Return where parameters, gradients and optimizer state lie between uses."""
+    return torch.device("cpu") if plan.shard.offload == "cpu" else device
 
 
 def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
@@ -29,11 +36,12 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
     )
+    offload = _offload_policy(plan, mesh.device_type)
     data_mesh = mesh["dp_replicate", "dp_shard"] if axis_size(mesh, "dp_replicate") > 1 else mesh["dp_shard"]
     reshard = plan.shard.reshard_after_forward == "always"
     for layer in stage.own_layers():
-        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(stage.model, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    fully_shard(stage.model, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes: gradients are summed and not averaged. The
         # forced sum keeps torch from a pre-multiplied reduction, which gloo does not have.
@@ -70,6 +78,13 @@ def _lacks_gradient(held: FSDPParam) -> bool:
     if not hasattr(held, "_unsharded_param") or not held.unsharded_param.requires_grad:
         return False
     return held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None
+
+
+def _offload_policy(plan: ParallelPlan, device_type: str) -> OffloadPolicy:
+    if plan.shard.offload == "none":
+        return OffloadPolicy()
+    # Memory can be pinned for an accelerator only; without one the same path copies nothing.
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -32,6 +32,7 @@ FREE = (
     "evaluation",
     "checkpoint",
     "logging",
+    "self_checks",
     "plan",
     "data.cache_directory",
     "model.attention",

@@ -99,9 +99,15 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients down so that their norm is at most `max_norm`."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def scale_gradients(
+    parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float, *, loss_scale: float = 1.0
+) -> None:
+    """Take the loss scale out of all gradients, and scale them down so that their norm is at most `max_norm`.
+
+    Args:
+        norm: of the gradients without the loss scale.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     for gradients in _by_dtype(parameters).values():
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 

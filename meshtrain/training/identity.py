@@ -20,6 +20,7 @@ from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.fused import FusedParameter
 from meshtrain.training.directory import differences
+from meshtrain.training.loss_scale import LossScale
 from meshtrain.training.report import Resolved
 
 LIBRARIES = ("torch", "transformers", "meshtrain")
@@ -45,10 +46,12 @@ class Identity:
         """The resolved plan."""
         return self.resolved.plan
 
-    def manifest(self, step: int, fused: tuple[FusedParameter, ...]) -> Manifest:
+    def manifest(self, step: int, fused: tuple[FusedParameter, ...], loss_scale: LossScale) -> Manifest:
         """Describe the checkpoint of a step."""
         return Manifest(
             step=step,
+            skipped_steps=loss_scale.num_skipped,
+            loss_scale=loss_scale.saved(),
             seed=self.config.seed,
             global_batch_size=self.config.global_batch_size,
             mesh={axis: getattr(self.plan.mesh, axis) for axis in AXES},

@@ -34,6 +34,7 @@ class Run:
         save: writes the checkpoint of a step and returns where.
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
         flops_per_token: of the model, forward and backward.
+        parameters_checksum: of the parameters that the first step finds; None without self-checks.
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class Run:
     save: Callable[[int], Path]
     unigram_entropy: float
     flops_per_token: float
+    parameters_checksum: str | None
 
 
 def run_loop(run: Run) -> None:
@@ -61,6 +63,8 @@ def run_loop(run: Run) -> None:
         return
     evaluation_loss = None
     with _open_metrics(run) as metrics:
+        if run.parameters_checksum is not None:
+            metrics.write_text(run.first_step, "parameters_checksum", run.parameters_checksum)
         for batch, data_seconds in _timed(run.train_batches):
             step = batch.step + 1
             metrics.write(step, _one_step(run, batch, data_seconds, metrics))
@@ -123,6 +127,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "data_seconds": data_seconds,
         "forward_backward_seconds": result.forward_backward_seconds,
         "optimizer_seconds": result.optimizer_seconds,
+        **result.scaling,
     }
 
 

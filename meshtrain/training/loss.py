@@ -10,7 +10,7 @@ from meshtrain.parallel.collectives import max_over_shards, shard_width, sum_ove
 
 
 class TokenLoss:
-    """Callable on the logits and labels of a microbatch; holds the denominator of the current step.
+    """Callable on the logits and labels of a microbatch; holds the denominator and the scale of the current step.
 
     Args:
         vocabulary: size of the whole vocabulary.
@@ -20,9 +20,12 @@ class TokenLoss:
     def __init__(self, vocabulary: int, group: ProcessGroup | None) -> None:
         self.vocabulary, self.group = vocabulary, group
         self.num_tokens = torch.ones(())
+        self.scale = 1.0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of a microbatch's tokens divided by the number of trained tokens in the global batch.
+
+        It is multiplied by `scale`, the loss scale of float16.
 
         Args:
             logits: (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
@@ -35,7 +38,7 @@ class TokenLoss:
             total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         else:
             total = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
-        return total / self.num_tokens
+        return total * self.scale / self.num_tokens
 
 
 def count_trained_tokens(labels: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run writes down: metrics.jsonl, TensorBoard, and the line or bar on the screen. On rank 0 only."""
 
 import json
+import math
 import os
 import resource
 import socket
@@ -84,6 +85,12 @@ class MetricsWriter:
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write one object with a text."""
+        with self._noting_problems():
+            for file in self._files:
+                file.write_text(step, name, text)
+
     def write_epoch(self, step: int) -> None:
         """Write the averages over the epoch of the latest step, as far as it has come."""
         self.write(step, self._epoch.averages())
@@ -109,6 +116,8 @@ class _MetricsFile(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def write_text(self, step: int, name: str, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -119,11 +128,18 @@ class _JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        # JSON has no infinity: the loss of a step that overflowed is null.
+        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}})
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._add({"step": step, name: text})
 
     def close(self) -> None:
         self._file.close()
+
+    def _add(self, values: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
 
 
 class _Events:
@@ -146,6 +162,9 @@ class _Events:
         values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Leave it out: it draws numbers."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -162,21 +181,28 @@ class _EpochAverages:
         self._epoch = 0
         self._steps = 0
         self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Count a step in; what is not a step's does not count."""
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Count a step in; what is not a step's does not count, nor does a loss that is not finite."""
         if "loss" not in metrics:
             return
-        if metrics["epoch"] != self._epoch:
-            self._epoch, self._steps = int(metrics["epoch"]), 0
+        epoch = metrics["epoch"]
+        assert epoch is not None
+        if epoch != self._epoch:
+            self._epoch, self._steps = int(epoch), 0
             self._sums.clear()
+            self._counts.clear()
         self._steps += 1
         for name in AVERAGED:
-            self._sums[name] += metrics[name]
+            value = metrics[name]
+            if value is not None and math.isfinite(value):
+                self._sums[name] += value
+                self._counts[name] += 1
 
     def averages(self) -> dict[str, float]:
         """Return them as metrics of the epoch."""
-        averages = {f"epoch_{name}": total / self._steps for name, total in self._sums.items()}
+        averages = {f"epoch_{name}": total / self._counts[name] for name, total in self._sums.items()}
         return {"epoch": self._epoch, "epoch_steps": self._steps, **averages}
 
 
@@ -187,7 +213,7 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float]]:
+def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float | None]]:
     """Drop the lines of later steps from metrics.jsonl, and return the others as objects."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     # The last line of a killed run may be cut off.

@@ -81,14 +81,9 @@ def _shard_of(parameter: nn.Parameter) -> nn.Parameter:
 def _laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # Not DTensor.from_local: it would move an offloaded moment to the device of the mesh, and what is loaded into that
+    # copy would be lost.
+    return DTensor(local, parameter._spec, requires_grad=False)
 
 
 def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int) -> Callable[[int], float]:

@@ -102,6 +102,8 @@ def show_plan_table(resolved: Resolved) -> None:
         rows.append(
             ("shard", f"over {plan.mesh.dp_shard} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
         )
+    if plan.shard.offload == "cpu":
+        rows.append(("offload", "parameters, gradients and optimizer state in host memory"))
     precision = plan.precision
     rows.append(
         ("precision", f"parameters {precision.parameters}, compute {precision.compute}, reduce {precision.reduce}")

@@ -37,10 +37,12 @@ from meshtrain.training.directory import check_directory, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
+from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import load_state, saved_tensors
-from meshtrain.training.step import Trainer
+from meshtrain.training.step import Trainer, no_inspection
 
 Saved = tuple[Path, Manifest]
 """A checkpoint and what it says of itself."""
@@ -79,6 +81,8 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
     config, data, resolved = identity.config, identity.data, identity.resolved
     flops = flops_per_token(resolved.model, config.data.sequence_length)
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
+    if resolved.plan.shard.offload == "cpu" and process.device.type == "cpu":
+        console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
     pipeline = parallelize(
         resolved.model,
         mesh,
@@ -94,9 +98,15 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         optimizer=ShardedAdamW(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(resolved.plan.precision),
+        inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
     # On a shared file system not all may see the newest at once: the first process decides.
     first_step = _begin(config, trainer, gather_objects(saved)[0])
+    report = check_parameters(pipeline) if config.self_checks else None
+    if report is not None:
+        copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
+        console.line(f"Parameters checksum {report.checksum}{copies}")
     _write_resolved(config, resolved, process)
     return Run(
         config=config,
@@ -110,6 +120,7 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         save=partial(_save, identity, trainer),
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=flops,
+        parameters_checksum=report.checksum if report is not None else None,
     )
 
 
@@ -136,6 +147,7 @@ def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_state(checkpoint, pipeline, trainer.optimizer)
+        trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
         console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
         return manifest.step
     if config.model.weights == "pretrained":
@@ -178,7 +190,7 @@ def _save(identity: Identity, trainer: Trainer, step: int) -> Path:
         Path(identity.config.run_directory) / CHECKPOINTS_NAME,
         step,
         saved_tensors(trainer.pipeline, trainer.optimizer),
-        manifest=identity.manifest(step, trainer.pipeline.fused),
+        manifest=identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale),
         huggingface=identity.write_huggingface,
         keep=identity.config.checkpoint.keep,
     )

@@ -3,27 +3,38 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshtrain.config.plan import PrecisionPlan
 from meshtrain.errors import TrainingStopped
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
 from meshtrain.training.gradients import fill_gradients, finish_gradients, forget_unused, gradient_norm, scale_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.optim import ShardedAdamW
+
+Inspection = Callable[[Mapping[str, Tensor]], None]
+"""Looks at the batch and at the whole gradients of a step, before they change anything."""
+
+
+def no_inspection(batch: Mapping[str, Tensor]) -> None:
+    """Look at nothing."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a step works with; nothing of it needs saving but the parameters and the optimizer's state.
+    """What a step works with; of it the parameters, the optimizer's state and the loss scale need saving.
 
     Attributes:
-        learning_rate: of a step, counted from 0.
+        learning_rate: of a step, counted from 0; steps that overflowed do not count.
         max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
+        loss_scale: of float16; otherwise 1 for ever.
+        inspect: called once the gradients are whole.
     """
 
     pipeline: Pipeline
@@ -31,6 +42,8 @@ class Trainer:
     optimizer: ShardedAdamW
     learning_rate: Callable[[int], float]
     max_gradient_norm: float
+    loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
+    inspect: Inspection = no_inspection
 
 
 @dataclass(frozen=True)
@@ -39,11 +52,13 @@ class StepResult:
 
     Attributes:
         loss: mean over the trained tokens of the global batch, in nats.
-        gradient_norm: before clipping.
+        gradient_norm: before clipping, and without the loss scale.
         num_tokens: trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters that no sample of the batch gave a gradient.
         forward_backward_seconds: on this process, waiting for others included.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
+        is_skipped: whether a float16 gradient overflowed, so that no parameter has changed.
+        scaling: the loss scale of the next step and the number of skipped steps, if there is loss scaling.
     """
 
     loss: float
@@ -53,6 +68,8 @@ class StepResult:
     without_gradient: tuple[str, ...]
     forward_backward_seconds: float
     optimizer_seconds: float
+    is_skipped: bool
+    scaling: dict[str, float]
 
 
 def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_ids: np.ndarray) -> StepResult:
@@ -64,16 +81,21 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         sample_ids: of the whole global batch, for the message when something goes wrong.
 
     Raises:
-        TrainingStopped: on all processes alike, before any parameter changes, if loss or gradient is not finite.
+        TrainingStopped: on all processes alike, before any parameter changes, if loss or gradient is not finite and a
+            lower loss scale cannot help.
     """
     begin = time.perf_counter()
-    pipeline = trainer.pipeline
+    pipeline, scale = trainer.pipeline, trainer.loss_scale.value
     trainer.optimizer.zero_grad()
     pipeline.streams.begin_step(step)
     num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
     # A batch without a trained token has loss 0 and no gradient, not 0 / 0.
     trainer.loss.num_tokens = num_tokens.clamp(min=1)
+    trainer.loss.scale = scale
     local_loss = pipeline.forward_backward(batch, trainer.loss)
+    if local_loss.is_cuda:
+        # Its work is only queued so far. The norm waits for it anyway, and the seconds would be counted there.
+        torch.cuda.current_stream().synchronize()
     forward_backward_done = time.perf_counter()
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
@@ -81,13 +103,20 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
     sums = all_reduce_over(torch.stack([local_loss, num_filled]), pipeline.mesh, DATA_AXES)
     norm, loss, num_filled = gradient_norm(pipeline, *sums)
-    learning_rate = trainer.learning_rate(step)
-    _check_finite(loss.item(), norm.item(), step, sample_ids)
-    if math.isfinite(trainer.max_gradient_norm):
-        scale_gradients([parameter for _, parameter in pipeline.named_parameters()], norm, trainer.max_gradient_norm)
-    # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
-    unused = forget_unused(pipeline, filled) if num_filled.item() else ()
-    trainer.optimizer.step(learning_rate)
+    norm, loss = norm / scale, loss / scale
+    # Both were summed over every axis, so all processes decide alike.
+    overflowed = not (math.isfinite(loss.item()) and math.isfinite(norm.item()))
+    if overflowed and not trainer.loss_scale.can_be_lower:
+        _stop(loss.item(), norm.item(), step, sample_ids)
+    learning_rate = trainer.learning_rate(step - trainer.loss_scale.num_skipped)
+    unused: tuple[str, ...] = ()
+    if not overflowed:
+        trainer.inspect(batch)
+        _scale(trainer, norm)
+        # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
+        unused = forget_unused(pipeline, filled) if num_filled.item() else ()
+        trainer.optimizer.step(learning_rate)
+    trainer.loss_scale.update(overflowed=overflowed)
     return StepResult(
         loss=loss.item(),
         gradient_norm=norm.item(),
@@ -96,28 +125,34 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         without_gradient=unused,
         forward_backward_seconds=forward_backward_done - begin,
         optimizer_seconds=time.perf_counter() - forward_backward_done,
+        is_skipped=overflowed,
+        scaling=trainer.loss_scale.metrics(),
     )
+
+
+def _scale(trainer: Trainer, norm: Tensor) -> None:
+    scale = trainer.loss_scale.value
+    if math.isfinite(trainer.max_gradient_norm) or scale != 1.0:
+        parameters = [parameter for _, parameter in trainer.pipeline.named_parameters()]
+        scale_gradients(parameters, norm, trainer.max_gradient_norm, loss_scale=scale)
 
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float:
     """Return the mean loss over all trained tokens of the batches, in nats; every process must see as many."""
     pipeline = trainer.pipeline
-    device = trainer.loss.num_tokens.device
-    trainer.loss.num_tokens = torch.ones((), device=device)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        totals[0] += pipeline.evaluate(batch, trainer.loss)
-        totals[1] += count_trained_tokens(batch["labels"])
-    all_reduce_over(totals, pipeline.mesh, DATA_AXES)
+    trainer.loss.num_tokens, trainer.loss.scale = torch.ones(()), 1.0
+    sums = [
+        torch.stack([pipeline.evaluate(batch, trainer.loss), count_trained_tokens(batch["labels"]).double()])
+        for batch in batches
+    ]
+    totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, ["pp"])
     return (loss / totals[1].clamp(min=1)).item()
 
 
-def _check_finite(loss: float, norm: float, step: int, sample_ids: np.ndarray) -> None:
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
+def _stop(loss: float, norm: float, step: int, sample_ids: np.ndarray) -> None:
     ids = ", ".join(map(str, sample_ids[:16].tolist())) + (", ..." if len(sample_ids) > 16 else "")
     raise TrainingStopped(
         f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before the optimizer step, so the "

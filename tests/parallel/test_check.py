@@ -38,7 +38,7 @@ def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTr
 def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
     """Return a plan with the rules of a family, and with the tables that are given."""
     plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type)
-    kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan}
+    kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan, "compile": CompilePlan}
     tensor = plan.tensor.model_copy(update=tables.pop("tensor", {}))
     return plan.model_copy(update={"tensor": tensor, **{name: kinds[name](**table) for name, table in tables.items()}})
 
@@ -484,6 +484,30 @@ def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) 
     assert problems(make_plan("llama", recompute={"mode": "full"})) == (
         "recompute.mode = 'full': LlamaDecoderLayer does not know recomputation; set it to 'none'",
     )
+
+
+def test_selective_recomputation_of_layers_compiled_by_parts() -> None:
+    tables: dict[str, Any] = {"recompute": {"mode": "selective"}, "compile": {"enabled": True}}
+    assert problems(make_plan("llama", mesh={"tp": 2}, **tables)) == (
+        "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled one by "
+        "one, and torch does not see inside of them which results to keep; set recompute.mode = 'full', or "
+        "compile.enabled = false",
+    )
+    assert resolve_plan(make_plan("llama", **tables), meta_model("llama"), BATCH, 2)
+    assert resolve_plan(
+        make_plan("llama", mesh={"tp": 2}, recompute={"mode": "selective"}), meta_model("llama"), BATCH, 2
+    )
+
+
+@pytest.mark.parametrize("schedule", execution.SPLIT_BACKWARD)
+def test_selective_recomputation_of_a_split_backward_pass(schedule: str) -> None:
+    plan = make_plan("llama", mesh={"pp": 2}, recompute={"mode": "selective"})
+    plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": schedule})})
+    assert [problem for problem in problems(plan) if problem.startswith("recompute")] == [
+        f"recompute.mode = 'selective' with pipeline.schedule = {schedule!r}: the schedule goes back through a layer "
+        "twice, and torch gives out what selective recomputation has kept only once; set recompute.mode = 'full', or "
+        "use another schedule",
+    ]
 
 
 def test_a_model_without_layers() -> None:

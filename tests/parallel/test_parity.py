@@ -81,6 +81,24 @@ def test_recompute() -> None:
     )
 
 
+def test_selective_recompute() -> None:
+    prove(
+        Case("qwen3", (1, 1, 1, 2), recompute=1, recompute_mode="selective", sequence_parallel=True),
+        Case("gpt2-tied", (1, 1, 1, 2), recompute=2, recompute_mode="selective"),
+        Case("llama-tied", (2, 1, 1, 1), "Interleaved1F1B", 2, recompute=1, recompute_mode="selective"),
+        Case("gpt2-tied", (1, 1, 2, 1), recompute=1, recompute_mode="selective", reshard="always"),
+        Case("llama-untied", (1, 1, 2, 1), recompute=1, recompute_mode="selective", compiled=True),
+    )
+
+
+def test_offload() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 1), offload="cpu"),
+        Case("qwen3", (1, 1, 1, 2), offload="cpu", sequence_parallel=True, recompute=1),
+        Case("llama-tied", (1, 2, 1, 1), offload="cpu"),
+    )
+
+
 def test_resharding_policies() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 2, 1), reshard="always"),

@@ -286,7 +286,6 @@ def resume(case: Case, checkpoint: Path) -> Trainer:
     for stage in trainer.pipeline.stages:
         restore_buffers(stage.model)
     load_state(checkpoint, trainer.pipeline, trainer.optimizer)
-    trainer.optimizer.set_steps_done(2)
     return trainer
 
 

@@ -35,6 +35,7 @@ STEP = {
 EPOCH = {"step", "epoch", "epoch_steps"} | {
     f"epoch_{name}" for name in STEP - {"step", "epoch", "grad_norm", "learning_rate", "tokens", "trained_tokens"}
 }
+START = {"step", "parameters_checksum"}
 EVALUATION = {"step", "eval_loss", "evaluation_seconds"}
 CHECKPOINT = {"step", "checkpoint_seconds"}
 TAGS = (
@@ -73,9 +74,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[str]]
 
 def test_every_object_has_its_keys_and_its_place(run: tuple[RunConfig, list[str]]) -> None:
     objects = read_metrics(Path(run[0].run_directory))
-    kinds = {"loss": STEP, "epoch_steps": EPOCH, "eval_loss": EVALUATION, "checkpoint_seconds": CHECKPOINT}
+    kinds = {
+        "parameters_checksum": START,
+        "loss": STEP,
+        "epoch_steps": EPOCH,
+        "eval_loss": EVALUATION,
+        "checkpoint_seconds": CHECKPOINT,
+    }
     seen = [(metrics["step"], next(kind for kind in kinds if kind in metrics), metrics.keys()) for metrics in objects]
     assert [(step, kind) for step, kind, _ in seen] == [
+        (0, "parameters_checksum"),
         (1, "loss"),
         (2, "loss"),
         (2, "eval_loss"),

@@ -1,4 +1,4 @@
-"""Recomputation: which models know it."""
+"""Recomputation: which models know it, and what it does not go together with."""
 
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -9,10 +9,15 @@ from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.rules import Problems
 
+# They compute the gradients of inputs and of weights one after the other, from the same saved activations.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     if plan.recompute.mode == "none":
         return
+    if plan.recompute.mode == "selective":
+        yield from _check_selective(plan)
     try:
         layer = find_layers(model)[1][0]
     except UserError:
@@ -22,4 +27,19 @@ def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
         yield (
             f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; "
             "set it to 'none'"
+        )
+
+
+def _check_selective(plan: ParallelPlan) -> Problems:
+    if plan.compile.enabled and plan.mesh.tp > 1:
+        yield (
+            "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
+            "one by one, and torch does not see inside of them which results to keep; set recompute.mode = 'full', or "
+            "compile.enabled = false"
+        )
+    if plan.pipeline.schedule in SPLIT_BACKWARD:
+        yield (
+            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule goes back "
+            "through a layer twice, and torch gives out what selective recomputation has kept only once; set "
+            "recompute.mode = 'full', or use another schedule"
         )

@@ -1,0 +1,291 @@
+"""What must hold if the plan is right, looked at while it is cheap: once the parameters have values, and in one step.
+
+A plan that breaks any of it would train, with a plausible loss, and drift away from what one process computes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshtrain.config.plan import AXES
+from meshtrain.errors import TrainingStopped, name_some
+from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.randomness import stream_key
+from meshtrain.runtime.agreement import raise_together
+from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size
+
+ADVICE = (
+    "this is a fault of the plan or of meshtrain, not of the data: run `meshtrain check`, report it, or switch the "
+    "checks off with self_checks = false"
+)
+# Elements of a parameter that are hashed at once: an index and a hash of 8 bytes each lie beside them.
+CHUNK = 2**22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of a stage, as its process describes it to those of the other stages.
+
+    Attributes:
+        stage: its index.
+        fqn: under which it is saved; the far copy of a tied weight has that of its original.
+        is_copy: whether it is such a copy.
+        checksum: of the whole parameter, signed 64 bits.
+    """
+
+    stage: int
+    name: str
+    fqn: str
+    is_copy: bool
+    checksum: int
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What the check of the parameters has found to be in order.
+
+    Attributes:
+        checksum: 16 hexadecimal digits that depend on every bit of every parameter, and not on the mesh.
+        tied_copies: the parameters that are in a second stage as well.
+    """
+
+    checksum: str
+    tied_copies: tuple[str, ...]
+
+
+class FirstStepCheck:
+    """An inspection that checks the first step that changes parameters, and lets all others pass."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._is_due = True
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> None:
+        """Check the step, if it is the first."""
+        if self._is_due:
+            self._is_due = False
+            check_step(self._pipeline, batch)
+
+
+def check_parameters(pipeline: Pipeline) -> ParameterReport:
+    """Check that the stages together hold the model, and that what is held twice is equal. Collective.
+
+    Raises:
+        TrainingStopped: on all processes alike, naming parameters and ranks.
+    """
+    names = [name for name, _ in pipeline.named_parameters()]
+    checksums = _whole_checksums(pipeline)
+    problems = list(_unequal_replicas(pipeline.mesh, names, checksums))
+    held = _gather_stages(pipeline, dict(zip(names, checksums.tolist(), strict=True)))
+    problems += _misplaced(held, pipeline.parameter_names)
+    problems += _unequal_ties(held)
+    raise_together(_advised(problems), TrainingStopped)
+    total = sum(one.checksum for one in held if not one.is_copy) % 2**64
+    return ParameterReport(f"{total:016x}", tuple(one.name for one in held if one.is_copy))
+
+
+def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
+    """Check what a step was given and what came out of its backward pass. Collective.
+
+    Args:
+        batch: of this process; all of a tp group and of a pipeline must have the same.
+
+    Raises:
+        TrainingStopped: on all processes alike, naming inputs or parameters and ranks.
+    """
+    problems = [*_unequal_batches(pipeline.mesh, batch), *_unequal_gradients(pipeline)]
+    raise_together(_advised(problems), TrainingStopped)
+
+
+def checksum(tensor: Tensor, fqn: str) -> int:
+    """Return the part of a parameter's checksum that its elements on this process make, signed 64 bits.
+
+    The sum, modulo 2**64, of the bits of every element times an odd number that is a hash of its global place: parts
+    add up to the same number however the parameter is sharded.
+    """
+    local = local_tensor(tensor.detach())
+    if local.numel() == 0:
+        return 0
+    bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(local.shape[0] if local.dim() else 1, -1)
+    rows, row_places = _places(tensor, local)
+    key, step = stream_key(fqn), max(1, CHUNK // bits.shape[1])
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start in range(0, bits.shape[0], step):
+        places = rows[start : start + step, None] + row_places
+        total += (bits[start : start + step].long() * _odd_hash(places, key)).sum()
+    return int(total)
+
+
+def _places(tensor: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the global flat index of the first element of each local row, and what to add to it along a row."""
+    flat = torch.zeros((), dtype=torch.int64)
+    columns, rows = flat.view(1), flat.view(1)
+    stride = 1
+    indices = local_indices(tensor)
+    for dim in reversed(range(1, tensor.dim())):
+        columns = (indices[dim][:, None] * stride + columns).flatten()
+        stride *= tensor.shape[dim]
+    if indices:
+        rows = indices[0] * stride
+    return rows.to(local.device), columns.to(local.device)
+
+
+def _odd_hash(places: Tensor, key: int) -> Tensor:
+    """Return an odd number for each place; int64 arithmetic wraps around.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    """
+    mixed = places * -7046029254386353131 + key
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        # Arithmetic shifts would drag the sign along.
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
+
+
+def _whole_checksums(pipeline: Pipeline) -> Tensor:
+    """Return the checksum of every whole parameter of this process, in their order; equal wherever it is held."""
+    canonical = pipeline.canonical_names()
+    parts = [checksum(parameter, canonical[name]) for name, parameter in pipeline.named_parameters()]
+    sums = torch.tensor(parts, dtype=torch.int64)
+    for axis in ("dp_shard", "tp"):
+        sharded = torch.tensor([_is_sharded(parameter, axis) for _, parameter in pipeline.named_parameters()])
+        total = all_reduce_over(torch.where(sharded, sums, 0), pipeline.mesh, [axis])
+        sums = torch.where(sharded, total, sums)
+    return sums
+
+
+def _is_sharded(parameter: Tensor, axis: str) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names
+    assert names is not None
+    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
+
+
+def _unequal_replicas(mesh: DeviceMesh, names: list[str], checksums: Tensor) -> Iterable[str]:
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        for other, theirs in enumerate(_gather_along(mesh, axis, checksums)):
+            different = [name for name, same in zip(names, (theirs == checksums).tolist(), strict=True) if not same]
+            if different:
+                yield (
+                    f"parameters differ between {_ranks(mesh, axis, other)}, which must hold the same: "
+                    f"{name_some(different)}"
+                )
+
+
+def _gather_along(mesh: DeviceMesh, axis: str, values: Tensor) -> list[Tensor]:
+    """Return the values of every process along an axis, in its order."""
+    if axis_size(mesh, axis) == 1:
+        return [values]
+    gathered = [torch.empty_like(values) for _ in range(axis_size(mesh, axis))]
+    dist.all_gather(gathered, values, group=mesh.get_group(axis))
+    return gathered
+
+
+def _ranks(mesh: DeviceMesh, axis: str, other: int) -> str:
+    """Name this process and the one at `other` on an axis, the lower first."""
+    place = [axis_rank(mesh, name) for name in AXES]
+    pair = {dist.get_rank()}
+    place[AXES.index(axis)] = other
+    pair.add(int(mesh.mesh[tuple(place)]))
+    return f"ranks {' and '.join(map(str, sorted(pair)))} ({axis})"
+
+
+def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Held]:
+    """Return what all stages of this pipeline hold."""
+    canonical = pipeline.canonical_names()
+    mine = [
+        Held(stage.index, name, canonical[name], canonical[name] != name, checksums[name])
+        for stage in pipeline.stages
+        for name, _ in stage.model.named_parameters()
+    ]
+    if pipeline.peers is None:
+        return mine
+    answers: list[list[Held]] = [[] for _ in range(axis_size(pipeline.mesh, "pp"))]
+    dist.all_gather_object(answers, mine, group=pipeline.mesh.get_group("pp"))
+    return [one for answer in answers for one in answer]
+
+
+def _misplaced(held: list[Held], expected: frozenset[str]) -> Iterable[str]:
+    """Say which parameters are not in exactly one stage; the far copies of tied weights come on top."""
+    stages: dict[str, list[int]] = defaultdict(list)
+    for one in held:
+        if not one.is_copy:
+            stages[one.fqn].append(one.stage)
+    if missing := sorted(expected - stages.keys()):
+        yield f"parameters are in no stage: {name_some(missing)}"
+    if unknown := sorted(stages.keys() - expected):
+        yield f"stages hold parameters that the model does not have: {name_some(unknown)}"
+    repeated = [f"{fqn} ({', '.join(map(str, where))})" for fqn, where in sorted(stages.items()) if len(where) > 1]
+    if repeated:
+        yield f"parameters are in more than one stage: {name_some(repeated)}"
+
+
+def _unequal_ties(held: list[Held]) -> Iterable[str]:
+    originals = {one.fqn: one for one in held if not one.is_copy}
+    for copy in held:
+        original = originals.get(copy.fqn)
+        if copy.is_copy and original is not None and copy.checksum != original.checksum:
+            yield (
+                f"{copy.name} in stage {copy.stage} is tied to {copy.fqn} in stage {original.stage}, but their values "
+                "differ"
+            )
+
+
+def _unequal_batches(mesh: DeviceMesh, batch: Mapping[str, Tensor]) -> Iterable[str]:
+    checksums = torch.tensor([checksum(value, name) for name, value in batch.items()], dtype=torch.int64)
+    for axis in ("pp", "tp"):
+        for other, theirs in enumerate(_gather_along(mesh, axis, checksums)):
+            different = [name for name, same in zip(batch, (theirs == checksums).tolist(), strict=True) if not same]
+            if different:
+                yield (
+                    f"the batches of {_ranks(mesh, axis, other)} differ in {name_some(different)}; all processes of a "
+                    "pipeline and of a tp group must read the same"
+                )
+
+
+@torch.no_grad()
+def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
+    """Name the parameters that every process of a tp group holds whole, but whose gradients differ.
+
+    The sums behind them are the same on every process, but some kernels add in an order of their own: up to the
+    square root of the number format's precision is let pass. A gradient that lacks a sum is off by its own size.
+    """
+    mesh = pipeline.mesh
+    tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
+    different = []
+    for name, parameter in pipeline.named_parameters():
+        if axis_size(mesh, "tp") > 1 and not _is_sharded(parameter, "tp"):
+            error = _spread(parameter, mesh)
+            if not error <= tolerance:
+                different.append(f"{name} by {error:.0e}")
+    if different:
+        group = ", ".join(map(str, dist.get_process_group_ranks(mesh.get_group("tp"))))
+        yield (
+            f"gradients differ between the ranks {group} of a tp group (more than {tolerance:.0e} of their largest "
+            f"element), although each holds the whole parameter: {name_some(different)}; is a sum over tp missing?"
+        )
+
+
+def _spread(parameter: nn.Parameter, mesh: DeviceMesh) -> float:
+    """Return the largest difference between the gradients of a tp group, relative to their largest element."""
+    assert parameter.grad is not None
+    gradient = local_tensor(parameter.grad)
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    if gradient.numel() == 0:
+        return 0.0
+    both = all_reduce_over(torch.stack([gradient, -gradient]), mesh, ["tp"], op=dist.ReduceOp.MAX)
+    largest = both.abs().max()
+    return float((both[0] + both[1]).max() / largest) if largest > 0 else 0.0
+
+
+def _advised(problems: list[str]) -> list[str]:
+    return [f"self-check: {problem}; {ADVICE}" for problem in problems]

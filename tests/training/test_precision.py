@@ -1,0 +1,295 @@
+"""Number formats: what each does to a step, and dynamic loss scaling on every axis."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+from meshtrain.config.plan import LossScalePlan, PrecisionPlan, ShardPlan
+from meshtrain.errors import TrainingStopped
+from meshtrain.models.build import load_hf_config
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.runtime.mesh import axis_rank
+from meshtrain.training import step as step_module
+from meshtrain.training.loss_scale import LossScale, build_loss_scale
+from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
+from tests.parity import (
+    GLOBAL_BATCH,
+    MODELS,
+    Case,
+    batches,
+    build,
+    build_trainer,
+    fill,
+    local_part,
+    stock_weights,
+)
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, read_metrics, steps_of
+from tests.training.test_resume import assert_same_bits, go, stopped_after
+
+FLOAT32 = PrecisionPlan()
+BFLOAT16 = PrecisionPlan(compute="bfloat16")
+PURE = PrecisionPlan(parameters="bfloat16", compute="bfloat16")
+ALL_BFLOAT16 = PrecisionPlan(parameters="bfloat16", compute="bfloat16", reduce="bfloat16")
+FLOAT16 = PrecisionPlan(compute="float16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"parameters": "bfloat16"},
+            "`parameters` = 'bfloat16', `compute` = 'float32' and `reduce` = 'float32' do not go together; possible "
+            "are, in this order: float32, float32, float32; float32, bfloat16, float32 or bfloat16; float32, float16, "
+            "float32; bfloat16, bfloat16, float32 or bfloat16; float64, float64, float64",
+        ),
+        ({"compute": "float16", "reduce": "bfloat16"}, "`compute` = 'float16' and `reduce` = 'bfloat16' do not"),
+        ({"compute": "float16", "parameters": "bfloat16"}, "`compute` = 'float16' and `reduce` = 'float32' do not"),
+        ({"parameters": "float16", "compute": "float16"}, "Input should be 'float32', 'bfloat16' or 'float64'"),
+        (
+            {"loss_scale": LossScalePlan(initial=2.0)},
+            "`loss_scale` is for `compute` = 'float16', found 'float32'; leave it out, or compute in float16",
+        ),
+    ],
+)
+def test_formats_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        PrecisionPlan(**words)
+    assert message in str(caught.value)
+
+
+def test_a_scale_that_starts_below_its_minimum() -> None:
+    with pytest.raises(ValidationError, match=r"`initial` = 1\.0 is below `minimum` = 4\.0; raise one or lower it"):
+        LossScalePlan(initial=1.0, minimum=4.0)
+
+
+def test_the_scale_moves_as_megatron_moves_it() -> None:
+    plan = LossScalePlan(initial=16.0, growth_interval=3, hysteresis=2, minimum=4.0)
+    scale = build_loss_scale(PrecisionPlan(compute="float16", loss_scale=plan))
+    seen = []
+    for overflowed in map(bool, (1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 1)):
+        scale.update(overflowed=overflowed)
+        seen.append((scale.value, scale.hysteresis_left > 0, scale.can_be_lower))
+    # The first overflow is forgiven; two good steps do not forgive another. Growth does.
+    values = [16.0, 16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0, 4.0]
+    assert [value for value, _, _ in seen] == values
+    assert [can for _, _, can in seen] == [value > 4.0 for value in values]
+    assert scale.num_skipped == 7
+    other = build_loss_scale(PrecisionPlan(compute="float16", loss_scale=plan))
+    other.restore(scale.saved(), scale.num_skipped)
+    assert other == scale
+
+
+def test_without_float16_nothing_is_scaled_or_tolerated() -> None:
+    scale = build_loss_scale(PrecisionPlan())
+    for _ in range(9):
+        scale.update(overflowed=False)
+    assert (scale.value, scale.can_be_lower, scale.metrics(), scale.saved()) == (1.0, False, {}, None)
+    # The updates that AdamW has seen stay known when a run leaves float16.
+    scale.restore(build_loss_scale(FLOAT16).saved(), 3)
+    assert (scale.value, scale.num_skipped) == (1.0, 3)
+
+
+# Steps in every format
+
+
+def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list[Tensor]]:
+    """Train from the stock weights; return what the steps said, the evaluation, and what lies on this rank."""
+    pipeline = build(case)
+    fill(pipeline, stock_weights(case.model))
+    trainer = build_trainer(pipeline)
+    results = [run_step(trainer, step) for step in range(num_steps)]
+    evaluation = evaluate(trainer, [local_part(pipeline, batches(padded=False)[0])])
+    for name, parameter in pipeline.named_parameters():
+        assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
+        formats = {parameter.dtype, *(moment.dtype for moment in trainer.optimizer.moments(name).values())}
+        assert formats == {getattr(torch, case.precision.parameters)}
+        assert parameter.grad is not None
+    return results, evaluation, [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
+
+
+def run_step(trainer: Trainer, step: int) -> StepResult:
+    return train_step(
+        trainer, step, local_part(trainer.pipeline, batches(padded=False)[step % 3]), np.arange(GLOBAL_BATCH)
+    )
+
+
+HYBRID = Case("llama-tied", (2, 1, 1, 2), sequence_parallel=True)
+FORMATS = {"bfloat16": BFLOAT16, "pure": PURE, "all": ALL_BFLOAT16, "float16": FLOAT16}
+
+
+def steps_in_all_formats() -> dict[str, tuple[list[StepResult], float, list[Tensor]]]:
+    found = {name: steps(replace(HYBRID, precision=precision)) for name, precision in FORMATS.items()}
+    found["offload"] = steps(replace(HYBRID, precision=BFLOAT16, offload="cpu"))
+    found["float32"] = steps(replace(HYBRID, precision=FLOAT32))
+    return found
+
+
+def test_every_format_trains_a_hybrid_plan() -> None:
+    """2 stages x 2 tp with sequence parallel; the numbers of a step are those of float32, as far as digits allow."""
+    for answer in run_on_ranks(4, steps_in_all_formats):
+        expected, expected_evaluation, _ = answer["float32"]
+        for name in FORMATS:
+            results, evaluation, _ = answer[name]
+            tolerance = 5e-3 if name == "float16" else 5e-2
+            assert evaluation == pytest.approx(expected_evaluation, rel=tolerance), name
+            for result, wanted in zip(results, expected, strict=True):
+                assert result.loss == pytest.approx(wanted.loss, rel=tolerance), name
+                assert result.gradient_norm == pytest.approx(wanted.gradient_norm, rel=tolerance), name
+                assert not result.is_skipped
+                scaling = {"loss_scale": 65536.0, "skipped_steps": 0} if name == "float16" else {}
+                assert result.scaling == scaling
+        # Where memory lies does not matter to arithmetic.
+        (results, evaluation, parameters), (others, other_evaluation, other_parameters) = (
+            answer[name] for name in ("offload", "bfloat16")
+        )
+        assert [r.loss for r in results] == [r.loss for r in others]
+        assert evaluation == other_evaluation
+        assert all(torch.equal(one, other) for one, other in zip(parameters, other_parameters, strict=True))
+
+
+def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of a step, and those of the stock model's microbatches added in the reduction's format."""
+    pipeline = build(case)
+    fill(pipeline, stock_weights(case.model))
+    trainer = replace(build_trainer(pipeline), max_gradient_norm=float("inf"))
+    run_step(trainer, 0)
+    stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[case.model]), dtype=torch.bfloat16)
+    stock.load_state_dict(stock_weights(case.model))
+    batch = batches(padded=False)[0]
+    num_tokens = (batch["labels"] != -100).sum()
+    sums: dict[str, Tensor] = {}
+    for start in range(0, GLOBAL_BATCH, pipeline.micro_batch_size):
+        part = {name: value[start : start + pipeline.micro_batch_size] for name, value in batch.items()}
+        stock.zero_grad()
+        logits = stock(input_ids=part["input_ids"], use_cache=False).logits
+        trainer.loss(logits, part["labels"]).backward()
+        for name, parameter in stock.named_parameters():
+            gradient = parameter.grad.to(getattr(torch, case.precision.reduce))
+            sums[name] = sums[name] + gradient if name in sums else gradient
+    assert int(trainer.loss.num_tokens) == num_tokens
+    found = {name: full_tensor(p.grad) for name, p in pipeline.owned_parameters().items() if p.grad is not None}
+    return found, {name: value.bfloat16() for name, value in sums.items()}
+
+
+def test_microbatches_are_added_in_the_format_of_the_reduction() -> None:
+    for precision in (PURE, ALL_BFLOAT16):
+        ((found, expected),) = run_on_ranks(1, accumulated, Case("llama-untied", (1, 1, 1, 1), precision=precision))
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# Overflows
+
+
+def scaled(pipeline_case: Case, **words: Any) -> Trainer:
+    precision = PrecisionPlan(compute="float16", loss_scale=LossScalePlan(**words))
+    pipeline = build(replace(pipeline_case, precision=precision))
+    fill(pipeline, stock_weights(pipeline_case.model))
+    return build_trainer(pipeline)
+
+
+def poison(places: dict[str, int]) -> Any:
+    """Make one gradient of one process infinite after the backward pass; return what undoes it."""
+    finish = step_module.finish_gradients
+
+    def finish_poisoned(pipeline: Pipeline) -> None:
+        if all(axis_rank(pipeline.mesh, axis) == place for axis, place in places.items()):
+            parameter = next(p for _, p in pipeline.named_parameters() if p.dim() == 2)
+            assert parameter.grad is not None
+            local_tensor(parameter.grad).view(-1)[:1] = torch.inf
+        finish(pipeline)
+
+    step_module.finish_gradients = finish_poisoned
+    return lambda: setattr(step_module, "finish_gradients", finish)
+
+
+def overflow(case: Case) -> dict[str, Any]:
+    """Skip a step that overflows in one corner of the mesh, and go on."""
+    trainer = replace(scaled(case, initial=1024.0, hysteresis=1), learning_rate=lambda step: 0.01 / (step + 1))
+    first = run_step(trainer, 0)
+    before = [local_tensor(p.detach()).clone() for _, p in trainer.pipeline.named_parameters()]
+    undo = poison({"pp": case.mesh[0] - 1, "dp_shard": case.mesh[2] - 1, "tp": case.mesh[3] - 1})
+    skipped = run_step(trainer, 1)
+    after = [local_tensor(p.detach()) for _, p in trainer.pipeline.named_parameters()]
+    unchanged = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    undo()
+    last = run_step(trainer, 2)
+    counts = {int(state["step"]) for state in trainer.optimizer._adamw.state.values()}
+    return {"results": (first, skipped, last), "unchanged": unchanged, "counts": counts, "scale": trainer.loss_scale}
+
+
+def stop_at_the_minimum() -> str:
+    trainer = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=2.0, minimum=2.0)
+    poison({})
+    try:
+        run_step(trainer, 0)
+    except TrainingStopped as error:
+        return str(error)
+    return ""
+
+
+def test_all_processes_skip_a_step_that_overflows_on_one() -> None:
+    case = Case("llama-tied", (2, 1, 1, 2))
+    for answer in [*run_on_ranks(4, overflow, case), *run_on_ranks(2, overflow, Case("gpt2-tied", (1, 1, 2, 1)))]:
+        first, skipped, last = answer["results"]
+        assert [result.is_skipped for result in answer["results"]] == [False, True, False]
+        assert answer["unchanged"]
+        assert skipped.gradient_norm == float("inf")
+        assert skipped.scaling == last.scaling == {"loss_scale": 512.0, "skipped_steps": 1}
+        assert first.scaling == {"loss_scale": 1024.0, "skipped_steps": 0}
+        # Neither the learning rate nor AdamW counts it.
+        assert [result.learning_rate for result in (first, last)] == [0.01, 0.005]
+        assert answer["counts"] == {2}
+        assert isinstance(answer["scale"], LossScale)
+
+
+def test_an_overflow_at_the_minimum_stops_the_run() -> None:
+    (message,) = run_on_ranks(1, stop_at_the_minimum)
+    assert message.startswith("step 1: the loss is 4.")
+    assert "the gradient norm inf; stopped before the optimizer step" in message
+
+
+# Whole runs
+
+
+def test_a_run_in_float16_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """The scale begins far too high, so steps are skipped before and behind the checkpoint."""
+    loss_scale = LossScalePlan(initial=2.0**40, backoff_factor=2.0**-8, growth_interval=2, growth_factor=2.0**20)
+    precision = PrecisionPlan(compute="float16", loss_scale=loss_scale)
+    plan = build_plan((2, 1, 1, 1)).model_copy(update={"precision": precision})
+    whole = build_run(tmp_path / "whole", "gpt2", plan, steps=9)
+    seen = go(whole)
+    resumed = stopped_after(whole, 3, "resumed")
+    assert go(resumed) == {step: seen[step] for step in range(3, 9)}
+    assert_same_bits(whole, resumed)
+    scaling = [
+        [(step["loss_scale"], step["skipped_steps"]) for step in steps_of(Path(config.run_directory))]
+        for config in (whole, resumed)
+    ]
+    assert scaling[0] == scaling[1]
+    skipped = [count for _, count in scaling[0]]
+    assert 0 < skipped[2] < 3 or skipped[2] == 3
+    assert skipped[2] < skipped[-1] < 9
+    starts = [m for m in read_metrics(Path(resumed.run_directory)) if "parameters_checksum" in m]
+    assert [start["step"] for start in starts] == [0, 3]
+
+
+def test_an_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """The moments that a checkpoint fills are the ones that the optimizer works with."""
+    plan = build_plan((1, 1, 2, 1)).model_copy(update={"precision": BFLOAT16, "shard": ShardPlan(offload="cpu")})
+    whole = build_run(tmp_path / "whole", "gpt2", plan, self_checks=False)
+    go(whole)
+    resumed = stopped_after(whole, 3, "resumed")
+    go(resumed)
+    assert_same_bits(whole, resumed)
+    assert not any("parameters_checksum" in metrics for metrics in read_metrics(tmp_path / "resumed"))
