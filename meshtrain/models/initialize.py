@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
@@ -25,6 +26,7 @@ TILE_ROWS, TILE_COLUMNS = 64, 1024
 # Their values do not depend on the shape of the tensor they fill, so a tile may be filled alone.
 TILED = ("normal_", "uniform_", "trunc_normal_")
 CONSTANT = ("constant_", "ones_", "zeros_")
+DRAWS = ("normal_", "uniform_", "exponential_", "random_", "bernoulli_")
 InitFunction = Callable[..., Tensor]
 
 
@@ -72,12 +74,15 @@ def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str,
         ModelError: for a parameter whose rule cannot be reproduced on every mesh.
     """
     filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
-    with _replaced_init_functions(filler), _seeded_rules(model, seed):
+    with _replaced_init_functions(filler), _seeded_rules(model, seed), _NoShardedDraws(model):
         _apply_hf_rules(model)
+        for name, parameter in model.named_parameters():
+            if names[name] != name:
+                _check_twin(model, name, parameter, filler)
     untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
     if untouched:
         raise ModelError(
-            f"{type(model).__name__} has no initialisation rule that can be repeated on every mesh for "
+            f"{_stock_class(model).__name__} has no initialisation rule that can be repeated on every mesh for "
             f"{', '.join(untouched[:5])}; start from pretrained weights instead"
         )
     _zero_padding_rows(model)
@@ -99,8 +104,7 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
         module.__dict__.pop("_is_hf_initialized", None)
     # It leaves out some rules of what it takes for custom code (GPT-2's scaled projections), and it takes every class
     # for that whose module is not its own: FSDP2 gives the model such a class.
-    stock_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    model.is_custom_code = stock_class.is_custom_code  # type: ignore[method-assign]
+    model.is_custom_code = _stock_class(model).is_custom_code  # type: ignore[method-assign]
     # transformers computes tables of positions in this type while it builds the model.
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if model.dtype == torch.float64 else torch.float32)
@@ -111,11 +115,28 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
         del model.is_custom_code
 
 
+def _stock_class(model: nn.Module) -> Any:
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "_Filler") -> None:
+    """Check that the rule of a head would fill its embedding alike: on another stage only that one's rule is run."""
+    with torch.device("meta"):
+        embedding = nn.Embedding(head.shape[0], head.shape[1])
+    model._initialize_weights(embedding)
+    if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
+        raise ModelError(
+            f"{_stock_class(model).__name__} initialises {name} in another way than the embedding that it is tied to; "
+            "start from pretrained weights instead, or use pp = 1"
+        )
+
+
 def _check_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise ModelError(
-                f"{type(model).__name__} does not say how to compute its buffer {name}; it cannot be built on meta"
+                f"{_stock_class(model).__name__} does not say how to compute its buffer {name}; it cannot be built "
+                "on meta"
             )
 
 
@@ -125,10 +146,14 @@ class _Filler:
     def __init__(self, seed: int, names: dict[int, str]) -> None:
         self.seed, self.names = seed, names
         self.filled: set[int] = set()
+        self.described: dict[int, object] = {}
 
     def replace(self, kind: str, original: InitFunction) -> InitFunction:
         def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
             name = self.names.get(id(tensor))
+            self.described[id(tensor)] = (kind, args, kwargs)
+            if tensor.is_meta:
+                return tensor
             if kind in CONSTANT:
                 original(local_tensor(tensor), *args, **kwargs)
             elif name is None:
@@ -182,6 +207,23 @@ def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
         initialization.copy_ = copy
 
 
+class _NoShardedDraws(TorchDispatchMode):
+    """Refuses a rule that draws a sharded tensor by itself: each process would draw its own part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = func.overloadpacket.__name__
+        if kind in DRAWS and isinstance(args[0], DTensor):
+            raise ModelError(
+                f"{_stock_class(self.model).__name__} initialises a parameter by Tensor.{kind}, which cannot "
+                "be repeated on every mesh; start from pretrained weights instead"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
     """Let a rule that draws by itself (Mamba's time steps) draw the same wherever its module lies."""
@@ -190,7 +232,7 @@ def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
 
     def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_stream(f"{seed}|{names[id(module)]}").initial_seed())
+            torch.manual_seed(_stream(f"{seed}|{names.get(id(module))}").initial_seed())
             original(self, module, *args, **kwargs)
 
     PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]

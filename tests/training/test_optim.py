@@ -99,8 +99,7 @@ def moments_over_two_steps(case: Case) -> dict[str, Any]:
     for name in names:
         for kind, moment in other.moments(name).items():
             local_tensor(moment).copy_(local_tensor(saved[name][kind]))
-    for name in names:
-        other.steps_done(name).fill_(1)
+        other.steps_done(name).copy_(optimizer.steps_done(name) - 1)
     set_gradients(pipeline, -0.7)
     other.step(RATE)
     resumed = _snapshot(pipeline)
