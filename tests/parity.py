@@ -256,7 +256,7 @@ def split_parts(stock: dict[str, Tensor], fused: tuple[FusedParameter, ...]) -> 
     """Return the tensors under our names."""
     result = dict(stock)
     for entry in fused:
-        result.update(zip(entry.parts, result.pop(entry.name).chunk(len(entry.parts), entry.dim), strict=True))
+        result.update(entry.split(result.pop(entry.name)))
     return result
 
 
@@ -265,7 +265,7 @@ def join_parts(ours: dict[str, Tensor], fused: tuple[FusedParameter, ...]) -> di
     result = dict(ours)
     for entry in fused:
         if entry.parts[0] in result:
-            result[entry.name] = torch.cat([result.pop(part) for part in entry.parts], entry.dim)
+            result[entry.name] = entry.join([result.pop(part) for part in entry.parts])
     return result
 
 

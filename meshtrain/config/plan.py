@@ -20,6 +20,14 @@ Style = Literal[
     "replicate",
     "replicated_with_grad_allreduce",
     "shared_input",
+    "rowwise_split_input",
+    "replicated_heads",
+    "colwise_blocks",
+    "mla_kv_a_proj",
+    "local_params",
+    "moe_tp_experts",
+    "expert_parallel",
+    "whole_sequence",
 ]
 Degree = Annotated[int, Field(ge=1)]
 Scale = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -74,12 +82,20 @@ class TensorPlan(Words):
     """Between attention and MLP each process keeps only its part of the sequence."""
     loss_parallel: bool = True
     """The logits stay sharded over the vocabulary; the loss is computed on the shards."""
+    experts: Literal["tensor", "expert"] = "tensor"
+    """How derived rules cut experts: each expert over tp, or whole experts for each process."""
+    auto: bool = False
+    """Complete these rules for the model at hand; those that match nothing are for other variants of the family."""
     styles: dict[str, Style] = {}
-    """Module pattern -> style; `*` stands for one layer number. Every parameter needs exactly one rule when tp > 1."""
-    fused: dict[str, list[str]] = {}
-    """Module pattern -> names of the equal parts that the model keeps in one fused projection (GPT-2's `c_attn`)."""
+    """Module pattern -> style; `*` stands for one layer number. Every parameter needs exactly one rule when tp > 1.
+    Without any the rules are those of the model's family, else they are derived from the model's own plan."""
+    fused: dict[str, list[str] | dict[str, int | str]] = {}
+    """Pattern of a fused projection (GPT-2's `c_attn`) or of stacked experts -> names of its equal parts; or part ->
+    its share, a number or the name of one in the model's configuration."""
     local_attributes: dict[str, list[str]] = {}
     """Module pattern -> attributes that hold a whole width and must count only this process's part."""
+    local_inputs: dict[str, list[str]] = {}
+    """Module pattern -> inputs that hold something for every attention head (ALiBi): each process takes its heads."""
 
 
 class ShardPlan(Words):
@@ -173,6 +189,8 @@ class ParallelPlan(Words):
 
     model_types: list[str] = []
     """The Hugging Face model types this plan is written for; empty: any."""
+    model_config_has: dict[str, bool | int | str] = {}
+    """Values of the model's configuration this plan is written for; empty: any."""
     mesh: MeshPlan = MeshPlan()
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()

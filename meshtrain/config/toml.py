@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from meshtrain.config.words import Words
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Words)
+FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -72,13 +74,28 @@ def _checked(kind: type[W], table: Table, file: Path, problems: list[str]) -> W:
     return words
 
 
-def find_family(model_type: str) -> ParallelPlan | None:
-    """Return the shipped family that is written for a Hugging Face model type, if there is one."""
-    for path in sorted((shipped_plans() / "families").glob("*.toml")):
-        family = load_plan(path)
-        if model_type in family.model_types:
-            return family
-    return None
+def find_family(model_type: str, config: Mapping[str, object] | None = None) -> ParallelPlan | None:
+    """Return the shipped family that is written for a Hugging Face model type, if there is one.
+
+    Args:
+        model_type: as Hugging Face calls it.
+        config: values of the model's configuration: some types have several families. Without it these have none.
+    """
+    found = None
+    for family in shipped_families():
+        wanted = family.model_config_has
+        if model_type not in family.model_types or (wanted and config is None):
+            continue
+        if config is None or wanted.items() <= {(name, config[name]) for name in wanted if name in config}:
+            assert found is None, f"two families are written for the same {model_type}"
+            found = family
+    return found
+
+
+@cache
+def shipped_families() -> tuple[ParallelPlan, ...]:
+    """Read the families once."""
+    return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
 
 
 def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
@@ -86,7 +103,7 @@ def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
     family = None if plan.tensor.styles else find_family(model_type)
     if family is None:
         return plan
-    rules = {name: getattr(family.tensor, name) for name in ("styles", "fused", "local_attributes")}
+    rules = {name: getattr(family.tensor, name) for name in FAMILY_RULES}
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
 
 

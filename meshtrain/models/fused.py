@@ -2,7 +2,8 @@
 
 A fused projection (GPT-2's `c_attn`) cannot be sharded as it stands: a contiguous shard of [q | k | v] mixes them, and
 torch's `_StridedShard` is silently wrong for it under FSDP2. So its parts become children of their own, on every mesh,
-tp = 1 included, and this file holds the two-way mapping to the stock names.
+tp = 1 included, and this file holds the two-way mapping to the stock names. The stacked weights of experts,
+(experts, gate and up, hidden), only get their parts on a dimension of their own: that costs no copy.
 """
 
 import copy
@@ -14,22 +15,40 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.errors import PlanError
-from meshtrain.models.patterns import match_modules
+from meshtrain.models.patterns import match_names
+
+Parts = Sequence[str] | Mapping[str, int | str]
+KEY = "tensor.fused"
 
 
 @dataclass(frozen=True)
 class FusedParameter:
-    """A stock parameter that we keep in equal parts.
+    """A stock parameter that we keep in parts.
 
     Attributes:
         name: the stock FQN, such as "transformer.h.0.attn.c_attn.weight".
         parts: our FQNs in order, such as "transformer.h.0.attn.c_attn.q.weight".
         dim: the tensor dimension along which the parts are joined.
+        sizes: of the parts along it; empty: they are equal.
+        stacked: number of equal parts that stay one parameter, on a dimension of their own before `dim`; else 0.
     """
 
     name: str
     parts: tuple[str, ...]
     dim: int
+    sizes: tuple[int, ...] = ()
+    stacked: int = 0
+
+    def split(self, stock: Tensor) -> dict[str, Tensor]:
+        """Return our tensors by name."""
+        if self.stacked:
+            return {self.parts[0]: stock.unflatten(self.dim, (self.stacked, -1))}
+        pieces = stock.split(list(self.sizes), self.dim) if self.sizes else stock.chunk(len(self.parts), self.dim)
+        return dict(zip(self.parts, pieces, strict=True))
+
+    def join(self, ours: Sequence[Tensor]) -> Tensor:
+        """Return the stock tensor from all of our tensors in order."""
+        return ours[0].flatten(self.dim, self.dim + 1) if self.stacked else torch.cat(list(ours), self.dim)
 
 
 class UnfusedProjection(nn.Module):
@@ -45,12 +64,13 @@ class UnfusedProjection(nn.Module):
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
-def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedParameter]:
+def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]:
     """Replace every fused projection by its parts, values included.
 
     Args:
         model: a stock model; changed in place.
-        fused: module pattern -> names of its equal parts.
+        fused: pattern of a module, or of a stacked parameter -> names of its equal parts, or part -> its share: a
+            number, or the name of one in the model's configuration.
 
     Returns:
         One entry per fused parameter, in the order of the model.
@@ -58,27 +78,14 @@ def unfuse(model: nn.Module, fused: Mapping[str, Sequence[str]]) -> list[FusedPa
     Raises:
         PlanError: for a pattern that matches nothing, a module that is no projection, or parts that do not divide it.
     """
-    found = match_modules(model, fused, "tensor.fused")
     entries = []
-    for name, part_names in found.items():
-        module = model.get_submodule(name)
-        if not isinstance(module, (nn.Linear, Conv1D)):
-            raise PlanError(f"tensor.fused: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
-        dim = 0 if isinstance(module, nn.Linear) else 1
-        size = module.weight.shape[dim]
-        if size % len(part_names):
-            raise PlanError(
-                f"tensor.fused: {name} has {size} outputs, which {len(part_names)} equal parts do not divide"
-            )
-        parts = {part: _take_part(module, dim, index, len(part_names)) for index, part in enumerate(part_names)}
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, UnfusedProjection(parts))
-        entries += [
-            FusedParameter(
-                f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in part_names), dim if kind == "weight" else 0
-            )
-            for kind, _ in module.named_parameters()
-        ]
+    for name, parts in match_names(_names(model), fused, KEY).items():
+        shares = _shares(model, name, parts)
+        owner, _, kind = name.rpartition(".")
+        if kind in model.get_submodule(owner)._parameters:
+            entries.append(_stack(model.get_submodule(owner), name, kind, shares))
+        else:
+            entries += _unfuse_module(model, name, shares)
     return entries
 
 
@@ -86,7 +93,7 @@ def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) ->
     """Return whole tensors under our names: every fused one in its parts."""
     result = dict(stock)
     for entry in fused:
-        result.update(zip(entry.parts, result.pop(entry.name).chunk(len(entry.parts), entry.dim), strict=True))
+        result.update(entry.split(result.pop(entry.name)))
     return result
 
 
@@ -94,17 +101,82 @@ def join_parts(ours: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> d
     """Return whole tensors under the stock names; every part of what is fused must be there."""
     result = dict(ours)
     for entry in fused:
-        result[entry.name] = torch.cat([result.pop(part) for part in entry.parts], entry.dim)
+        result[entry.name] = entry.join([result.pop(part) for part in entry.parts])
     return result
 
 
-def _take_part(module: nn.Linear | Conv1D, dim: int, index: int, num_parts: int) -> nn.Module:
+def _names(model: nn.Module) -> list[str]:
+    modules = [name for name, _ in model.named_modules() if name]
+    return modules + [name for name, parameter in model.named_parameters() if parameter.dim() > 2]
+
+
+def _shares(model: nn.Module, name: str, parts: Parts) -> dict[str, int]:
+    if not isinstance(parts, Mapping):
+        return dict.fromkeys(parts, 1)
+    config = getattr(model, "config", None)
+    shares = {}
+    for part, share in parts.items():
+        count = share if isinstance(share, int) else getattr(config, share, None)
+        if not isinstance(count, int) or count < 1:
+            raise PlanError(f"{KEY}: {name}.{part} = {share!r} is no number of the model's configuration")
+        shares[part] = count
+    return shares
+
+
+def _stack(module: nn.Module, name: str, kind: str, shares: Mapping[str, int]) -> FusedParameter:
+    parameter = module._parameters[kind]
+    assert parameter is not None
+    dim = parameter.dim() - 2
+    if len({*shares.values()}) > 1 or parameter.shape[dim] % len(shares):
+        raise PlanError(f"{KEY}: {name} has {parameter.shape[dim]} rows, which are not {len(shares)} equal parts")
+    values = parameter.detach().unflatten(dim, (len(shares), -1))
+    module.register_parameter(kind, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    module.__class__ = type(type(module).__name__, (StackedParameters, type(module)), {"stacked_dims": {kind: dim}})
+    return FusedParameter(name, (name,), dim, stacked=len(shares))
+
+
+class StackedParameters:
+    """Mixed into a module whose parameters are stacked: its own forward sees them as the stock model shapes them."""
+
+    stacked_dims: Mapping[str, int]
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the stock forward on views of the parameters."""
+        parameters = self._parameters  # type: ignore[attr-defined]
+        whole = dict(parameters)
+        parameters.update({kind: whole[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims.items()})
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            parameters.update(whole)
+
+
+def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> Iterable[FusedParameter]:
+    module = model.get_submodule(name)
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        raise PlanError(f"{KEY}: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
+    dim = 0 if isinstance(module, nn.Linear) else 1
+    size, total = module.weight.shape[dim], sum(shares.values())
+    if size % total:
+        what = f"{total} equal parts do" if total == len(shares) else f"the shares {list(shares.values())} do"
+        raise PlanError(f"{KEY}: {name} has {size} outputs, which {what} not divide")
+    sizes = tuple(share * size // total for share in shares.values())
+    parts = {part: _take_part(module, dim, sum(sizes[:index]), sizes[index]) for index, part in enumerate(shares)}
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, UnfusedProjection(parts))
+    for kind, _ in module.named_parameters():
+        names = tuple(f"{name}.{part}.{kind}" for part in shares)
+        yield FusedParameter(
+            f"{name}.{kind}", names, dim if kind == "weight" else 0, sizes if len({*sizes}) > 1 else ()
+        )
+
+
+def _take_part(module: nn.Linear | Conv1D, dim: int, start: int, width: int) -> nn.Module:
     # Hooks and buffers of its own: a shallow copy would share them with the other parts.
     part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     for kind, parameter in module.named_parameters():
-        values = parameter.detach().chunk(num_parts, dim if kind == "weight" else 0)[index].clone()
+        values = parameter.detach().narrow(dim if kind == "weight" else 0, start, width).clone()
         part.register_parameter(kind, nn.Parameter(values))
-    width = module.weight.shape[dim] // num_parts
     if isinstance(part, nn.Linear):
         part.out_features = width
     else:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import ParallelPlan, Style
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.cut import Stage, cut
-from meshtrain.parallel.rules import resolve_rules, sharded_dims
+from meshtrain.parallel.rules import resolve_rules
 from meshtrain.parallel.schedules import stage_owners
 
 ADAM_STATES = 2
@@ -60,12 +60,12 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     """
     whole = copy.deepcopy(model)
     unfuse(whole, plan.tensor.fused)
-    styles = resolve_rules(whole, plan.tensor).styles if plan.mesh.tp > 1 else {}
+    dims = resolve_rules(whole, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
     stages = cut(whole, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, styles) for stage, owner in zip(stages, owners, strict=True)]
+    return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
 
 
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
@@ -75,9 +75,9 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     return head + sum(layer_flops_per_token(layer, model.config, sequence_length) for layer in layers)
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: Mapping[str, Style]) -> StageShare:
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:
     parameters = dict(stage.model.named_parameters())
-    local = sum(math.prod(_local_shape(stage.model, name, plan, styles)) for name in parameters)
+    local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
     per_stage = plan.mesh.dp_replicate * plan.mesh.dp_shard * plan.mesh.tp
     return StageShare(
@@ -95,11 +95,10 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, styles: Mapping[str, 
     )
 
 
-def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, styles: Mapping[str, Style]) -> list[int]:
+def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[str, int]) -> list[int]:
     """Return the shape of the largest piece of a parameter: the pieces are equal, but the last ones may be smaller."""
-    owner, _, kind = name.rpartition(".")
     shape = list(model.get_parameter(name).shape)
-    dim = sharded_dims(styles.get(owner), model.get_submodule(owner)).get(kind)
+    dim = dims.get(name)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
     # FSDP2 shards the first dimension of what tensor parallelism has left.

@@ -102,6 +102,22 @@ def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> T
     return _GatherVocabulary.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
 
 
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return x.chunk(group.size(), -1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather_along(gradient, gradient.dim() - 1, ctx.group), None  # type: ignore[attr-defined]
+
+
+def split_features(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Replicated (batch, seq, features) to this process's part, (batch, seq, features/tp)."""
+    return _SplitFeatures.apply(x, group)  # type: ignore[no-untyped-call]
+
+
 def shard_width(size: int, group: ProcessGroup) -> int:
     """Return the length of every shard of a dimension but the last ones, which may be shorter."""
     return -(-size // group.size())

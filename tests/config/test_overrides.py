@@ -107,6 +107,6 @@ def test_wrong_values_are_those_of_the_command_line(write):
 
 
 def test_a_plan_that_is_not_there(write):
-    (line,) = problems_of(write(), "plan=families/gpt3")
+    (line,) = problems_of(write(), "plan=families/gpt22")
 
-    assert line == "command line: plan: no shipped plan 'families/gpt3'; did you mean 'families/gpt2'?"
+    assert line == "command line: plan: no shipped plan 'families/gpt22'; did you mean 'families/gpt2'?"

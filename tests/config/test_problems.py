@@ -36,8 +36,8 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
 
     assert problems_of(write, 'plan = "plan.toml"') == (
         "plan.toml: tp: unknown key; did you mean 'mesh.tp'?",
-        "plan.toml: learning_rate: unknown key; the keys here are: model_types, mesh, pipeline, tensor, shard, "
-        "precision, recompute, compile, extends",
+        "plan.toml: learning_rate: unknown key; the keys here are: model_types, model_config_has, mesh, pipeline, "
+        "tensor, shard, precision, recompute, compile, extends",
     )
 
 
@@ -79,8 +79,10 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
         (
             "plan.tensor.styles.'h.*.c_fc' = 'colwize'",
             "plan.tensor.styles.\"h.*.c_fc\": expected 'colwise', 'colwise_gather_output', 'rowwise', "
-            "'embedding_rowwise', 'sequence_parallel', 'replicate', 'replicated_with_grad_allreduce' or 'shared_input'"
-            ", found the string 'colwize'; did you mean 'colwise'?",
+            "'embedding_rowwise', 'sequence_parallel', 'replicate', 'replicated_with_grad_allreduce', 'shared_input', "
+            "'rowwise_split_input', 'replicated_heads', 'colwise_blocks', 'mla_kv_a_proj', 'local_params', "
+            "'moe_tp_experts', 'expert_parallel' or 'whole_sequence', found the string 'colwize'; did you mean "
+            "'colwise'?",
         ),
     ],
 )

@@ -88,10 +88,17 @@ def test_a_plan_takes_overrides_of_its_own_keys():
 
 def test_a_model_type_belongs_to_one_family():
     families = [load_plan(name) for name in SHIPPED if name.startswith("families/")]
-    model_types = [model_type for family in families for model_type in family.model_types]
+    kinds = [(model_type, family.model_config_has) for family in families for model_type in family.model_types]
 
-    assert len(model_types) == len(set(model_types)) > 0
-    assert all(find_family(model_type) in families for model_type in model_types)
+    assert all(kinds.count(kind) == 1 for kind in kinds)
+    assert all(find_family(model_type, config) in families for model_type, config in kinds)
+
+
+def test_a_type_with_several_families_needs_its_configuration():
+    assert find_family("falcon") is None
+    assert find_family("falcon", {"multi_query": True}) is None
+    config = {"multi_query": True, "new_decoder_architecture": False}
+    assert find_family("falcon", config).model_config_has == config
 
 
 def test_an_unknown_model_type_has_no_family():

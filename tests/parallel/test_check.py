@@ -187,10 +187,10 @@ def test_sequence_length() -> None:
 
 
 def test_no_rules_for_the_family() -> None:
-    model = meta_model("gpt_neox", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-    assert problems(make_plan("gpt_neox", mesh={"tp": 2}), model) == (
-        "tensor.styles: mesh.tp = 2, but there are no rules for a gpt_neox: no shipped family plan knows it; write the "
-        "rules, or set mesh.tp = 1",
+    model = meta_model("xglm", "eager", d_model=32, num_layers=2, attention_heads=4, ffn_dim=48)
+    assert problems(make_plan("xglm", mesh={"tp": 2}), model) == (
+        "tensor.styles: mesh.tp = 2, but there are no rules for a xglm: no shipped family plan knows it, and "
+        "transformers has no plan for it; write the rules, or set mesh.tp = 1",
     )
 
 

@@ -9,6 +9,7 @@ from meshtrain.parallel.check.execution import check_recompute
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
+from meshtrain.parallel.derive import with_derived_rules, with_shared_heads
 from meshtrain.parallel.rules import Problems
 
 
@@ -27,6 +28,10 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     mesh = resolve_mesh(plan.mesh, world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[str] = []
+    try:
+        plan = with_shared_heads(with_derived_rules(plan, model), model)
+    except PlanError as error:
+        problems += error.problems
     for check in (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, check_recompute):
         problems += check(plan, model, batch)
     if problems:

@@ -12,15 +12,12 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.randomness import attention_dropout
-from meshtrain.parallel.rules import Problems, match_rules, resolve_rules, sharded_dims
+from meshtrain.parallel.rules import Problems, TensorRules, local_count, match_rules, resolve_rules, sharded_dims
 
 
 def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     if plan.mesh.tp > 1 and not plan.tensor.styles:
-        yield (
-            f"tensor.styles: mesh.tp = {plan.mesh.tp}, but there are no rules for a {model.config.model_type}: no "
-            "shipped family plan knows it; write the rules, or set mesh.tp = 1"
-        )
+        # There are no rules, and nothing to derive them from: that is said already.
         return
     yield from _check_dropout(plan, model)
     heads = list(_check_heads(plan, model))
@@ -33,6 +30,8 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
         else:
             rules = resolve_rules(unfused, plan.tensor)
             yield from _check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
+            yield from _check_blocks(rules.styles, model, plan.mesh.tp)
+            yield from _check_experts(rules, unfused, plan.mesh.tp)
             yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
@@ -51,7 +50,9 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     config, tp = model.config.get_text_config(), plan.mesh.tp
     for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(config, name, None)
-        if count is not None and count % tp:
+        # Fewer key-value heads than processes are shared.
+        shared = name == "num_key_value_heads" and "replicated_heads" in plan.tensor.styles.values()
+        if isinstance(count, int) and count % tp and not shared:
             yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
 
 
@@ -67,7 +68,9 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
                     f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}; use a smaller tp or a "
                     "larger vocabulary"
                 )
-        if style not in ("colwise", "rowwise") or (skip_attention and "attn" in name):
+        if style not in ("colwise", "colwise_blocks", "rowwise", "rowwise_split_input") or (
+            skip_attention and "attn" in name
+        ):
             continue
         module = model.get_submodule(name)
         width = model.get_parameter(f"{name}.weight").shape[sharded_dims(style, module)["weight"]]
@@ -76,15 +79,42 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
             yield f"mesh.tp = {tp} does not divide the width {width} of {name} ({style}); tp can be {_divisors(width)}"
 
 
+def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> Problems:
+    heads = model.config.get_text_config().num_attention_heads
+    if "colwise_blocks" in styles.values() and (4 % tp or heads % (4 * tp)):
+        yield (
+            f"mesh.tp = {tp} does not divide the four blocks of {heads} attention heads that {type(model).__name__} "
+            f"computes by; tp can be {', '.join(str(way) for way in (1, 2, 4) if heads % (4 * way) == 0) or 1}"
+        )
+
+
+def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
+    seen = set()
+    for name, dim in rules.sharded_dims.items():
+        parameter = model.get_parameter(name)
+        if parameter.dim() > 2 and parameter.shape[dim] % tp and parameter.shape not in seen:
+            seen.add(parameter.shape)
+            size = parameter.shape[dim]
+            yield f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}; tp can be {_divisors(size)}"
+
+
 def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Module, tp: int) -> Problems:
     seen = set()
     for name, names in attributes.items():
         for attribute in names:
-            value = getattr(model.get_submodule(name), attribute, None)
+            value = read_attribute(model.get_submodule(name), attribute)
             what = f"{attribute!r} of {as_pattern(name)}"
-            if (not isinstance(value, int) or value % tp) and what not in seen:
+            if local_count(attribute, value, tp) is None and what not in seen:
                 seen.add(what)
                 yield f"tensor.local_attributes: {what} is {value!r}, which is no number that tp = {tp} divides"
+
+
+def read_attribute(module: nn.Module, name: str) -> object:
+    """Return an attribute, such as `config.num_attention_heads`, or None."""
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def _divisors(number: int) -> str:

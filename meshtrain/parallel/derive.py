@@ -1,0 +1,236 @@
+"""Tensor rules that nobody wrote: derived from the model's own plan, or from a family's, and completed for one model.
+
+transformers keeps a plan with most models (`_tp_plan`): it names the projections that may be cut and leaves out the
+rest. Its words are ours, apart from those that pack several projections into one, which we unfuse. What it leaves out
+is whole on every process; blocks whose parameters are all sharded share the collective of their input.
+"""
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
+from meshtrain.config.toml import find_family
+from meshtrain.errors import PlanError
+from meshtrain.models.fused import UnfusedProjection, unfuse
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.rules import is_lookup, is_projection, name_of, rule_names
+
+# A word of transformers -> ours, where they differ.
+WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+KNOWN = (
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "local_params",
+    "moe_tp_experts",
+)
+SHARDED_INSIDE = ("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads")
+# Model types whose own plan does not compute what the model computes: found by comparing gradients.
+WRONG: dict[str, str] = {}
+
+
+@dataclass
+class _Source:
+    """What is known before the model is looked at: pattern -> rule, as in a `TensorPlan`."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
+    local_attributes: dict[str, list[str]] = field(default_factory=dict)
+    local_inputs: dict[str, list[str]] = field(default_factory=dict)
+
+
+def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Return the plan with rules for every module of the model, where it left them open.
+
+    Args:
+        plan: with its mesh resolved.
+        model: the stock model on meta; it is not changed.
+
+    Returns:
+        The same plan if it has rules of its own. Without tensor parallelism only what is fused: the parameters of a
+        model are the same on every mesh.
+
+    Raises:
+        PlanError: if there is nothing to derive them from, or the model's plan has words without a meaning here.
+    """
+    if plan.tensor.styles and not plan.tensor.auto:
+        return plan
+    source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, tp=plan.mesh.tp)
+    names = rule_names(model)
+    fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
+    rules: dict[str, object] = {"fused": fused, "auto": False, "styles": {}}
+    if plan.mesh.tp > 1:
+        unfused = copy.deepcopy(model)
+        unfuse(unfused, fused)
+        rules["styles"] = _as_patterns(unfused, _complete(unfused, source.styles, plan.tensor))
+        module_names = [name for name, _ in unfused.named_modules() if name]
+        for kind in ("local_attributes", "local_inputs"):
+            rules[kind] = {p: rule for p, rule in getattr(source, kind).items() if _matches(p, module_names)}
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
+
+
+def _own_rules(tensor: TensorPlan) -> _Source:
+    return _Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
+
+
+def _find_source(model: PreTrainedModel, tp: int) -> _Source:
+    family = find_family(model.config.model_type, model.config.to_dict())
+    if family is not None:
+        return _own_rules(family.tensor)
+    words = {pattern: word for pattern, word in (model._tp_plan or {}).items() if _matches(pattern, rule_names(model))}
+    ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    if tp > 1 and not words.keys() - ends:
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped family "
+            "plan knows it, and transformers has no plan for it; write the rules, or set mesh.tp = 1"
+        )
+    if tp > 1 and (reason := WRONG.get(model.config.model_type)):
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} is wrong: "
+            f"{reason}; write the rules, or set mesh.tp = 1"
+        )
+    return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, tp)
+
+
+def _translate(words: Mapping[str, str], tp: int) -> _Source:
+    """Return our rules for the words of transformers."""
+    source = _Source()
+    # These experts have their parts on the last dimension, which is not cut: they stay whole.
+    whole = {pattern.rpartition(".")[0] for pattern, word in words.items() if word == "packed_rowwise"}
+    for pattern, word in words.items():
+        owner, _, kind = pattern.rpartition(".")
+        if whole & {pattern, owner}:
+            continue
+        if word == "packed_colwise":
+            parts = ["gate", "up"] if kind == "gate_up_proj" else ["first", "second"]
+            source.fused[pattern] = [*parts]
+            # Stacked experts stay one parameter, a projection becomes one for each part.
+            source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
+        elif (known := WORDS.get(word, word)) in KNOWN:
+            source.styles[pattern] = known  # type: ignore[assignment]
+        elif tp > 1:
+            raise PlanError(
+                f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here; "
+                "write the rules, or set mesh.tp = 1"
+            )
+    return source
+
+
+def _matches(pattern: str, names: list[str]) -> bool:
+    regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    return any(regex.fullmatch(name) for name in names)
+
+
+def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
+    """Return a style for every module that has parameters of its own, and for blocks that share an input."""
+    styles = _place_known(model, known, plan)
+    layers_name, layers = find_layers(model)
+    prefix = f"{layers_name}."
+    styles |= _ends(model)
+    for name, module in model.named_modules():
+        if name and name not in styles and any(True for _ in module.parameters(recurse=False)):
+            styles[name] = "replicated_with_grad_allreduce" if _sees_shards(name, styles) else "replicate"
+    for index, layer in enumerate(layers):
+        for child, module in layer.named_children():
+            styles |= _block(f"{prefix}{index}.{child}", module, styles)
+    order = [name for name in rule_names(model) if name in styles]
+    return {name: styles[name] for name in order}
+
+
+def _sees_shards(name: str, styles: Mapping[str, Style]) -> bool:
+    """Tell whether a module is the activation between a column-wise and a row-wise projection."""
+    block, _, kind = name.rpartition(".")
+    beside = {style for other, style in styles.items() if other.rpartition(".")[0] == block}
+    return kind in ("act_fn", "act", "activation") and "colwise" in beside
+
+
+def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
+    compiled = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in known.items()}
+    unfused = {name for name, module in model.named_modules() if isinstance(module, UnfusedProjection)}
+    styles: dict[str, Style] = {}
+    for name in rule_names(model):
+        found = next((style for regex, style in compiled.items() if regex.fullmatch(name)), None)
+        if found is not None and name not in unfused:
+            styles[name] = found
+    return _place_experts(styles, plan)
+
+
+def _place_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Style]:
+    if plan.experts == "tensor":
+        return styles
+    experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
+    of_experts = {name for name in styles if name.rpartition(".")[0] in experts}
+    kept = {name: style for name, style in styles.items() if name not in of_experts}
+    return kept | dict.fromkeys(experts, "expert_parallel")  # type: ignore[operator]
+
+
+def _ends(model: PreTrainedModel) -> dict[str, Style]:
+    """Cut embedding and head by vocabulary, both or none where they are one weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rowwise = is_lookup(embedding) and embedding.max_norm is None and not embedding.scale_grad_by_freq
+    colwise = type(head) is nn.Linear
+    if embedding.weight is head.weight:
+        rowwise = colwise = rowwise and colwise
+    return {
+        name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate",
+        name_of(model, head): "colwise_gather_output" if colwise else "replicate",
+    }
+
+
+def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the style of a part of a layer: a norm, a projection, or a block of them."""
+    if not any(True for _ in module.parameters()) or styles.get(name, "replicate") != "replicate":
+        return {}
+    if name in styles:
+        # It works on every position alone, so it may also see a part of the sequence.
+        alone = "norm" in type(module).__name__.lower() or is_projection(module)
+        return {name: "sequence_parallel"} if alone and not any(True for _ in module.children()) else {}
+    inside = {style for below, style in styles.items() if below.startswith(f"{name}.")}
+    if inside <= {*SHARDED_INSIDE} and inside & {"colwise", "colwise_blocks"}:
+        return {name: "shared_input"}
+    return {name: "whole_sequence"}
+
+
+def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Name the modules of all layers by one pattern, where they agree."""
+    groups: dict[str, set[Style | None]] = defaultdict(set)
+    for name in rule_names(model):
+        owner, _, kind = name.rpartition(".")
+        module = model.get_submodule(owner)._modules.get(kind)
+        if name in styles or module is None or any(True for _ in module.parameters()):
+            groups[as_pattern(name)].add(styles.get(name))
+    return {as_pattern(name) if len(groups[as_pattern(name)]) == 1 else name: style for name, style in styles.items()}
+
+
+def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Keep the projections to key-value heads whole where there are fewer heads than processes.
+
+    Args:
+        plan: with rules.
+        model: the stock model on meta; it is not changed.
+    """
+    config, tp = model.config.get_text_config(), plan.mesh.tp
+    heads, queries = (getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
+        return plan
+    styles: dict[str, Style] = {
+        pattern: "replicated_heads" if _gives_heads(pattern) and style == "colwise" else style
+        for pattern, style in plan.tensor.styles.items()
+    }
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+
+
+def _gives_heads(pattern: str) -> bool:
+    return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")

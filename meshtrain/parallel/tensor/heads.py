@@ -1,0 +1,68 @@
+"""What an attention module knows of its heads, made to count those of this process."""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from meshtrain.parallel.rules import TensorRules, attention_of, local_count
+
+
+def apply_local_heads(model: PreTrainedModel, group: ProcessGroup, rules: TensorRules) -> None:
+    """Let the attention modules of a stage read the numbers and the inputs of their own heads only."""
+    config = model.config.get_text_config()
+    for name, module in model.named_modules():
+        for attribute in rules.local_attributes.get(name, []):
+            _localise(module, attribute, group.size())
+        if inputs := rules.local_inputs.get(name):
+            heads = config.num_attention_heads
+            module.register_forward_pre_hook(partial(_own_heads, inputs, heads, group), with_kwargs=True)
+    modules = dict(model.named_modules())
+    shared = (name for name, style in rules.styles.items() if style == "replicated_heads" and name in modules)
+    for name in dict.fromkeys(attention_of(model, name) for name in shared):
+        if name is not None:
+            groups = modules[name].num_key_value_groups * config.num_key_value_heads // group.size()  # type: ignore[operator]
+            modules[name].num_key_value_groups = groups  # type: ignore[assignment]
+
+
+def _localise(module: nn.Module, attribute: str, tp: int) -> None:
+    owner, _, name = attribute.rpartition(".")
+    if owner:
+        # The configuration is shared by the whole model, and only this module has a part of the heads.
+        setattr(module, owner, copy.copy(getattr(module, owner)))
+    target: Any = getattr(module, owner) if owner else module
+    setattr(target, name, local_count(name, getattr(target, name), tp))
+
+
+def _own_heads(
+    names: Sequence[str],
+    heads: int,
+    group: ProcessGroup,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    forward: Callable[..., Any] = type(module).forward
+    positions = {name: index - 1 for index, name in enumerate(inspect.signature(forward).parameters)}
+    values = list(args)
+    for name in names:
+        if positions[name] < len(values):
+            values[positions[name]] = _slice_heads(values[positions[name]], heads, group)
+        elif name in kwargs:
+            kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, group)}
+    return tuple(values), kwargs
+
+
+def _slice_heads(value: Tensor | None, heads: int, group: ProcessGroup) -> Tensor | None:
+    """Return this process's heads of (batch * heads, ...) or (batch, heads, ..., ...)."""
+    if value is None:
+        return None
+    count = heads // group.size()
+    if value.dim() == 4:
+        return value if value.shape[1] == 1 else value.narrow(1, group.rank() * count, count)
+    return value.unflatten(0, (-1, heads)).narrow(1, group.rank() * count, count).flatten(0, 1)

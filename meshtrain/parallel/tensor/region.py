@@ -1,0 +1,32 @@
+"""How the stream lies on the tp group, and how to cross into sharded weights and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshtrain.parallel.collectives import copy_to_shards, gather_sequence, reduce_from_shards, scatter_sequence
+
+Edge = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the model in which the stream is replicated over tp, or lies in parts of the sequence."""
+
+    group: ProcessGroup
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Make the stream whole for a column-wise projection."""
+        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_shards(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum the partial results of a row-wise projection back into the stream."""
+        return scatter_sequence(x, self.group) if self.sequence_parallel else reduce_from_shards(x, self.group)
+
+
+def nothing(x: Tensor) -> Tensor:
+    """Give back what came: for an edge without a collective."""
+    return x

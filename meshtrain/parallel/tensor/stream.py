@@ -1,0 +1,46 @@
+"""Sequence parallelism: the stream is split before the first decoder layer and joined behind the last."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshtrain.parallel.collectives import join_sequence, split_sequence
+from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.randomness import draw_key, stream_key
+
+
+def shard_stream(stage: Stage, group: ProcessGroup) -> None:
+    """Split the sequence before the first decoder layer of the model and join it behind the last."""
+    after: dict[str, int] = {}
+
+    def begin() -> None:
+        # From here on every draw is for this process's part of the sequence. The key of the shared stream that goes
+        # on behind the last layer is drawn before.
+        after["key"] = draw_key()
+        torch.manual_seed(stream_key(draw_key(), group.rank()))
+
+    def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        begin()
+        if args:
+            return (split_sequence(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
+
+    def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:
+        begin()
+
+    def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        torch.manual_seed(after["key"])
+        return (
+            (join_sequence(output[0], group), *output[1:])
+            if isinstance(output, tuple)
+            else join_sequence(output, group)
+        )
+
+    if stage.is_first:
+        stage.layers[0].register_forward_pre_hook(split, with_kwargs=True)
+    else:
+        stage.layers[stage.first_layer - 1].register_forward_pre_hook(arrive)
+    if stage.is_last:
+        stage.layers[len(stage.layers) - 1].register_forward_hook(join)

@@ -1,0 +1,266 @@
+"""The styles of a plan: what each does to a module."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from transformers import PretrainedConfig
+
+from meshtrain.config.plan import Style
+from meshtrain.parallel.collectives import (
+    copy_to_shards,
+    gather_vocabulary,
+    join_sequence,
+    reduce_from_shards,
+    shard_width,
+    split_features,
+    split_sequence,
+)
+from meshtrain.parallel.rules import TensorRules, mla_rope_width
+from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_local_parameters
+from meshtrain.parallel.tensor.region import Edge, Region, nothing
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module stands.
+
+    Attributes:
+        name: its FQN.
+        region: how the stream lies there.
+        entered: whether the block around it has already made its input whole.
+        whole_logits: whether a gathered output is to be whole: False for logits that the loss takes sharded.
+        rules: of the whole model.
+        config: of the language model.
+    """
+
+    name: str
+    region: Region
+    entered: bool
+    whole_logits: bool
+    rules: TensorRules
+    config: PretrainedConfig
+
+
+class _Style(ParallelStyle):
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place, self.region = place, place.region
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.place.rules.sharded_dims.get(f"{self.place.name}.{kind}")
+            if dim is not None:
+                shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+                module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
+
+
+class _Replicate(_Style):
+    """Every process computes the same, or its part of the sequence, with whole parameters."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+class _SharedInput(_Style):
+    """Make the input of a block whole once for all its projections, instead of once in each."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(_change_input, self.region.enter), with_kwargs=True)
+        return module
+
+
+class _WholeSequence(_Style):
+    """Compute a block on the whole sequence on every process, although the stream around it lies in parts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.region.sequence_parallel:
+            module.register_forward_pre_hook(
+                partial(_change_input, partial(join_sequence, group=self.region.group)), with_kwargs=True
+            )
+            module.register_forward_hook(partial(_change_output, partial(split_sequence, group=self.region.group)))
+        return module
+
+
+class _Colwise(_Style):
+    """Shard the outputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        outputs = module.weight.shape[self.place.rules.sharded_dims[f"{self.place.name}.weight"]]  # type: ignore[union-attr,index]
+        self._shard(module, device_mesh)
+        become_sharded(module)
+        module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
+        module.leave = self._leave(outputs)  # type: ignore[assignment]
+        module.bias_is_whole = False  # type: ignore[assignment]
+        return module
+
+    def _leave(self, outputs: int) -> Edge:
+        return nothing
+
+
+class _ColwiseGatherOutput(_Colwise):
+    """Shard the outputs and join them, unless they are logits that the loss takes sharded."""
+
+    def _leave(self, outputs: int) -> Edge:
+        if not self.place.whole_logits:
+            return nothing
+        return partial(gather_vocabulary, vocabulary=outputs, group=self.region.group)
+
+
+class _ColwiseBlocks(_Colwise):
+    """Shard the outputs of CodeGen's projection: four blocks, each of the query, value and key of a quarter of heads.
+
+    A process holds 4/tp whole blocks, and the forward of the model wants four: each is cut by heads into tp pieces.
+    """
+
+    def _leave(self, outputs: int) -> Edge:
+        return partial(_cut_blocks, tp=self.region.group.size())
+
+
+def _cut_blocks(x: Tensor, tp: int) -> Tensor:
+    return x.unflatten(-1, (4 // tp, 3, tp, -1)).transpose(-3, -2).flatten(-4)
+
+
+class _ReplicatedHeads(_Style):
+    """Keep a projection to fewer key-value heads than processes whole; each computes the one its queries need."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        heads, group = self.place.config.num_key_value_heads, self.region.group
+        width = module.weight.shape[0] // heads  # type: ignore[union-attr,operator]
+        head = group.rank() * heads // group.size()
+        module.__class__ = ReplicatedHeadsLinear
+        module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
+        module.rows = slice(head * width, (head + 1) * width)  # type: ignore[assignment]
+        return module
+
+
+class _Rowwise(_Style):
+    """Shard the inputs; the results are partial sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, device_mesh)
+        become_sharded(module)
+        module.enter = self._enter()  # type: ignore[assignment]
+        module.leave = self.region.leave  # type: ignore[assignment]
+        module.bias_is_whole = True  # type: ignore[assignment]
+        return module
+
+    def _enter(self) -> Edge:
+        return nothing
+
+
+class _RowwiseSplitInput(_Rowwise):
+    """Shard the inputs, of which every process has all."""
+
+    def _enter(self) -> Edge:
+        return partial(split_features, group=self.region.group)
+
+
+class _EmbeddingRowwise(_Style):
+    """Shard the vocabulary of an embedding."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, device_mesh)
+        become_sharded(module)
+        width = shard_width(module.num_embeddings, self.region.group)  # type: ignore[arg-type]
+        module.leave = self.region.leave  # type: ignore[assignment]
+        module.first_row = self.region.group.rank() * width  # type: ignore[assignment]
+        return module
+
+
+class _MlaKvAProj(_Style):
+    """Keep the projection whole, whose last outputs are the rotary key that the heads of all processes share."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        width = mla_rope_width(self.place.config)
+        assert width is not None, "the plan is not checked"
+        tail: int = width
+
+        def copy_tail(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            latent, rope = output.split([output.shape[-1] - tail, tail], dim=-1)
+            return torch.cat([latent, copy_to_shards(rope, self.region.group)], dim=-1)
+
+        module.register_forward_hook(copy_tail)
+        return module
+
+
+class _LocalParams(_Style):
+    """Let a module with parameters of its own (attention sinks) compute with its shards of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, device_mesh)
+        see_local_parameters(module)
+        return module
+
+
+class _Experts(_LocalParams):
+    """Shard stacked experts; tokens and routing weights go to all processes, and their results are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(partial(_change_output, partial(reduce_from_shards, group=self.region.group)))
+        return super()._apply(module, device_mesh)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return copy_to_shards(value, self.region.group)
+        return value
+
+
+class _ExpertParallel(_Experts):
+    """Give every process whole experts. Routing to those of others goes to an expert that is none."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = self.region.group
+        module.num_experts = module.num_experts // group.size()  # type: ignore[operator,assignment]
+        self.first = group.rank() * module.num_experts  # type: ignore[operator]
+        self.num_experts: int = module.num_experts  # type: ignore[assignment]
+        module._is_expert_parallel = True  # type: ignore[assignment]
+        return super()._apply(module, device_mesh)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        (hidden, index, weights, *rest), kwargs = super()._enter(module, args, kwargs)
+        index = index - self.first
+        elsewhere = (index < 0) | (index >= self.num_experts)
+        index = index.masked_fill(elsewhere, self.num_experts)
+        return (hidden, index, weights.masked_fill(elsewhere, 0.0), *rest), kwargs
+
+
+def _change_input(change: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def _change_output(change: Edge, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+STYLES: dict[Style, type[_Style]] = {
+    "colwise": _Colwise,
+    "colwise_gather_output": _ColwiseGatherOutput,
+    "colwise_blocks": _ColwiseBlocks,
+    "rowwise": _Rowwise,
+    "rowwise_split_input": _RowwiseSplitInput,
+    "embedding_rowwise": _EmbeddingRowwise,
+    "sequence_parallel": _Replicate,
+    "replicate": _Replicate,
+    "replicated_with_grad_allreduce": _Replicate,
+    "replicated_heads": _ReplicatedHeads,
+    "shared_input": _SharedInput,
+    "whole_sequence": _WholeSequence,
+    "mla_kv_a_proj": _MlaKvAProj,
+    "local_params": _LocalParams,
+    "moe_tp_experts": _Experts,
+    "expert_parallel": _ExpertParallel,
+}
