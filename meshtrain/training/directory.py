@@ -2,7 +2,7 @@
 
 RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
-RUN/metrics.jsonl       one object per step, evaluation, checkpoint and epoch
+RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/tensorboard/        the same for TensorBoard
 RUN/checkpoints/step-N  see meshtrain.checkpoint.directory
 """
