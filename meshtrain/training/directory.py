@@ -61,6 +61,19 @@ def check_directory(config: RunConfig) -> None:
         )
 
 
+def changed_length(config: RunConfig) -> str | None:
+    """Say how long the run was when it was last started and how long it is now, if that differs."""
+    path = Path(config.run_directory) / RUN_NAME
+    there = tomllib.loads(path.read_text()) if path.exists() else {}
+    here = config.model_dump()
+    changes = [
+        f"{name} was {there[name]:,} and is {here[name]:,}"
+        for name in ("steps", "epochs")
+        if there.get(name) is not None and here[name] is not None and there[name] != here[name]
+    ]
+    return changes[0] if changes else None
+
+
 def _check_writable(directory: Path) -> None:
     existing = next(place for place in (directory, *directory.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -8,12 +8,17 @@ from meshtrain import console
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
+from meshtrain.errors import DataError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.training.directory import check_directory
+from meshtrain.training.optim import build_learning_rate
+
+# Of steps, where only the text knows how many there are.
+ANY_NUMBER = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,11 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
     Raises:
         UserError: with every contradiction.
     """
+    # Before anything is prepared: what the schedule refuses, it refuses for every length.
+    build_learning_rate(config.learning_rate, config.optimizer.learning_rate, config.steps or ANY_NUMBER)
     hf_config = load_hf_config(config.model)
+    if config.data.tokenizer.vocab_size is not None:
+        check_vocabulary(config.data.tokenizer.vocab_size, hf_config)
     plan = with_family(config.plan, hf_config.model_type)
     model = build_model(
         hf_config,
@@ -49,6 +58,20 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
         trust_remote_code=config.model.trust_remote_code,
     )
     return Resolved(hf_config, model, resolve_plan(plan, model, batch_shape(config), world_size))
+
+
+def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
+    """Check that the model has room for every token.
+
+    Raises:
+        DataError: if it has not.
+    """
+    room = hf_config.get_text_config().vocab_size
+    if needed > room:
+        raise DataError(
+            f"the tokenizer has {needed:,} tokens, the model's vocabulary has room for {room:,}; set "
+            f"model.config.vocab_size = {needed} or more for a new model, or use the tokenizer that belongs to it"
+        )
 
 
 def batch_shape(config: RunConfig) -> BatchShape:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from transformers import PretrainedConfig
-
 from meshtrain import console
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints
 from meshtrain.checkpoint.store import save_checkpoint
@@ -33,13 +31,21 @@ from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.runtime.process import Process, check_devices, run_process
-from meshtrain.training.directory import check_directory, write_resolved
+from meshtrain.training.directory import changed_length, check_directory, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
-from meshtrain.training.report import Resolved, batch_equation, batch_shape, resolve_run, show_plan_table, show_shares
+from meshtrain.training.report import (
+    Resolved,
+    batch_equation,
+    batch_shape,
+    check_vocabulary,
+    resolve_run,
+    show_plan_table,
+    show_shares,
+)
 from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import Trainer, no_inspection
@@ -59,7 +65,7 @@ def train(config: RunConfig) -> None:
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_enough(data, config.global_batch_size)
-    _check_vocabulary(data, resolved.hf_config)
+    check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
     num_steps = _num_steps(config, data)
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
     hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
@@ -149,6 +155,8 @@ def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
         load_state(checkpoint, pipeline, trainer.optimizer)
         trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
         console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
+        if change := changed_length(config):
+            console.line(f"{change}; the learning rate follows its schedule over the new length")
         return manifest.step
     if config.model.weights == "pretrained":
         _load_pretrained(config, pipeline)
@@ -235,15 +243,6 @@ def _num_steps(config: RunConfig, data: PreparedData) -> int:
     assert config.epochs is not None
     order = train_order(data, global_batch_size=config.global_batch_size, seed=config.seed)
     return config.epochs * order.steps_per_epoch
-
-
-def _check_vocabulary(data: PreparedData, hf_config: PretrainedConfig) -> None:
-    room, needed = hf_config.get_text_config().vocab_size, data.tokenizer.vocab_size
-    if needed > room:
-        raise DataError(
-            f"the tokenizer has {needed:,} tokens, the model's vocabulary has room for {room:,}; set "
-            f"model.config.vocab_size = {needed} or more for a new model, or use the tokenizer that belongs to it"
-        )
 
 
 def _show_head(config: RunConfig, resolved: Resolved, num_steps: int) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def test_a_stage_that_lost_a_layer() -> None:
     subject = subject_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
     found, divergent = findings_of(lose_a_layer, subject)
     assert not found["loss"].holds
-    assert found["gradient"].error == math.inf or found["gradient"].where.startswith("transformer.h.2")
+    assert found["gradient"].error > 1e-2
     assert divergent == "transformer.h.2"
 
 
