@@ -32,6 +32,7 @@ class StockTensor:
         dim: along which they are joined.
         sizes: of the parts along `dim`.
         shape: of the whole.
+        kept_as: shape in the checkpoint, where it is another: a stack of parts.
         dtype: in which it is exported.
     """
 
@@ -41,6 +42,7 @@ class StockTensor:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kept_as: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -97,6 +99,7 @@ def list_stock_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> 
         for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
     }
     parts = {entry.name: (entry.parts, entry.dim) for entry in manifest.fused}
+    stacked = {entry.name for entry in manifest.fused if entry.stacked}
     in_parts = {part for names, _ in parts.values() for part in names}
     if absent := sorted(in_parts - saved.keys()):
         raise CheckpointError(
@@ -111,9 +114,12 @@ def list_stock_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> 
         if len(names) > 1:
             sizes = tuple(saved[part][dim] for part in names)
             shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
+        kept_as = shape if name in stacked else ()
+        if kept_as:
+            shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
         dtype = getattr(torch, manifest.dtypes.get(name, manifest.dtype))
         keys = tuple(f"{MODEL_PREFIX}{part}" for part in names)
-        tensors.append(StockTensor(name, keys, dim, sizes, shape, dtype))
+        tensors.append(StockTensor(name, keys, dim, sizes, shape, dtype, kept_as))
     return tensors
 
 
@@ -161,6 +167,10 @@ def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[St
 
 def _read_stock_tensor(source: Path, metadata: Metadata, tensor: StockTensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    parts = torch.split(whole, list(tensor.sizes), tensor.dim) if tensor.sizes else [whole]
+    parts = (
+        torch.split(whole, list(tensor.sizes), tensor.dim)
+        if tensor.sizes
+        else [whole.view(tensor.kept_as or tensor.shape)]
+    )
     read_tensors(source, metadata, dict(zip(tensor.keys, parts, strict=True)))
     return whole

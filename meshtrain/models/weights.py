@@ -37,7 +37,7 @@ def load_weights(
         parameters: our FQN -> what lies on this rank, plain or DTensor on any mesh; values are cast to its dtype. The
             ranks together hold the whole model.
         source: a local directory with model.safetensors, or with an index and the files that it names.
-        fused: which stock parameters are kept in equal parts.
+        fused: which stock parameters are kept in parts.
         tied: FQN of a tied head -> the FQN whose values it has.
         base_prefix: the stock model's `base_model_prefix`: files of the bare model leave it out of every name.
 
@@ -58,30 +58,50 @@ def load_weights(
         for name, parameter in parameters.items():
             local = local_tensor(parameter)
             if local.numel():
-                local.copy_(files.read(names[name], origins[name].ranges(parameter)))
+                origin = origins[name]
+                blocks = [files.read(names[name], ranges) for ranges in origin.blocks(parameter)]
+                local.copy_(torch.stack(blocks, origin.dim) if origin.stacked else blocks[0])
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a parameter of ours lies in the stock model: a whole stock parameter, or one of its equal parts."""
+    """Where a parameter of ours lies in the stock model: a whole stock parameter, a part of one, or a stack of parts.
+
+    Attributes:
+        name: of the stock parameter.
+        dim: along which it has parts.
+        start: where our part begins along `dim`.
+        total: length of the stock parameter along it; None where ours is the whole.
+        stacked: number of equal parts that we keep on a dimension of their own; else 0.
+    """
 
     name: str
     dim: int = 0
-    part: int = 0
-    num_parts: int = 1
+    start: int = 0
+    total: int | None = None
+    stacked: int = 0
 
     def shape(self, parameter: Tensor) -> list[int]:
         sizes = list(parameter.shape)
-        if self.num_parts > 1:
-            sizes[self.dim] *= self.num_parts
+        if self.stacked:
+            sizes[self.dim : self.dim + 2] = [sizes[self.dim] * sizes[self.dim + 1]]
+        elif self.total is not None:
+            sizes[self.dim] = self.total
         return sizes
 
-    def ranges(self, parameter: Tensor) -> list[slice]:
+    def blocks(self, parameter: Tensor) -> list[list[slice]]:
+        """Return the ranges of the stock tensor that make up what lies here: one, or one for each part of a stack."""
         ranges = local_ranges(parameter)
-        if self.num_parts > 1:
-            start, place = self.part * parameter.shape[self.dim], ranges[self.dim]
-            ranges[self.dim] = slice(start + place.start, start + place.stop)
-        return ranges
+        if self.stacked:
+            rows, place, length = ranges[self.dim], ranges[self.dim + 1], parameter.shape[self.dim + 1]
+            shifted = [
+                slice(part * length + place.start, part * length + place.stop) for part in range(rows.start, rows.stop)
+            ]
+            return [[*ranges[: self.dim], rows, *ranges[self.dim + 2 :]] for rows in shifted]
+        if self.total is not None:
+            place = ranges[self.dim]
+            ranges[self.dim] = slice(self.start + place.start, self.start + place.stop)
+        return [ranges]
 
 
 @dataclass
@@ -162,13 +182,25 @@ def _read_index(index: Path) -> dict[str, Path]:
     return paths
 
 
-def _find_origins(names: Iterable[str], fused: Sequence[FusedParameter], tied: Mapping[str, str]) -> dict[str, _Origin]:
-    parts = {
-        part: _Origin(entry.name, entry.dim, index, len(entry.parts))
-        for entry in fused
-        for index, part in enumerate(entry.parts)
-    }
-    return {name: parts.get(name) or _Origin(tied.get(name, name)) for name in names}
+def _find_origins(
+    parameters: Mapping[str, Tensor], fused: Sequence[FusedParameter], tied: Mapping[str, str]
+) -> dict[str, _Origin]:
+    parts = {part: (entry, index) for entry in fused for index, part in enumerate(entry.parts)}
+    origins = {}
+    for name, parameter in parameters.items():
+        if name in parts:
+            entry, index = parts[name]
+            origins[name] = _origin_of_part(entry, index, parameter)
+        else:
+            origins[name] = _Origin(tied.get(name, name))
+    return origins
+
+
+def _origin_of_part(entry: FusedParameter, index: int, parameter: Tensor) -> _Origin:
+    if entry.stacked:
+        return _Origin(entry.name, entry.dim, stacked=entry.stacked)
+    sizes = entry.sizes or (parameter.shape[entry.dim],) * len(entry.parts)
+    return _Origin(entry.name, entry.dim, sum(sizes[:index]), sum(sizes))
 
 
 def _survey(

@@ -37,6 +37,14 @@ KNOWN = (
     "moe_tp_experts",
 )
 SHARDED_INSIDE = ("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads")
+# Model types whose stream between layers cannot lie in parts of the sequence.
+NOT_IN_PARTS = {
+    "opt": "its layers flatten batch and sequence",
+    "gemma3n_text": "its stream has several copies in front of the batch",
+    "gemma3n": "its stream has several copies in front of the batch",
+    "deepseek_v4": "its stream has several copies of every position",
+    "hy_v4": "its stream has several copies of every position",
+}
 # Model types whose own plan does not compute what the model computes: found by comparing gradients.
 WRONG: dict[str, str] = {}
 
@@ -67,7 +75,9 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     """
     if plan.tensor.styles and not plan.tensor.auto:
         return plan
-    source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, tp=plan.mesh.tp)
+    if plan.mesh.tp > 1 and plan.tensor.sequence_parallel and (reason := NOT_IN_PARTS.get(model.config.model_type)):
+        raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}; set it to false")
+    source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
     rules: dict[str, object] = {"fused": fused, "auto": False, "styles": {}}
@@ -85,7 +95,8 @@ def _own_rules(tensor: TensorPlan) -> _Source:
     return _Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
 
 
-def _find_source(model: PreTrainedModel, tp: int) -> _Source:
+def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
+    tp = plan.mesh.tp
     family = find_family(model.config.model_type, model.config.to_dict())
     if family is not None:
         return _own_rules(family.tensor)
@@ -101,17 +112,18 @@ def _find_source(model: PreTrainedModel, tp: int) -> _Source:
             f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} is wrong: "
             f"{reason}; write the rules, or set mesh.tp = 1"
         )
-    return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, tp)
+    return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
 
 
-def _translate(words: Mapping[str, str], tp: int) -> _Source:
+def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
     """Return our rules for the words of transformers."""
     source = _Source()
     # These experts have their parts on the last dimension, which is not cut: they stay whole.
-    whole = {pattern.rpartition(".")[0] for pattern, word in words.items() if word == "packed_rowwise"}
+    last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
+    whole = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
     for pattern, word in words.items():
         owner, _, kind = pattern.rpartition(".")
-        if whole & {pattern, owner}:
+        if pattern in last or whole & {pattern, owner}:
             continue
         if word == "packed_colwise":
             parts = ["gate", "up"] if kind == "gate_up_proj" else ["first", "second"]
@@ -120,7 +132,7 @@ def _translate(words: Mapping[str, str], tp: int) -> _Source:
             source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
         elif (known := WORDS.get(word, word)) in KNOWN:
             source.styles[pattern] = known  # type: ignore[assignment]
-        elif tp > 1:
+        elif plan.mesh.tp > 1:
             raise PlanError(
                 f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here; "
                 "write the rules, or set mesh.tp = 1"
@@ -173,13 +185,14 @@ def _place_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Styl
     experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
     of_experts = {name for name in styles if name.rpartition(".")[0] in experts}
     kept = {name: style for name, style in styles.items() if name not in of_experts}
-    return kept | dict.fromkeys(experts, "expert_parallel")  # type: ignore[operator]
+    return kept | dict.fromkeys(experts, "expert_parallel")
 
 
 def _ends(model: PreTrainedModel) -> dict[str, Style]:
     """Cut embedding and head by vocabulary, both or none where they are one weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    rowwise = is_lookup(embedding) and embedding.max_norm is None and not embedding.scale_grad_by_freq
+    plain = not getattr(embedding, "max_norm", None) and not getattr(embedding, "scale_grad_by_freq", False)
+    rowwise = is_lookup(embedding) and plain
     colwise = type(head) is nn.Linear
     if embedding.weight is head.weight:
         rowwise = colwise = rowwise and colwise
@@ -196,7 +209,9 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
     if name in styles:
         # It works on every position alone, so it may also see a part of the sequence.
         alone = "norm" in type(module).__name__.lower() or is_projection(module)
-        return {name: "sequence_parallel"} if alone and not any(True for _ in module.children()) else {}
+        if not any(True for _ in module.children()):
+            return {name: "sequence_parallel"} if alone else {}
+        return {name: "whole_sequence"}
     inside = {style for below, style in styles.items() if below.startswith(f"{name}.")}
     if inside <= {*SHARDED_INSIDE} and inside & {"colwise", "colwise_blocks"}:
         return {name: "shared_input"}

@@ -147,7 +147,7 @@ def _raise_any(problems: Problems) -> None:
 def _bare_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        if styles.get(owner, "shared_input") in ("shared_input", "whole_sequence"):
+        if styles.get(owner, "shared_input") == "shared_input":
             yield f"tensor.styles: no rule places the parameters of {as_pattern(owner)}; add one"
 
 
@@ -246,9 +246,11 @@ def _drifting_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
                 "so its gradient must be summed; make it 'replicated_with_grad_allreduce'"
             )
         elif plan.sequence_parallel and style in SEES_ALL and name.startswith(f"{layers}.") and whole is None:
+            alone = style == "replicate" and not any(True for _ in model.get_submodule(name).children())
+            advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
             yield (
                 f"{what}, but with tensor.sequence_parallel each process sees a part of the sequence, so its gradient "
-                "must be summed; make it 'sequence_parallel'"
+                f"must be summed; {advice}"
             )
 
 

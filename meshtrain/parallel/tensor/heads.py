@@ -26,8 +26,8 @@ def apply_local_heads(model: PreTrainedModel, group: ProcessGroup, rules: Tensor
     shared = (name for name, style in rules.styles.items() if style == "replicated_heads" and name in modules)
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
         if name is not None:
-            groups = modules[name].num_key_value_groups * config.num_key_value_heads // group.size()  # type: ignore[operator]
-            modules[name].num_key_value_groups = groups  # type: ignore[assignment]
+            groups = modules[name].num_key_value_groups * config.num_key_value_heads // group.size()
+            modules[name].num_key_value_groups = groups
 
 
 def _localise(module: nn.Module, attribute: str, tp: int) -> None:

@@ -20,7 +20,10 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """Make the stream whole for a column-wise projection."""
-        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_shards(x, self.group)
+        if not self.sequence_parallel:
+            return copy_to_shards(x, self.group)
+        assert x.dim() == 3, f"a part of the sequence is {tuple(x.shape)} and not (batch, seq/tp, hidden)"
+        return gather_sequence(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the partial results of a row-wise projection back into the stream."""

@@ -23,6 +23,8 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
 
     def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         begin()
+        hidden = args[0] if args else kwargs["hidden_states"]
+        assert hidden.dim() == 3, f"the stream is {tuple(hidden.shape)} and not (batch, seq, hidden)"
         if args:
             return (split_sequence(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}

@@ -82,18 +82,26 @@ class _WholeSequence(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.region.sequence_parallel:
-            module.register_forward_pre_hook(
-                partial(_change_input, partial(join_sequence, group=self.region.group)), with_kwargs=True
-            )
-            module.register_forward_hook(partial(_change_output, partial(split_sequence, group=self.region.group)))
+            module.register_forward_pre_hook(partial(_change_input, self._join), with_kwargs=True)
+            module.register_forward_hook(partial(_change_output, self._split))
         return module
+
+    def _join(self, x: Tensor) -> Tensor:
+        whole = join_sequence(x, self.region.group)
+        self.whole_shape = whole.shape
+        return whole
+
+    def _split(self, x: Tensor) -> Tensor:
+        # Llama 4's experts give (batch * seq, hidden).
+        part = split_sequence(x.view(self.whole_shape), self.region.group)
+        return part if x.dim() == part.dim() else part.flatten(0, 1)
 
 
 class _Colwise(_Style):
     """Shard the outputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        outputs = module.weight.shape[self.place.rules.sharded_dims[f"{self.place.name}.weight"]]  # type: ignore[union-attr,index]
+        outputs = _weight(module).shape[self.place.rules.sharded_dims[f"{self.place.name}.weight"]]
         self._shard(module, device_mesh)
         become_sharded(module)
         module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
@@ -124,6 +132,12 @@ class _ColwiseBlocks(_Colwise):
         return partial(_cut_blocks, tp=self.region.group.size())
 
 
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def _cut_blocks(x: Tensor, tp: int) -> Tensor:
     return x.unflatten(-1, (4 // tp, 3, tp, -1)).transpose(-3, -2).flatten(-4)
 
@@ -133,7 +147,7 @@ class _ReplicatedHeads(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         heads, group = self.place.config.num_key_value_heads, self.region.group
-        width = module.weight.shape[0] // heads  # type: ignore[union-attr,operator]
+        width = _weight(module).shape[0] // heads
         head = group.rank() * heads // group.size()
         module.__class__ = ReplicatedHeadsLinear
         module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
@@ -205,11 +219,14 @@ class _Experts(_LocalParams):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(partial(_change_output, partial(reduce_from_shards, group=self.region.group)))
+        module.register_forward_hook(partial(_change_output, self._leave))
         return super()._apply(module, device_mesh)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return reduce_from_shards(x, self.region.group)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

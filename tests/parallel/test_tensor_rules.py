@@ -1,0 +1,140 @@
+"""Tensor rules that nobody wrote: each model type trains over tp as its stock model does in one process."""
+
+import pytest
+
+from meshtrain.errors import PlanError
+from tests.parallel.families import Family, errors_of, resolve_family
+from tests.ranks import run_on_ranks
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CODEGEN = {"num_attention_heads": 8, "rotary_dim": 4}
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}
+OLD_FALCON = {"multi_query": False, "parallel_attn": False, "alibi": True, "num_kv_heads": 4, "ffn_hidden_size": 48}
+FAMILIES = [
+    Family("phi3"),
+    Family("phi3", {"num_key_value_heads": 1}),
+    Family("gpt_neox"),
+    Family("gemma2"),
+    Family("bloom"),
+    Family("falcon", {"ffn_hidden_size": 48}),
+    Family("falcon", {"ffn_hidden_size": 48, "alibi": True}),
+    Family("falcon", NEW_FALCON),
+    Family("falcon", OLD_FALCON),
+    Family("opt"),
+    Family("gptj"),
+    Family("mpt"),
+    Family("gpt_bigcode"),
+    Family("gpt_bigcode", {"multi_query": False}),
+    Family("codegen", CODEGEN),
+    Family("stablelm", {"num_key_value_heads": 1}),
+    Family("gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
+    Family("cohere"),
+    Family("llama", {"num_key_value_heads": 1}),
+    Family("qwen3", {"num_key_value_heads": 1}),
+]
+MOES = [
+    *(Family("mixtral", MIXTRAL, {"experts": experts}) for experts in ("tensor", "expert")),
+    *(Family("qwen3_moe", {**EXPERTS, "num_experts": 4}, {"experts": experts}) for experts in ("tensor", "expert")),
+    *(Family("deepseek_v3", DEEPSEEK, {"experts": experts}) for experts in ("tensor", "expert")),
+    Family("deepseek_v2", DEEPSEEK),
+    Family("granite_swa"),
+]
+PARTS = {"sequence_parallel": True}
+TOGETHER = [
+    Family("phi3", {}, PARTS),
+    Family("bloom", {}, PARTS),
+    Family("falcon", OLD_FALCON, PARTS),
+    Family("mixtral", MIXTRAL, {**PARTS, "experts": "expert"}),
+    Family("deepseek_v2", DEEPSEEK, PARTS),
+    Family("opt", {}, {"loss_parallel": False}),
+]
+
+
+def prove(families: list[Family], mesh: tuple[int, int, int, int], world_size: int) -> None:
+    ranks = run_on_ranks(world_size, errors_of, families, mesh)
+    for family, *errors in zip(families, *ranks, strict=True):
+        worst = {name: error for part in errors for name, error in part.items() if not error < 1e-11}
+        assert not worst, (family, worst)
+
+
+@pytest.mark.parametrize("families", [FAMILIES[:10], FAMILIES[10:], MOES], ids=["first", "second", "experts"])
+def test_every_family_trains_like_one_process(families: list[Family]) -> None:
+    prove(families, (1, 1, 1, 2), 2)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
+def test_with_a_pipeline_and_with_shards(mesh: tuple[int, int, int, int]) -> None:
+    prove(TOGETHER, mesh, 4)
+
+
+def test_experts_without_tensor_parallelism() -> None:
+    prove([MOES[0], MOES[4]], (2, 1, 2, 1), 4)
+
+
+def test_derived_rules_are_in_the_resolved_plan() -> None:
+    plan, _ = resolve_family(Family("mixtral", MIXTRAL), (1, 1, 1, 2))
+    assert not plan.tensor.auto
+    assert plan.tensor.fused == {"model.layers.*.mlp.experts.gate_up_proj": ["gate", "up"]}
+    assert plan.tensor.styles == {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn": "shared_input",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp": "whole_sequence",
+        "model.layers.*.mlp.gate": "replicate",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+        "model.layers.*.mlp.experts.gate_up_proj": "colwise",
+        "model.layers.*.mlp.experts.down_proj": "rowwise",
+        "model.layers.*.input_layernorm": "sequence_parallel",
+        "model.layers.*.post_attention_layernorm": "sequence_parallel",
+        "model.norm": "replicate",
+        "lm_head": "colwise_gather_output",
+    }
+    without, _ = resolve_family(Family("mixtral", MIXTRAL), (1, 1, 1, 1))
+    assert without.tensor.fused == plan.tensor.fused
+    assert not without.tensor.styles
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "message"),
+    [
+        (
+            Family("codegen"),
+            2,
+            "mesh.tp = 2 does not divide the four blocks of 4 attention heads that CodeGenForCausalLM computes by; tp "
+            "can be 1",
+        ),
+        (
+            Family("stablelm", {"qk_layernorm": True}),
+            2,
+            "tensor.styles: mesh.tp = 2, but there are no rules for a stablelm: no shipped family plan knows it, and "
+            "transformers has no plan for it; write the rules, or set mesh.tp = 1",
+        ),
+        (
+            Family("mixtral", {**MIXTRAL, "num_local_experts": 3}, {"experts": "expert"}),
+            2,
+            "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; tp can be 1, 3",
+        ),
+    ],
+)
+def test_refusals(family: Family, tp: int, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve_family(family, (1, 1, 1, tp))
+    assert message in caught.value.problems
