@@ -122,8 +122,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1"],
     ),
     "key-value heads": (
-        ["llama.toml", "plan.mesh.tp=2", "model.config.num_key_value_heads=1"],
-        ["mesh.tp = 2 does not divide the model's 1 key-value heads (num_key_value_heads); tp can be 1"],
+        ["llama.toml", "plan.mesh.tp=2", "model.config.num_key_value_heads=3", "model.config.num_attention_heads=6"],
+        ["mesh.tp = 2 does not divide the model's 3 key-value heads (num_key_value_heads); tp can be 1, 3"],
     ),
     "the width of the MLP": (
         ["llama.toml", "plan.mesh.tp=2", "model.config.intermediate_size=49"],

@@ -193,7 +193,8 @@ def test_the_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), 'model.type="rwkv"']) == 2
+    rwkv = ['model.type="rwkv"', 'model.attention="eager"']
+    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *rwkv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: RwkvForCausalLM cannot be cut into stages")
     assert cli._exit_code(["verify"]) == 2
