@@ -1,28 +1,29 @@
 """float64 all the way: models of transformers cast to float32 inside norms, routers and softmax."""
 
-from typing import Any
+import sys
+from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+MODELLING = ("transformers.", "transformers_modules.")
 
 
-class KeepFloat64(TorchFunctionMode):
-    """A block in which casting a float64 tensor to float32 does nothing.
+def lift_float32_casts() -> None:
+    """Let the modelling code that is loaded compute in float64 where it says float32. For the rest of the process.
 
     With the casts, a sum over processes behind one differs from a sum inside of one process by 1e-7, and a proof at
-    1e-12 would rest on equal rounding.
+    1e-12 would rest on equal rounding. Their modules get a twin of torch whose float32 is float64: unlike a mode of
+    torch, that holds in recomputation and under the compiler too.
     """
+    twin = ModuleType("torch")
+    vars(twin).update(vars(torch))
+    vars(twin)["float32"] = vars(twin)["float"] = torch.float64
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODELLING) and vars(module).get("torch") is torch:
+            vars(module)["torch"] = twin
+    Tensor.float = _keep_float64  # type: ignore[assignment, method-assign]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
-            return func(*args, **kwargs)
-        if func is Tensor.float:
-            return args[0]
-        widened = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*widened, **kwargs)
+
+def _keep_float64(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    return self if self.dtype == torch.float64 else self.to(torch.float32, memory_format=memory_format)

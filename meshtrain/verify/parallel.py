@@ -20,7 +20,7 @@ from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, evaluate, train_step
-from meshtrain.verify.casts import KeepFloat64
+from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.reference import keep_outputs
 from meshtrain.verify.subject import OPTIMIZER, STEPS, Subject, Trace, make_batches, with_noise
 
@@ -49,15 +49,15 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     pipeline = _parallelize(subject, subject.plan)
     _initialize(pipeline, subject.seed)
     trace = Trace(initial=_gather(pipeline))
-    with KeepFloat64():
-        fill(pipeline, with_noise(initial))
-        if not subject.plan.compile.enabled:
-            keep_outputs(trace, _own_layers(pipeline), rows=subject.micro_batch_size)
-        trainer = _build_trainer(pipeline)
-        for step, batch in enumerate(make_batches(subject)):
-            _train_step(trainer, step, batch, trace)
-        trace.parameters = _gather(pipeline)
-        trace.evaluation = evaluate(trainer, [_local_part(pipeline, make_batches(subject)[0])])
+    lift_float32_casts()
+    fill(pipeline, with_noise(initial))
+    if not subject.plan.compile.enabled:
+        keep_outputs(trace, _own_layers(pipeline), rows=subject.micro_batch_size)
+    trainer = _build_trainer(pipeline)
+    for step, batch in enumerate(make_batches(subject)):
+        _train_step(trainer, step, batch, trace)
+    trace.parameters = _gather(pipeline)
+    trace.evaluation = evaluate(trainer, [_local_part(pipeline, make_batches(subject)[0])])
     if data_rank(pipeline.mesh) > 0:
         # It has seen other samples than the first microbatch of the stock model.
         trace.layers.clear()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtrain.parallel.anatomy import find_layers
-from meshtrain.verify.casts import KeepFloat64
+from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.subject import OPTIMIZER, Subject, Trace, make_batches, with_noise
 
 
@@ -21,22 +21,22 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     """
     trace = Trace(initial=initial)
     model = _stock_model(subject)
-    with KeepFloat64():
-        _load(model, with_noise(initial))
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = _adamw(parameters)
-        keep_outputs(trace, dict(_named_layers(model)), rows=subject.micro_batch_size)
-        for batch in make_batches(subject):
-            optimizer.zero_grad()
-            loss = _loss(model, batch)
-            loss.backward()
-            trace.losses.append(loss.item())
-            trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-            trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
-            optimizer.step()
-        trace.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        with torch.no_grad():
-            trace.evaluation = _loss(model.eval(), make_batches(subject)[0]).item()
+    lift_float32_casts()
+    _load(model, with_noise(initial))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = _adamw(parameters)
+    keep_outputs(trace, dict(_named_layers(model)), rows=subject.micro_batch_size)
+    for batch in make_batches(subject):
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        trace.losses.append(loss.item())
+        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
+        optimizer.step()
+    trace.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        trace.evaluation = _loss(model.eval(), make_batches(subject)[0]).item()
     return trace
 
 

@@ -193,7 +193,7 @@ def test_the_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    rwkv = ['model.type="rwkv"', 'model.attention="eager"']
+    rwkv = ['model.type="rwkv"', 'model.attention="eager"', "plan.mesh.tp=1"]
     assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *rwkv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: RwkvForCausalLM cannot be cut into stages")
@@ -212,13 +212,23 @@ def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
 
 
-def test_float64_stays() -> None:
-    from meshtrain.verify.casts import KeepFloat64
+def casts_of_a_norm() -> tuple[torch.dtype, ...]:
+    """Run a norm that casts to float32, before and after the casts are lifted."""
+    from transformers.models.llama import modeling_llama
 
-    wide, narrow = torch.ones(2, dtype=torch.float64), torch.ones(2)
-    with KeepFloat64():
-        assert {wide.float().dtype, wide.to(torch.float32).dtype, wide.to(dtype=torch.float32).dtype} == {torch.float64}
-        assert torch.softmax(wide, -1, dtype=torch.float32).dtype == torch.float64
-        assert narrow.to(torch.float64).float().dtype == torch.float64
-        assert narrow.to(torch.bfloat16).float().dtype == torch.float32
-    assert wide.float().dtype == torch.float32
+    from meshtrain.verify.casts import lift_float32_casts
+
+    wide, narrow = torch.full((1, 8), 1 / 3, dtype=torch.float64), torch.full((1, 8), 1 / 3)
+    norm = modeling_llama.LlamaRMSNorm(8).double()
+    before = norm(wide)
+    lift_float32_casts()
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    assert not torch.equal(before, exact)
+    assert torch.equal(norm(wide), exact)
+    assert modeling_llama.torch.float32 is torch.float64
+    return wide.float().dtype, narrow.float().dtype, narrow.to(torch.bfloat16).float().dtype
+
+
+def test_float64_stays() -> None:
+    (found,) = run_on_ranks(1, casts_of_a_norm)
+    assert found == (torch.float64, torch.float32, torch.float32)
