@@ -48,6 +48,9 @@ FAMILIES = [
     Family("gpt_bigcode", {"multi_query": False}),
     Family("codegen", CODEGEN),
     Family("stablelm", {"num_key_value_heads": 1}),
+    Family("persimmon"),
+    Family("biogpt"),
+    Family("hunyuan_v1_dense"),
     Family("gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
     Family("cohere"),
     Family("llama", {"num_key_value_heads": 1}),
@@ -149,6 +152,12 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             2,
             "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "
             "leave out the experts of other processes; use 'moe_tp_experts'",
+        ),
+        (
+            Family("mpt", {"attn_config": {"attn_pdrop": 1}}),
+            2,
+            "model.config.attn_config.attn_pdrop = 1: MptForCausalLM does not know the attention interface of "
+            "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
         ),
         (
             Family("opt", {}, PARTS),
