@@ -165,11 +165,16 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "tensor.sequence_parallel: not for a opt: its layers flatten batch and sequence; set it to false",
         ),
         (
-            Family("longcat_flash", {"hidden_size": 64}),
+            Family("inkling_text"),
             2,
-            "tensor.styles: the model's own plan says 'moe_identity_expert' for "
-            "model.layers.*.mlp.experts.identity_expert, which has no meaning here; write the rules, or set "
-            "mesh.tp = 1",
+            "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.shared_experts, which has no "
+            "meaning here; write the rules, or set mesh.tp = 1",
+        ),
+        (
+            Family("doge"),
+            2,
+            "tensor.styles: mesh.tp = 2, but the plan of transformers for a doge cannot be used: it cuts the key-value "
+            "heads and leaves the decay of each of them whole; write the rules, or set mesh.tp = 1",
         ),
     ],
 )
