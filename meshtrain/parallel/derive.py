@@ -45,8 +45,12 @@ NOT_IN_PARTS = {
     "deepseek_v4": "its stream has several copies of every position",
     "hy_v4": "its stream has several copies of every position",
 }
-# Model types whose own plan does not compute what the model computes: found by comparing gradients.
-WRONG: dict[str, str] = {}
+# Model types whose plan in transformers does not run, or cannot be compared with the model.
+UNUSABLE = {
+    "doge": "it cuts the key-value heads and leaves the decay of each of them whole",
+    "longcat_flash": "its experts that do nothing have no place on several processes",
+    "inkling2_text": "the model does not run in float64, in which it would be proven",
+}
 
 
 @dataclass
@@ -107,10 +111,10 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
             f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped family "
             "plan knows it, and transformers has no plan for it; write the rules, or set mesh.tp = 1"
         )
-    if tp > 1 and (reason := WRONG.get(model.config.model_type)):
+    if tp > 1 and (reason := UNUSABLE.get(model.config.model_type)):
         raise PlanError(
-            f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} is wrong: "
-            f"{reason}; write the rules, or set mesh.tp = 1"
+            f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} cannot be "
+            f"used: {reason}; write the rules, or set mesh.tp = 1"
         )
     return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
 

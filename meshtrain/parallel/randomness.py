@@ -84,7 +84,10 @@ def attention_dropout(model: PreTrainedModel) -> dict[str, float]:
     """Return the values of the configuration that drop attention probabilities."""
     config = model.config.get_text_config()
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return {name: value for name in names if (value := getattr(config, name, 0.0))}
+    # MPT keeps its value one table deeper.
+    tables = {"": config, "attn_config.": getattr(config, "attn_config", None)}
+    values = {f"{prefix}{name}": getattr(table, name, 0.0) for prefix, table in tables.items() for name in names}
+    return {name: value for name, value in values.items() if value}
 
 
 def separate_head_streams(model: PreTrainedModel, group: ProcessGroup) -> None:

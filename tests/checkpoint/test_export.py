@@ -18,6 +18,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
 )
 
@@ -50,7 +54,7 @@ def tensors_of(model: PreTrainedModel, fused: tuple[FusedParameter, ...] = ()) -
     """Return checkpoint key -> value, and optimizer state that must not be exported."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for entry in fused:
-        values |= dict(zip(entry.parts, values.pop(entry.name).chunk(3, entry.dim), strict=True))
+        values |= entry.split(values.pop(entry.name))
     states = {f"optimizer.exp_avg.{name}": torch.zeros_like(value) for name, value in values.items()}
     return {f"model.{name}": value.contiguous() for name, value in values.items()} | states
 
@@ -94,6 +98,22 @@ def test_fused_parts_are_joined_and_any_mesh_exports_the_same(tmp_path: Path) ->
         check_loads(tmp_path / f"{name}-exported", model)
     first, second = ((tmp_path / f"{name}-exported" / "model.safetensors").read_bytes() for name in ("one", "four"))
     assert first == second
+
+
+def test_unequal_parts_and_stacked_experts_are_joined(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    phi3 = Phi3ForCausalLM(Phi3Config(**sizes, **heads))
+    name = "model.layers.0.self_attn.qkv_proj"
+    qkv = FusedParameter(f"{name}.weight", tuple(f"{name}.{part}.weight" for part in "qkv"), 0, sizes=(8, 4, 4))
+    mixtral = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    experts = FusedParameter(name, (name,), 1, stacked=2)
+    for model, fused in ((phi3, qkv), (mixtral, experts)):
+        root = tmp_path / type(model).__name__
+        save(root, model, fused=(fused,))
+        export_checkpoint(root / "step-1", root / "exported")
+        check_loads(root / "exported", model)
 
 
 def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_missing_shipped_plan_is_the_fault_of_who_names_it(write):
         "my.toml: extends: no shipped plan 'families/lama'; did you mean 'families/llama'?",
     )
     (line,) = problems_of(load_plan, "nothing-of-the-kind")
-    assert line.startswith("no shipped plan 'nothing-of-the-kind'; shipped are: families/bloom, ")
+    assert line.startswith("no shipped plan 'nothing-of-the-kind'; shipped are: families/biogpt, ")
 
 
 def test_a_circle(write):

@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.errors import PlanError
@@ -13,6 +20,16 @@ from meshtrain.models.fused import FusedParameter, UnfusedProjection, unfuse
 
 GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 C_ATTN = {"transformer.h.*.attn.c_attn": ["q", "k", "v"]}
+MIXTRAL = MixtralConfig(
+    vocab_size=13,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_local_experts=4,
+)
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 PHI3 = Phi3Config(
     vocab_size=13,
     hidden_size=12,
@@ -34,7 +51,7 @@ def stock_gpt2() -> GPT2LMHeadModel:
     return model
 
 
-def problems(model: nn.Module, fused: dict[str, list[str]]) -> tuple[str, ...]:
+def problems(model: nn.Module, fused: dict) -> tuple[str, ...]:
     with pytest.raises(PlanError) as caught:
         unfuse(model, fused)
     return caught.value.problems
@@ -128,4 +145,52 @@ def test_messages() -> None:
     )
     assert problems(stock_gpt2(), {"transformer.h.*.attn.c_attn": ["a", "b", "c", "d", "e"]}) == (
         "tensor.fused: transformer.h.0.attn.c_attn has 36 outputs, which 5 equal parts do not divide",
+    )
+
+
+def test_unequal_parts_and_stacks_map_to_the_stock_tensors_and_back() -> None:
+    torch.manual_seed(0)
+    stock = torch.randn(16, 3)
+    unequal = FusedParameter("qkv", ("q", "k", "v"), 0, sizes=(8, 4, 4))
+    assert [part.shape[0] for part in unequal.split(stock).values()] == [8, 4, 4]
+    assert torch.equal(unequal.join(list(unequal.split(stock).values())), stock)
+    experts = torch.randn(2, 6, 5)
+    stacked = FusedParameter("gate_up", ("gate_up",), 1, stacked=2)
+    assert stacked.split(experts)["gate_up"].shape == (2, 2, 3, 5)
+    assert torch.equal(stacked.join([stacked.split(experts)["gate_up"]]), experts)
+
+
+def test_shares_come_from_the_configuration() -> None:
+    torch.manual_seed(0)
+    config = Phi3Config(**{**PHI3.to_dict(), "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 1})
+    stock = Phi3ForCausalLM(config).double().eval()
+    ours = copy.deepcopy(stock)
+    heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": 1}
+    entry = unfuse(ours, {"model.layers.*.self_attn.qkv_proj": heads})[0]
+    rows = config.hidden_size // 4
+    assert entry.sizes == (4 * rows, rows, rows)
+    ids = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        assert torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=0, atol=1e-14)
+    assert problems(stock, {"model.layers.*.self_attn.qkv_proj": {"q": "num_heads", "k": 1}}) == (
+        "tensor.fused: model.layers.0.self_attn.qkv_proj.q = 'num_heads' is no number of the model's configuration",
+    )
+    assert problems(stock, {"model.layers.*.self_attn.qkv_proj": {"q": 4, "k": 7}}) == (
+        f"tensor.fused: model.layers.0.self_attn.qkv_proj has {6 * rows} outputs, which the shares [4, 7] do not "
+        "divide",
+    )
+
+
+def test_stacked_experts_compute_the_same() -> None:
+    torch.manual_seed(0)
+    stock = MixtralForCausalLM(MIXTRAL).eval()
+    ours = copy.deepcopy(stock)
+    (first, *_) = unfuse(ours, {"model.layers.*.mlp.experts.gate_up_proj": ["gate", "up"]})
+    assert first == FusedParameter(GATE_UP, (GATE_UP,), 1, stacked=2)
+    assert ours.get_parameter(GATE_UP).shape == (4, 2, 12, 8)
+    ids = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=ids).logits, stock(input_ids=ids).logits)
+    assert problems(stock, {"model.layers.*.mlp.experts.gate_up_proj": ["a", "b", "c", "d", "e"]}) == (
+        f"tensor.fused: {GATE_UP} has 24 rows, which are not 5 equal parts",
     )

@@ -236,3 +236,36 @@ def test_only_slices_are_read(tmp_path: Path) -> None:
     matrix = torch.arange(4.0).repeat_interleave(rows // 4)[:, None].expand(rows, columns).contiguous()
     save_file({"weight": matrix}, tmp_path / "model.safetensors")
     assert all(run_on_ranks(4, load_a_slice, tmp_path, rows, columns))
+
+
+def load_stacked(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
+    entry = FusedParameter("layers.experts", ("layers.experts",), 1, stacked=2)
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    wanted = entry.split(stock)["layers.experts"]
+    module = nn.Module()
+    module.register_parameter(
+        "experts", nn.Parameter(distribute_tensor(torch.zeros_like(wanted), mesh["tp"], [Shard(2)]))
+    )
+    fully_shard(module, mesh=mesh["dp"])
+    load_weights({"layers.experts": module.experts}, source, fused=[entry], tied={}, base_prefix="model")
+    return torch.equal(module.experts.full_tensor(), wanted)
+
+
+def test_stacked_parts_are_read_from_their_slices(tmp_path: Path) -> None:
+    stock = torch.randn(4, 12, 3)
+    save_file({"layers.experts": stock}, tmp_path / "model.safetensors")
+    assert all(run_on_ranks(4, load_stacked, tmp_path, stock, 2, 2))
+
+
+def load_unequal(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
+    entry = FusedParameter("layers.qkv.weight", tuple(f"layers.{part}" for part in "qkv"), 0, sizes=(8, 4, 4))
+    wanted = shard(entry.split(stock), dp, tp)
+    parameters = shard({name: torch.zeros_like(value) for name, value in entry.split(stock).items()}, dp, tp)
+    load_weights(parameters, source, fused=[entry], tied={}, base_prefix="model")
+    return all(torch.equal(local_tensor(parameters[name]), local_tensor(wanted[name])) for name in wanted)
+
+
+def test_unequal_parts_are_read_from_their_slices(tmp_path: Path) -> None:
+    stock = torch.randn(16, 6)
+    save_file({"layers.qkv.weight": stock}, tmp_path / "model.safetensors")
+    assert all(run_on_ranks(4, load_unequal, tmp_path, stock, 2, 2))

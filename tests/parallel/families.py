@@ -47,6 +47,10 @@ NO_DROPOUT = dict.fromkeys(
         "dropout",
         "resid_dropout",
         "embed_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "activation_dropout",
+        "layerdrop",
     ),
     0.0,
 )

@@ -1,9 +1,15 @@
 """Tensor rules that nobody wrote: each model type trains over tp as its stock model does in one process."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from meshtrain.errors import PlanError
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.pipeline import full_tensor
+from meshtrain.runtime.mesh import build_mesh
 from tests.parallel.families import Family, errors_of, resolve_family
+from tests.parity import initialize_pipeline
 from tests.ranks import run_on_ranks
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -42,6 +48,9 @@ FAMILIES = [
     Family("gpt_bigcode", {"multi_query": False}),
     Family("codegen", CODEGEN),
     Family("stablelm", {"num_key_value_heads": 1}),
+    Family("persimmon"),
+    Family("biogpt"),
+    Family("hunyuan_v1_dense"),
     Family("gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
     Family("cohere"),
     Family("llama", {"num_key_value_heads": 1}),
@@ -132,9 +141,60 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             2,
             "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; tp can be 1, 3",
         ),
+        (
+            Family("mixtral", {**MIXTRAL, "output_router_logits": True}),
+            1,
+            "model.config.output_router_logits = True asks for the router's auxiliary loss, which is not computed, "
+            "only that of the next token; set it to false",
+        ),
+        (
+            Family("llama4_text", {"num_local_experts": 4}, {"experts": "expert"}),
+            2,
+            "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "
+            "leave out the experts of other processes; use 'moe_tp_experts'",
+        ),
+        (
+            Family("mpt", {"attn_config": {"attn_pdrop": 1}}),
+            2,
+            "model.config.attn_config.attn_pdrop = 1: MptForCausalLM does not know the attention interface of "
+            "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
+        ),
+        (
+            Family("opt", {}, PARTS),
+            2,
+            "tensor.sequence_parallel: not for a opt: its layers flatten batch and sequence; set it to false",
+        ),
+        (
+            Family("inkling_text"),
+            2,
+            "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.shared_experts, which has no "
+            "meaning here; write the rules, or set mesh.tp = 1",
+        ),
+        (
+            Family("doge"),
+            2,
+            "tensor.styles: mesh.tp = 2, but the plan of transformers for a doge cannot be used: it cuts the key-value "
+            "heads and leaves the decay of each of them whole; write the rules, or set mesh.tp = 1",
+        ),
     ],
 )
 def test_refusals(family: Family, tp: int, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, tp))
     assert message in caught.value.problems
+
+
+def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    plan, model = resolve_family(MOES[0], mesh)
+    pipeline = parallelize(
+        model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+    )
+    initialize_pipeline(pipeline)
+    return {name: full_tensor(parameter).detach() for name, parameter in pipeline.owned_parameters().items()}
+
+
+def test_experts_start_alike_on_every_mesh() -> None:
+    (one,) = run_on_ranks(1, initial_weights, (1, 1, 1, 1))
+    for four in run_on_ranks(4, initial_weights, (1, 1, 2, 2)):
+        assert one.keys() == four.keys()
+        assert all(torch.equal(one[name], four[name]) for name in one)

@@ -54,6 +54,11 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
         yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        yield (
+            "model.config.output_router_logits = True asks for the router's auxiliary loss, which is not computed, "
+            "only that of the next token; set it to false"
+        )
     for name in ("layerdrop", "decoder_layerdrop"):
         if chance := getattr(model.config.get_text_config(), name, None):
             yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"
