@@ -70,9 +70,18 @@ def _verdict(model_type: str) -> Verdict:
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
+    """Return what comes out, and if the initialisation is in the way, what comes out without it."""
+    result = _try(config, mesh, pretrained=False)
+    if result == PROVEN:
+        return result
+    without = _try(config, mesh, pretrained=True)
+    return f"{PROVEN} from pretrained weights; {result}" if without == PROVEN else result
+
+
+def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
     try:
-        return _words(prove(make_subject(config, plan, mesh, attention="eager")))
+        return _words(prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)))
     except UserError as error:
         return f"refused: {error.problems[0]}"
     except RankError as error:
@@ -85,7 +94,7 @@ def _words(proof: Proof) -> str:
 
 
 def _count(verdicts: Iterable[Verdict], ability: str) -> int:
-    return sum(verdict.abilities[ability] == PROVEN for verdict in verdicts)
+    return sum(verdict.abilities[ability].startswith(PROVEN) for verdict in verdicts)
 
 
 def _markdown(verdicts: Sequence[Verdict]) -> list[str]:

@@ -40,7 +40,7 @@ class Finding:
 
 def compare(traces: Sequence[Trace], expected: Trace) -> list[Finding]:
     """Compare every rank's trace with that of the stock model."""
-    findings = [_initial(traces, expected)]
+    findings = [_initial(traces, expected)] if expected.initial else []
     for what, name in (("loss", "losses"), ("gradient norm", "norms")):
         pairs = [(getattr(trace, name), getattr(expected, name)) for trace in traces]
         errors = {

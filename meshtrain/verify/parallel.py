@@ -47,8 +47,14 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     # It finds that gathering a tensor whole takes more than one message; that happens in proofs only.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     pipeline = _parallelize(subject, subject.plan)
-    _initialize(pipeline, subject.seed)
-    trace = Trace(initial=_gather(pipeline))
+    trace = Trace()
+    if subject.pretrained:
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
+    else:
+        _initialize(pipeline, subject.seed)
+        trace.initial = _gather(pipeline)
+    # Behind the buffers: those of the stock model are in float32 where the model says so.
     lift_float32_casts()
     fill(pipeline, with_noise(initial))
     if not subject.plan.compile.enabled:
@@ -66,8 +72,6 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
 
 def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
     """Copy stock weights into the shards of this process."""
-    for stage in pipeline.stages:
-        restore_buffers(stage.model)
     parts = split_parts(stock, pipeline.fused)
     canonical = pipeline.canonical_names()
     with torch.no_grad():

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers.utils import logging
 
 from meshtrain import console
 from meshtrain.config.plan import AXES, MeshPlan
@@ -15,7 +17,7 @@ from meshtrain.errors import UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
 from meshtrain.verify.compare import Finding, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
-from meshtrain.verify.reference import train_stock
+from meshtrain.verify.reference import given_weights, train_stock
 from meshtrain.verify.subject import Subject, Trace
 
 SECONDS = 300.0
@@ -44,7 +46,9 @@ class Proof:
 
 
 def prepare_ranks() -> None:
-    """Let the ranks start with everything imported; call it before the first proof."""
+    """Let the ranks start with everything imported, and transformers be silent; call it before the first proof."""
+    logging.set_verbosity_error()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     preload(["meshtrain.verify.parallel", "meshtrain.verify.reference"])
 
 
@@ -86,7 +90,7 @@ def mesh_words(mesh: MeshPlan) -> str:
 
 
 def _one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
-    initial = initial_weights(subject)
+    initial = given_weights(subject) if subject.pretrained else initial_weights(subject)
     return initial, train_stock(subject, initial)
 
 

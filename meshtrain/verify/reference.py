@@ -12,6 +12,12 @@ from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.subject import OPTIMIZER, Subject, Trace, make_batches, with_noise
 
 
+def given_weights(subject: Subject) -> dict[str, Tensor]:
+    """Return what transformers itself initialises the model with: as good as any weights that are given."""
+    torch.manual_seed(subject.seed)
+    return {name: parameter.detach().clone() for name, parameter in _stock_model(subject).named_parameters()}
+
+
 def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     """Train the stock model for a few steps.
 
@@ -19,7 +25,7 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         subject: its plan is not looked at.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
     """
-    trace = Trace(initial=initial)
+    trace = Trace(initial={} if subject.pretrained else initial)
     model = _stock_model(subject)
     lift_float32_casts()
     _load(model, with_noise(initial))

@@ -53,6 +53,7 @@ def make_subjects(config: RunConfig) -> list[Subject]:
             padded=config.data.form == "padded",
             attention=config.model.attention,
             trust_remote_code=config.model.trust_remote_code,
+            pretrained=config.model.weights == "pretrained",
         )
         for mesh in shrink_mesh(plan.mesh)
     ]
@@ -66,6 +67,7 @@ def make_subject(
     padded: bool = False,
     attention: str = "sdpa",
     trust_remote_code: bool = False,
+    pretrained: bool = False,
 ) -> Subject:
     """Return a tiny model of the same class under the plan on a small mesh.
 
@@ -73,12 +75,15 @@ def make_subject(
         hf_config: of the model itself.
         plan: with its family already joined.
         mesh: at most a few processes.
+        pretrained: whether the run starts from given weights.
 
     Raises:
         UserError: if the tiny model cannot be built, or contradicts the plan.
     """
     plan = shrink_plan(plan, mesh)
     tiny = shrink(hf_config, num_layers(plan))
+    # The grouped matrix product that experts use by default is not there for float64.
+    tiny._experts_implementation = "eager"
     model = build_model(tiny, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
     global_batch_size = microbatches * mesh.dp_replicate * mesh.dp_shard
@@ -93,4 +98,5 @@ def make_subject(
         padded=padded,
         attention=attention,
         trust_remote_code=trust_remote_code,
+        pretrained=pretrained,
     )

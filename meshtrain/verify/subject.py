@@ -29,6 +29,7 @@ class Subject:
         global_batch_size: in sequences.
         micro_batch_size: in sequences.
         padded: whether samples end before the sequence does, with an attention mask.
+        pretrained: whether training starts from given weights, so that no initialisation needs to be repeatable.
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class Subject:
     padded: bool
     attention: str
     trust_remote_code: bool
+    pretrained: bool = False
     seed: int = 0
 
     @property

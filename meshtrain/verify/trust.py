@@ -34,7 +34,11 @@ def ensure_proven(config: RunConfig) -> None:
 
 def _key(subject: Subject) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    return identity_of(subject.architecture, versions, plan_hash(subject.plan), subject.padded, subject.attention)
+    return identity_of(subject.architecture, versions, plan_hash(subject.plan), *_choices(subject))
+
+
+def _choices(subject: Subject) -> tuple[bool | str, ...]:
+    return subject.padded, subject.attention, subject.pretrained
 
 
 def _prove(subject: Subject, directory: Path) -> None:
