@@ -20,7 +20,7 @@ from meshtrain.errors import PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.anatomy import find_layers
-from meshtrain.parallel.rules import is_lookup, is_projection, name_of, rule_names
+from meshtrain.parallel.rules import gives_heads, is_lookup, is_projection, name_of, rule_names
 
 # A word of transformers -> ours, where they differ.
 WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -42,6 +42,8 @@ NOT_IN_PARTS = {
     "opt": "its layers flatten batch and sequence",
     "gemma3n_text": "its stream has several copies in front of the batch",
     "gemma3n": "its stream has several copies in front of the batch",
+    "gemma4": "its layers get an input of their own for every position",
+    "gemma4_text": "its layers get an input of their own for every position",
     "deepseek_v4": "its stream has several copies of every position",
     "hy_v4": "its stream has several copies of every position",
 }
@@ -245,11 +247,7 @@ def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPla
     if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
         return plan
     styles: dict[str, Style] = {
-        pattern: "replicated_heads" if _gives_heads(pattern) and style == "colwise" else style
+        pattern: "replicated_heads" if gives_heads(pattern) and style == "colwise" else style
         for pattern, style in plan.tensor.styles.items()
     }
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
-
-
-def _gives_heads(pattern: str) -> bool:
-    return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")

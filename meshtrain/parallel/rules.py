@@ -208,6 +208,11 @@ def local_count(attribute: str, count: object, tp: int) -> int | None:
     return 1 if shared and count and tp % count == 0 else None
 
 
+def gives_heads(pattern: str) -> bool:
+    """Tell whether a rule is for a projection to key-value heads, by the names that models give these."""
+    return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")
+
+
 def attention_of(model: nn.Module, name: str) -> str | None:
     """Return the module around a key-value projection that says how many query heads share a head."""
     while name := name.rpartition(".")[0]:

@@ -44,7 +44,7 @@ FAMILIES = [
     Family("opt"),
     Family("gptj"),
     Family("mpt"),
-    Family("gpt_bigcode"),
+    Family("gpt_bigcode", {"num_key_value_heads": 1}),
     Family("gpt_bigcode", {"multi_query": False}),
     Family("codegen", CODEGEN),
     Family("stablelm", {"num_key_value_heads": 1}),
@@ -89,6 +89,10 @@ def test_every_family_trains_like_one_process(families: list[Family]) -> None:
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
 def test_with_a_pipeline_and_with_shards(mesh: tuple[int, int, int, int]) -> None:
     prove(TOGETHER, mesh, 4)
+
+
+def test_four_processes_share_two_key_value_heads() -> None:
+    prove([Family("llama"), Family("phi3"), Family("qwen3", {}, PARTS)], (1, 1, 1, 4), 4)
 
 
 def test_experts_without_tensor_parallelism() -> None:

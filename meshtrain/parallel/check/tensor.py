@@ -12,7 +12,15 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.randomness import attention_dropout
-from meshtrain.parallel.rules import Problems, TensorRules, local_count, match_rules, resolve_rules, sharded_dims
+from meshtrain.parallel.rules import (
+    Problems,
+    TensorRules,
+    gives_heads,
+    local_count,
+    match_rules,
+    resolve_rules,
+    sharded_dims,
+)
 
 
 def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -50,10 +58,15 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     config, tp = model.config.get_text_config(), plan.mesh.tp
     for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(config, name, None)
-        # Fewer key-value heads than processes are shared.
-        shared = name == "num_key_value_heads" and "replicated_heads" in plan.tensor.styles.values()
-        if isinstance(count, int) and count % tp and not shared:
+        whole = name == "num_key_value_heads" and _are_whole(plan.tensor.styles)
+        if isinstance(count, int) and count % tp and not whole:
             yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
+
+
+def _are_whole(styles: Mapping[str, Style]) -> bool:
+    """Tell whether every process has all key-value heads, or shares one: then their number need not fit."""
+    found = {style for pattern, style in styles.items() if gives_heads(pattern)}
+    return bool(found) and "colwise" not in found
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
