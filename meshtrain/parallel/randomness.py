@@ -80,6 +80,14 @@ def own_stream(coordinate: int) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Return whether anything is dropped in training, as far as configuration and modules say."""
+    values = model.config.get_text_config().to_dict().items()
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values) or any(
+        module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)
+    )
+
+
 def attention_dropout(model: PreTrainedModel) -> dict[str, float]:
     """Return the values of the configuration that drop attention probabilities."""
     config = model.config.get_text_config()

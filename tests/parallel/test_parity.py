@@ -113,6 +113,7 @@ def test_compiled_layers() -> None:
         Case("llama-untied", (1, 1, 2, 1), compiled=True, recompute=1),
         Case("qwen3", (2, 1, 1, 1), compiled=True),
         Case("qwen3", (1, 1, 1, 2), compiled=True, recompute=1, sequence_parallel=True),
+        Case("gpt2-tied", (1, 1, 1, 2), compiled=True, sequence_parallel=True),
     )
 
 

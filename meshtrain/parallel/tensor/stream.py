@@ -8,14 +8,18 @@ from torch.distributed import ProcessGroup
 
 from meshtrain.parallel.collectives import join_sequence, split_sequence
 from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.randomness import draw_key, stream_key
+from meshtrain.parallel.randomness import draw_key, has_dropout, stream_key
 
 
 def shard_stream(stage: Stage, group: ProcessGroup) -> None:
     """Split the sequence before the first decoder layer of the model and join it behind the last."""
     after: dict[str, int] = {}
+    draws = has_dropout(stage.model)
 
     def begin() -> None:
+        if not draws:
+            # To draw a key breaks the graph of a compiled layer.
+            return
         # From here on every draw is for this process's part of the sequence. The key of the shared stream that goes
         # on behind the last layer is drawn before.
         after["key"] = draw_key()
@@ -33,7 +37,8 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
         begin()
 
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        torch.manual_seed(after["key"])
+        if draws:
+            torch.manual_seed(after["key"])
         return (
             (join_sequence(output[0], group), *output[1:])
             if isinstance(output, tuple)
