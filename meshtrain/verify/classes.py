@@ -84,8 +84,9 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
         return _words(prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)))
     except UserError as error:
         return f"refused: {error.problems[0]}"
-    except RankError as error:
-        return f"fails: {str(error).strip().splitlines()[-1]}"
+    except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
+        reason = str(error).strip().splitlines()[-1] if isinstance(error, RankError) else repr(error)
+        return f"fails: {reason}"
 
 
 def _words(proof: Proof) -> str:

@@ -82,6 +82,8 @@ def shrink(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     Raises:
         ModelError: if transformers refuses it.
     """
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(f"a {config.model_type} configuration does not say how many layers there are")
     values = {name: value for name, value in config.to_dict().items() if name not in NOT_VALUES}
     kept = _kept_layers(config, num_layers)
     tiny = {name: _shrunk(name, value, kept, config.num_hidden_layers) for name, value in values.items()}
