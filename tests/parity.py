@@ -24,9 +24,8 @@ from meshtrain.config.plan import (
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
-from meshtrain.models.fused import FusedParameter
+from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import initialize_weights, restore_buffers
-from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
@@ -34,6 +33,7 @@ from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.step import Trainer, evaluate, train_step
+from meshtrain.verify.parallel import fill as fill_parameters
 from tests.ranks import run_on_ranks
 
 VOCABULARY, SEQUENCE, GLOBAL_BATCH, STEPS = 98, 12, 8, 3
@@ -239,34 +239,10 @@ def initialize_pipeline(pipeline: Pipeline, seed: int = 0) -> None:
 
 
 def fill(pipeline: Pipeline, stock: dict[str, Tensor]) -> None:
-    """Copy stock weights into the shards."""
+    """Compute the buffers, and copy stock weights into the shards."""
     for stage in pipeline.stages:
         restore_buffers(stage.model)
-    parts = split_parts(stock, pipeline.fused)
-    canonical = pipeline.canonical_names()
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            value = parts[canonical[name]]
-            for dim, index in enumerate(local_indices(parameter)):
-                value = value.index_select(dim, index)
-            local_tensor(parameter).copy_(value)
-
-
-def split_parts(stock: dict[str, Tensor], fused: tuple[FusedParameter, ...]) -> dict[str, Tensor]:
-    """Return the tensors under our names."""
-    result = dict(stock)
-    for entry in fused:
-        result.update(entry.split(result.pop(entry.name)))
-    return result
-
-
-def join_parts(ours: dict[str, Tensor], fused: tuple[FusedParameter, ...]) -> dict[str, Tensor]:
-    """Return the tensors under the stock names, of those that are there."""
-    result = dict(ours)
-    for entry in fused:
-        if entry.parts[0] in result:
-            result[entry.name] = entry.join([result.pop(part) for part in entry.parts])
-    return result
+    fill_parameters(pipeline, stock)
 
 
 def build_trainer(pipeline: Pipeline, optimizer: OptimizerConfig = OPTIMIZER) -> Trainer:

@@ -98,10 +98,11 @@ def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) ->
 
 
 def join_parts(ours: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
-    """Return whole tensors under the stock names; every part of what is fused must be there."""
+    """Return whole tensors under the stock names, of those that are there."""
     result = dict(ours)
     for entry in fused:
-        result[entry.name] = entry.join([result.pop(part) for part in entry.parts])
+        if entry.parts[0] in result:
+            result[entry.name] = entry.join([result.pop(part) for part in entry.parts])
     return result
 
 

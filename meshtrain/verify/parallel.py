@@ -10,7 +10,7 @@ from torch import Tensor
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
 from meshtrain.models.build import build_model
-from meshtrain.models.fused import FusedParameter, join_parts, split_parts
+from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import parallelize
@@ -94,7 +94,7 @@ def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Tr
         for name, parameter in pipeline.owned_parameters().items()
         if parameter.grad is not None
     }
-    trace.gradients.append(_joined(gradients, pipeline.fused))
+    trace.gradients.append(join_parts(gradients, pipeline.fused))
 
 
 def _build(subject: Subject):  # type: ignore[no-untyped-def]
@@ -151,9 +151,4 @@ def _own_layers(pipeline: Pipeline) -> dict[str, torch.nn.Module]:
 
 def _gather(pipeline: Pipeline) -> dict[str, Tensor]:
     whole = {name: full_tensor(p.detach()).clone() for name, p in pipeline.owned_parameters().items()}
-    return _joined(whole, pipeline.fused)
-
-
-def _joined(ours: Mapping[str, Tensor], fused: tuple[FusedParameter, ...]) -> dict[str, Tensor]:
-    held = [entry for entry in fused if entry.parts[0] in ours]
-    return join_parts(ours, held)
+    return join_parts(whole, pipeline.fused)

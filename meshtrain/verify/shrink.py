@@ -3,6 +3,7 @@
 import math
 
 from meshtrain.config.plan import AXES, CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan
+from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
@@ -16,6 +17,8 @@ def shrink_mesh(mesh: MeshPlan) -> list[MeshPlan]:
     degrees = {axis: min(getattr(mesh, axis), MAX_RANKS) for axis in AXES}
     if mesh.dp_shard == -1:
         degrees["dp_shard"] = 2
+    # The heads of a tiny model are a power of two.
+    degrees["tp"] = max(degree for degree in (1, 2, HEADS) if degree <= degrees["tp"])
     wide = [axis for axis in AXES if degrees[axis] > 1]
     if len(wide) == len(AXES):
         return [

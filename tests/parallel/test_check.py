@@ -23,6 +23,7 @@ from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, execution, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
+from meshtrain.parallel.schedules import SCHEDULES
 from tests.parity import GPT2, LLAMA
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
@@ -499,7 +500,7 @@ def test_selective_recomputation_of_layers_compiled_by_parts() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", execution.SPLIT_BACKWARD)
+@pytest.mark.parametrize("schedule", [name for name, facts in SCHEDULES.items() if facts.splits_backward])
 def test_selective_recomputation_of_a_split_backward_pass(schedule: str) -> None:
     plan = make_plan("llama", mesh={"pp": 2}, recompute={"mode": "selective"})
     plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": schedule})})

@@ -8,9 +8,7 @@ from meshtrain.errors import UserError
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.rules import Problems
-
-# They compute the gradients of inputs and of weights one after the other, from the same saved activations.
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+from meshtrain.parallel.schedules import SCHEDULES
 
 
 def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -37,7 +35,7 @@ def _check_selective(plan: ParallelPlan) -> Problems:
             "one by one, and torch does not see inside of them which results to keep; set recompute.mode = 'full', or "
             "compile.enabled = false"
         )
-    if plan.pipeline.schedule in SPLIT_BACKWARD:
+    if plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
         yield (
             f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule goes back "
             "through a layer twice, and torch gives out what selective recomputation has kept only once; set "
