@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshtrain import console
 from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
-from meshtrain.errors import ModelError, UserError
+from meshtrain.errors import UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.prove import Proof, prepare_ranks, prove
 from meshtrain.verify.run import make_subject
@@ -64,8 +64,8 @@ def _verdict(model_type: str) -> Verdict:
     name = architecture if isinstance(architecture, str) else architecture[0]
     try:
         config = tiny_config(model_type)
-    except ModelError as error:
-        return Verdict(model_type, name, dict.fromkeys(ABILITIES, f"no tiny copy: {error}"))
+    except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
+        return Verdict(model_type, name, dict.fromkeys(ABILITIES, f"no tiny copy: {_last_line(error)}"))
     return Verdict(model_type, name, {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()})
 
 
@@ -84,9 +84,14 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
         return _words(prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)))
     except UserError as error:
         return f"refused: {error.problems[0]}"
-    except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
-        reason = str(error).strip().splitlines()[-1] if isinstance(error, RankError) else repr(error)
-        return f"fails: {reason}"
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"fails: {_last_line(error)}"
+
+
+def _last_line(error: Exception) -> str:
+    said = str(error).strip().splitlines() or [""]
+    # The last line of a rank's traceback names the exception already.
+    return said[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {said[-1]}"
 
 
 def _words(proof: Proof) -> str:
