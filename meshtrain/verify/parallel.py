@@ -1,6 +1,7 @@
 """The plan, trained on ranks by the product's own step."""
 
 import logging
+import warnings
 from collections.abc import Mapping
 
 import numpy as np
@@ -44,8 +45,9 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     Returns:
         What lies on this rank.
     """
-    # It finds that gathering a tensor whole takes more than one message; that happens in proofs only.
+    # What torch says of tiny models and of tensors that are gathered whole concerns nobody.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     pipeline = _parallelize(subject, subject.plan)
     trace = Trace()
     if subject.pretrained:

@@ -1,5 +1,6 @@
 """The stock model, trained in one process by nothing but torch: what a plan is measured against."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from meshtrain.verify.subject import OPTIMIZER, Subject, Trace, make_batches, wi
 def given_weights(subject: Subject) -> dict[str, Tensor]:
     """Return what transformers itself initialises the model with: as good as any weights that are given."""
     torch.manual_seed(subject.seed)
-    return {name: parameter.detach().clone() for name, parameter in _stock_model(subject).named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in _parameters(_stock_model(subject))}
 
 
 def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
@@ -37,10 +38,10 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         loss = _loss(model, batch)
         loss.backward()
         trace.losses.append(loss.item())
-        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        trace.gradients.append({n: p.grad.clone() for n, p in _parameters(model) if p.grad is not None})
         trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
         optimizer.step()
-    trace.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trace.parameters = {name: parameter.detach().clone() for name, parameter in _parameters(model)}
     with torch.no_grad():
         trace.evaluation = _loss(model.eval(), make_batches(subject)[0]).item()
     return trace
@@ -71,9 +72,15 @@ def _stock_model(subject: Subject) -> PreTrainedModel:
     return model.train()
 
 
-def _load(model: nn.Module, values: dict[str, Tensor]) -> None:
+def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter once; a tied one under its original's name, also where the head is registered first."""
+    for name, parameter in model.named_parameters():
+        yield model.all_tied_weights_keys.get(name, name), parameter
+
+
+def _load(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _parameters(model):
             parameter.copy_(values[name])
 
 
