@@ -134,6 +134,8 @@ def verify(
     """Prove on a tiny copy of the model that the plan computes what one device computes. 0: proven, 1: not."""
     if models == (run is not None):
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
+    if (models and json_file is not None) or (types and not models):
+        raise ConfigError("--json belongs to a RUN, --type and --table to --models; leave out what does not")
     if run is None:
         from meshtrain.verify.classes import verify_models
 

@@ -113,12 +113,21 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
             f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped family "
             "plan knows it, and transformers has no plan for it; write the rules, or set mesh.tp = 1"
         )
-    if tp > 1 and (reason := UNUSABLE.get(model.config.model_type)):
+    if tp > 1 and (reason := _why_unusable(model)):
         raise PlanError(
             f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} cannot be "
             f"used: {reason}; write the rules, or set mesh.tp = 1"
         )
     return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
+
+
+def _why_unusable(model: PreTrainedModel) -> str | None:
+    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        return (
+            "its MLP keeps what is large among the whole width (activation_sparsity_pattern), of which each process "
+            "would see a part"
+        )
+    return UNUSABLE.get(model.config.model_type)
 
 
 def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:

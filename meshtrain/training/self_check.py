@@ -202,11 +202,12 @@ def _ranks(mesh: DeviceMesh, axis: str, other: int) -> str:
 def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Held]:
     """Return what all stages of this pipeline hold."""
     canonical = pipeline.canonical_names()
-    mine = [
-        Held(stage.index, name, canonical[name], canonical[name] != name, checksums[name])
-        for stage in pipeline.stages
-        for name, _ in stage.model.named_parameters()
-    ]
+    mine = []
+    for stage in pipeline.stages:
+        # Both ends of a tie may lie on this stage, and the copy may come first.
+        here = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+        for name, _ in stage.model.named_parameters():
+            mine.append(Held(stage.index, name, canonical[name], canonical[name] not in here, checksums[name]))
     if pipeline.peers is None:
         return mine
     answers: list[list[Held]] = [[] for _ in range(axis_size(pipeline.mesh, "pp"))]
@@ -262,7 +263,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
     mesh = pipeline.mesh
     tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
     different = []
-    for name, parameter in pipeline.named_parameters():
+    for name, parameter in pipeline.trainable_parameters():
         if axis_size(mesh, "tp") > 1 and not _is_sharded(parameter, "tp"):
             error = _spread(parameter, mesh)
             if not error <= tolerance:

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshtrain import console
 from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
-from meshtrain.errors import UserError
+from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.prove import Proof, prepare_ranks, prove
 from meshtrain.verify.run import make_subject
@@ -47,6 +47,8 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
     Returns:
         Whether no class is silently different: each is proven or refused.
     """
+    if unknown := sorted({*model_types} - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()):
+        raise ConfigError(f"--type: transformers has no causal language model of the type {unknown[0]!r}")
     prepare_ranks()
     verdicts = []
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):

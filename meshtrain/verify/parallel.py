@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
@@ -14,15 +15,16 @@ from meshtrain.models.build import build_model
 from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import Trainer, evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
-from meshtrain.verify.reference import keep_outputs
+from meshtrain.verify.reference import keep_outputs, widen
 from meshtrain.verify.subject import OPTIMIZER, STEPS, Subject, Trace, make_batches, with_noise
 
 
@@ -48,6 +50,8 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     # What torch says of tiny models and of tensors that are gathered whole concerns nobody.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    # The gradients of a tiny model are small ones, which travel together; those of a real model go one by one.
+    replicas.LARGE = 1
     pipeline = _parallelize(subject, subject.plan)
     trace = Trace()
     if subject.pretrained:
@@ -59,6 +63,7 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     # Behind the buffers: those of the stock model are in float32 where the model says so.
     lift_float32_casts()
     fill(pipeline, with_noise(initial))
+    check_parameters(pipeline)
     if not subject.plan.compile.enabled:
         keep_outputs(trace, _own_layers(pipeline), rows=subject.micro_batch_size)
     trainer = _build_trainer(pipeline)
@@ -99,13 +104,15 @@ def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Tr
     trace.gradients.append(join_parts(gradients, pipeline.fused))
 
 
-def _build(subject: Subject):  # type: ignore[no-untyped-def]
-    return build_model(
+def _build(subject: Subject) -> PreTrainedModel:
+    model = build_model(
         subject.hf_config,
         dtype=torch.float64,
         attention=subject.attention,
         trust_remote_code=subject.trust_remote_code,
     )
+    widen(model)
+    return model
 
 
 def _parallelize(subject: Subject, plan: ParallelPlan) -> Pipeline:

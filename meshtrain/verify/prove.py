@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from meshtrain import console
 from meshtrain.config.plan import AXES, MeshPlan
-from meshtrain.errors import UserError
+from meshtrain.errors import ModelError, TrainingStopped, UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
-from meshtrain.verify.compare import Finding, compare, first_divergent_layer
+from meshtrain.verify.compare import TOLERANCE, Finding, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import given_weights, train_stock
 from meshtrain.verify.subject import Subject, Trace
@@ -42,7 +42,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether the plan computes what one device computes."""
-        return all(finding.holds for finding in self.findings)
+        return self.divergent is None and all(finding.holds for finding in self.findings)
 
 
 def prepare_ranks() -> None:
@@ -56,17 +56,21 @@ def prove(subject: Subject) -> Proof:
     """Train both sides and compare them.
 
     Raises:
-        UserError: for a model or a plan that the ranks refuse.
+        UserError: for a model or a plan that the ranks refuse, or that they cannot run.
     """
     mesh = subject.plan.mesh
+    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
     try:
         ((initial, expected),) = run_on_ranks(1, _one_device, subject, timeout=SECONDS)
-        world_size = math.prod(getattr(mesh, axis) for axis in AXES)
         traces = run_on_ranks(world_size, train_plan, subject, initial, timeout=SECONDS)
     except RankError as error:
+        if isinstance(error.original, TrainingStopped):
+            # The run stopped itself: the stock model has none of it.
+            return Proof(subject.architecture, mesh, (Finding(str(error.original), "", math.inf, TOLERANCE),), None)
         if isinstance(error.original, UserError):
             raise error.original from error
-        raise
+        reason = str(error).strip().splitlines()[-1]
+        raise ModelError(f"{subject.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
     return Proof(subject.architecture, mesh, tuple(compare(traces, expected)), first_divergent_layer(traces, expected))
 
 

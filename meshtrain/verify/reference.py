@@ -54,7 +54,8 @@ def keep_outputs(trace: Trace, layers: dict[str, nn.Module], *, rows: int) -> No
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             if name not in trace.layers:
                 hidden = output[0] if isinstance(output, tuple) else output
-                trace.layers[name] = hidden[:rows].detach().clone()
+                # Where a stream is no (batch, seq, hidden), its rows are no samples.
+                trace.layers[name] = hidden[:rows].detach().clone() if hidden.dim() == 3 else hidden[:0]
 
         return hook
 
@@ -63,13 +64,20 @@ def keep_outputs(trace: Trace, layers: dict[str, nn.Module], *, rows: int) -> No
 
 
 def _stock_model(subject: Subject) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
         subject.hf_config,
         dtype=torch.float64,
         attn_implementation=subject.attention,
         trust_remote_code=subject.trust_remote_code,
     )
+    widen(model)
     return model.train()
+
+
+def widen(model: PreTrainedModel) -> None:
+    """Make float64 of the parameters that a model keeps in float32 whatever is asked (routers), not of its buffers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float64)
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:

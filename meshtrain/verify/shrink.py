@@ -3,6 +3,7 @@
 import math
 
 from meshtrain.config.plan import AXES, CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan
+from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
@@ -38,6 +39,9 @@ def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
             "mesh": mesh,
             "pipeline": _shrink_pipeline(plan.pipeline, mesh.pp),
             "precision": PROOF,
+            # In one number format FSDP2 has nothing to do without sharding, and the run may have it for two. Offload
+            # brings it in, and changes nothing else on a CPU.
+            "shard": plan.shard.model_copy(update={"offload": "cpu" if needs_fsdp(plan) else plan.shard.offload}),
             # Inductor's generated code reorders sums; what is compiled, and how it is cut, is the same.
             "compile": CompilePlan(enabled=plan.compile.enabled, backend="aot_eager"),
         }

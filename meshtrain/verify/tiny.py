@@ -19,7 +19,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("rotary_dim", "swa_head_dim", "swa_v_head_dim", "index_head_dim", "dim_head"), HEAD_SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD_SIZE),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD_SIZE
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff"), 48),
     **dict.fromkeys(("dff", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp", "d_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
@@ -27,10 +29,14 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "n_groups", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1
+    ),
     **dict.fromkeys(("num_nextn_predict_layers",), 1),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "mamba_n_heads"), HEADS),
+    **dict.fromkeys(
+        ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "index_n_heads", "mamba_n_heads"), HEADS
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
     "num_kv_shared_layers": 0,
@@ -66,9 +72,10 @@ def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
         config = AutoConfig.for_model(model_type).get_text_config()
     except REFUSALS as error:
         raise ModelError(f"{model_type!r} has no defaults: {error}") from error
-    for name, value in UNSET.items():
-        if getattr(config, name, value) is None:
-            setattr(config, name, value)
+    # Not by attribute: some values are different in every layer, and such a configuration does not like to be asked.
+    unset = {name for name, value in config.to_dict().items() if value is None}
+    for name in unset & UNSET.keys():
+        setattr(config, name, UNSET[name])
     return shrink(config, num_layers)
 
 
@@ -122,7 +129,8 @@ def _shrunk(name: str, value: Any, kept: list[int], num_layers: int) -> Any:
 
 def _heads(config: PretrainedConfig) -> dict[str, int]:
     """Return the numbers of key-value heads (one, all, or some in between, as they were) and of state-space heads."""
-    heads = {name: getattr(config, name, None) for name in KEY_VALUE_HEADS}
+    values = config.to_dict()
+    heads = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
     whole = config.num_attention_heads if hasattr(config, "num_attention_heads") else HEADS
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))
     states = {name: int(expand * HIDDEN) // HEAD_SIZE} if getattr(config, name, None) else {}

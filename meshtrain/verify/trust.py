@@ -7,14 +7,17 @@ from meshtrain import console
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import find_family, plan_hash
 from meshtrain.data.cache import Cache, identity_of
-from meshtrain.errors import ModelError
+from meshtrain.errors import ModelError, UserError
 from meshtrain.models.build import load_hf_config
-from meshtrain.runtime.environment import rank_from_environment
-from meshtrain.verify.prove import prepare_ranks, prove, write_json
+from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.directory import check_directory
+from meshtrain.training.report import resolve_run
+from meshtrain.verify.prove import mesh_words, prepare_ranks, prove, write_json
 from meshtrain.verify.run import make_subjects
 from meshtrain.verify.subject import Subject
 
 PROOF_NAME = "proof.json"
+SWITCH = "set model.prove_unknown_class = false to train without a proof"
 
 
 def ensure_proven(config: RunConfig) -> None:
@@ -27,29 +30,39 @@ def ensure_proven(config: RunConfig) -> None:
     """
     if not config.model.prove_unknown_class or find_family(load_hf_config(config.model).model_type) is not None:
         return
+    # What contradicts itself at its real size is a mistake, and said first.
+    check_directory(config)
+    resolve_run(config, world_size_from_environment())
     cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
-    for subject in make_subjects(config):
+    for subject in _subjects(config):
         cache.build(f"proofs/{_key(subject)}", lambda directory, subject=subject: _prove(subject, directory))  # type: ignore[misc]
+
+
+def _subjects(config: RunConfig) -> list[Subject]:
+    try:
+        return make_subjects(config)
+    except UserError as error:
+        raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {SWITCH}"]) from error
 
 
 def _key(subject: Subject) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    return identity_of(subject.architecture, versions, plan_hash(subject.plan), *_choices(subject))
-
-
-def _choices(subject: Subject) -> tuple[bool | str, ...]:
-    return subject.padded, subject.attention, subject.pretrained
+    choices = (subject.padded, subject.attention, subject.pretrained)
+    return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices)
 
 
 def _prove(subject: Subject, directory: Path) -> None:
     console.line(f"{subject.architecture} is new here: proving the plan on a tiny copy of it")
     prepare_ranks()
-    proof = prove(subject)
+    try:
+        proof = prove(subject)
+    except UserError as error:
+        raise ModelError([*error.problems, SWITCH]) from error
     if not proof.holds:
-        finding = next(finding for finding in proof.findings if not finding.holds)
+        worst = max(proof.findings, key=lambda finding: finding.error)
         raise ModelError(
-            f"{subject.architecture} under this plan does not compute what one device computes: {finding.what} "
-            f"differs by {finding.error:.0e} at {finding.where}; see `meshtrain verify`, or set "
-            "model.prove_unknown_class = false to train all the same"
+            f"{subject.architecture} under this plan does not compute what one device computes: {worst.what} differs "
+            f"by {worst.error:.0e} at {worst.where}; see `meshtrain verify`, or {SWITCH}"
         )
+    console.line(f"Proven: {mesh_words(proof.mesh)} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)

@@ -149,7 +149,8 @@ def test_a_stage_that_lost_a_layer() -> None:
     found, divergent = findings_of(lose_a_layer, subject)
     assert not found["loss"].holds
     assert found["gradient"].error > 1e-2
-    assert divergent == "transformer.h.2"
+    # Of two stages with two layers each the proof keeps one layer each.
+    assert divergent == "transformer.h.1"
 
 
 def test_a_tied_copy_that_is_not_reduced() -> None:
