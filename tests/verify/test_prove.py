@@ -15,6 +15,7 @@ from meshtrain import cli
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, ShardPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
+from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
@@ -26,6 +27,7 @@ from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import Subject, Trace
 from tests.ranks import run_on_ranks
+from tests.training.runs import write_text
 
 RUN = """
 run_directory = "out"
@@ -198,9 +200,92 @@ def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
     assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *rwkv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: RwkvForCausalLM cannot be cut into stages")
-    assert cli._exit_code(["verify"]) == 2
-    assert "takes a RUN, or --models" in capsys.readouterr().err
-    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), "--models"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "meshtrain verify takes a RUN, or --models for every class of transformers; give one of them"),
+        (
+            ["run.toml", "--models"],
+            "meshtrain verify takes a RUN, or --models for every class of transformers; give one",
+        ),
+        (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type and --table to --models"),
+        (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type and --table to --models"),
+        (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
+        (["run.toml", "--json", "no/proof.json"], "--json: no is no directory; make it, or choose another place"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit(
+    arguments: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    assert cli._exit_code(["verify", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {problem}")
+
+
+UNKNOWN = """
+run_directory = "out"
+steps = 1
+global_batch_size = 2
+
+[model]
+type = "olmo2"
+
+[model.config]
+vocab_size = 300
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+
+[data]
+train = ["text.jsonl"]
+sequence_length = 16
+tokenizer = { vocab_size = 300 }
+cache_directory = "cache"
+"""
+
+UNPROVABLE = """
+run_directory = "other"
+steps = 1
+global_batch_size = 2
+model = { type = "xglm", attention = "eager" }
+data = { train = ["text.jsonl"], cache_directory = "cache" }
+"""
+
+
+def test_an_unknown_class_is_proven_before_its_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshtrain.config.toml import load_run
+    from meshtrain.verify.trust import ensure_proven
+
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.jsonl")
+    (tmp_path / "run.toml").write_text(UNKNOWN)
+    ensure_proven(load_run("run.toml"))
+    assert capsys.readouterr().out.splitlines() == [
+        "Olmo2ForCausalLM is new here: proving the plan on a tiny copy of it",
+        "Proven: dp_shard 2 computes what one device computes",
+    ]
+    for again in ((), ("model.prove_unknown_class=false", "model.config.rms_norm_eps=1e-3")):
+        ensure_proven(load_run("run.toml", again))
+        assert capsys.readouterr().out == ""
+    # Another configuration of the class is another thing to prove.
+    proofs = list((tmp_path / "cache" / "proofs").glob("*/proof.json"))
+    assert len(proofs) == 1
+    # Its embedding casts to float32 what does not fit into it.
+    (tmp_path / "xglm.toml").write_text(UNPROVABLE)
+    with pytest.raises(ModelError, match=r"does not run: .*\n.*model\.prove_unknown_class = false"):
+        ensure_proven(load_run("xglm.toml"))
 
 
 def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
