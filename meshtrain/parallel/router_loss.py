@@ -77,8 +77,8 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
     if None in (num_experts, top_k, coefficient) or function is None or recorder is None:
         raise ModelError(
             "model.config.output_router_logits = True asks for the router's auxiliary loss, but "
-            f"{type(model).__name__} does not compute one by the load_balancing_loss_func, num_experts, "
-            "num_experts_per_tok and router_aux_loss_coef of most classes; set it to false"
+            f"{type(model).__name__} has none that is known here (load_balancing_loss_func, with num_experts, "
+            "num_experts_per_tok and router_aux_loss_coef of the model); set it to false"
         )
     routers = list(find_routers(model, recorder))
     if not routers:
