@@ -14,12 +14,13 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.router_loss import RouterLoss, find_formula
 from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
+from meshtrain.runtime.mesh import DATA_AXES, axis_rank, axis_size, data_rank, new_group_along
 
 
 def parallelize(
@@ -52,6 +53,7 @@ def parallelize(
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
+    router_loss = RouterLoss(find_formula(model), axis_size(mesh, *DATA_AXES), device)
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
@@ -59,6 +61,7 @@ def parallelize(
         if tp > 1:
             summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules)
         apply_recompute(stage, plan.recompute)
+        router_loss.watch(stage)
         apply_compile(stage, plan)
         apply_shard(stage, mesh, plan)
         materialize(stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.tied)
@@ -77,6 +80,7 @@ def parallelize(
         tied_copies=_tied_copies(stages, mesh, plan, tied),
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
+        router_loss=router_loss,
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
 

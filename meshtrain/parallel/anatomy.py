@@ -89,6 +89,16 @@ def examine(model: PreTrainedModel) -> Anatomy:
     )
 
 
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Return whether the configuration asks for the auxiliary loss of the routers."""
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def no_router_logits(model: PreTrainedModel) -> dict[str, bool]:
+    """Return what keeps a forward pass from collecting router logits: those of its stage are not all there are."""
+    return {"output_router_logits": False} if asks_for_router_loss(model) else {}
+
+
 def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
     """Return the error that says why a model runs on one stage only."""
     return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
@@ -138,7 +148,8 @@ def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple
         _hooks(model, _siblings(model, name), note),
         elsewhere,
     ):
-        output = model(input_ids=ids, **probe_mask(ids.device, with_mask=with_mask), use_cache=False)
+        mask = probe_mask(ids.device, with_mask=with_mask)
+        output = model(input_ids=ids, **mask, **no_router_logits(model), use_cache=False)
     if len(handed_on) != len(layers):
         raise ValueError(f"{len(handed_on)} of {len(layers)} layers were called")
     if elsewhere.has(output.logits):

@@ -21,6 +21,7 @@ from meshtrain.parallel.anatomy import (
     cannot_be_cut,
     examine,
     find_layers,
+    no_router_logits,
     probe_ids,
     probe_mask,
 )
@@ -221,9 +222,10 @@ def _replace_forward(stage: Stage) -> None:
     """Give the instance a forward from plain tensor to plain tensor, around that of its class."""
     hf_forward = type(stage.model).forward
     channel = stage.channel
+    fixed = {"use_cache": False, **no_router_logits(stage.model)}
 
     def from_ids(self: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        return _result(hf_forward(self, input_ids=input_ids, use_cache=False, **kwargs))
+        return _result(hf_forward(self, input_ids=input_ids, **fixed, **kwargs))
 
     def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         channel.received = hidden_states
@@ -231,7 +233,7 @@ def _replace_forward(stage: Stage) -> None:
         # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
         # itself may hold only a part of the sequence.
         carrier = channel.blank((batch, channel.sequence_length, hidden))
-        return _result(hf_forward(self, inputs_embeds=carrier, use_cache=False, **kwargs))
+        return _result(hf_forward(self, inputs_embeds=carrier, **fixed, **kwargs))
 
     def _result(output: Any) -> Tensor:
         channel.received = None

@@ -18,6 +18,7 @@ from meshtrain.parallel.collectives import shard_width
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_size
@@ -42,6 +43,7 @@ class Pipeline:
         tied_copies: the tied weights whose two ends lie on different stages.
         replicas: sums gradients over whole copies of the model.
         streams: seeds for dropout.
+        router_loss: the auxiliary loss of routers, if the model has one.
         peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
             of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
     """
@@ -57,6 +59,7 @@ class Pipeline:
     tied_copies: TiedCopies
     replicas: Replicas
     streams: ForwardStreams
+    router_loss: RouterLoss
     peers: dist.ProcessGroup | None
     _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
 
@@ -114,7 +117,9 @@ class Pipeline:
         """
         inputs, labels = _split_off_labels(batch)
         self._set_sequence_length(labels)
-        self.replicas.begin_step(labels.shape[0] // self.micro_batch_size)
+        num_microbatches = labels.shape[0] // self.micro_batch_size
+        self.replicas.begin_step(num_microbatches)
+        self.router_loss.begin_step(num_microbatches)
         run = _run_schedule if self.num_stages > 1 else _run_whole
         return run(self, inputs, labels, loss_function)
 

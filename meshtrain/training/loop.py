@@ -127,6 +127,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "data_seconds": data_seconds,
         "forward_backward_seconds": result.forward_backward_seconds,
         "optimizer_seconds": result.optimizer_seconds,
+        **result.router,
         **result.scaling,
     }
 

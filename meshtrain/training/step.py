@@ -51,13 +51,14 @@ class StepResult:
     """What a step has to say.
 
     Attributes:
-        loss: mean over the trained tokens of the global batch, in nats.
+        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss of routers.
         gradient_norm: before clipping, and without the loss scale.
         num_tokens: trained tokens in the global batch.
         without_gradient: names of this process's trainable parameters that no sample of the batch gave a gradient.
         forward_backward_seconds: on this process, waiting for others included.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
         is_skipped: whether a float16 gradient overflowed, so that no parameter has changed.
+        router: the mean auxiliary loss of the routers, if there is one; not yet multiplied by its coefficient.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss scaling.
     """
 
@@ -69,6 +70,7 @@ class StepResult:
     forward_backward_seconds: float
     optimizer_seconds: float
     is_skipped: bool
+    router: dict[str, float]
     scaling: dict[str, float]
 
 
@@ -91,7 +93,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     num_tokens = all_reduce_over(count_trained_tokens(batch["labels"]), pipeline.mesh, DATA_AXES)
     # A batch without a trained token has loss 0 and no gradient, not 0 / 0.
     trainer.loss.num_tokens = num_tokens.clamp(min=1)
-    trainer.loss.scale = scale
+    trainer.loss.scale = pipeline.router_loss.scale = scale
     local_loss = pipeline.forward_backward(batch, trainer.loss)
     if local_loss.is_cuda:
         # Its work is only queued so far. The norm waits for it anyway, and the seconds would be counted there.
@@ -101,8 +103,8 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     finish_gradients(pipeline)
     # Experts may be used on one process of a tp group only.
     num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
-    sums = all_reduce_over(torch.stack([local_loss, num_filled]), pipeline.mesh, DATA_AXES)
-    norm, loss, num_filled = gradient_norm(pipeline, *sums)
+    sums = all_reduce_over(torch.stack([local_loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
+    norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
     norm, loss = norm / scale, loss / scale
     # Both were summed over every axis, so all processes decide alike.
     overflowed = not (math.isfinite(loss.item()) and math.isfinite(norm.item()))
@@ -126,6 +128,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         forward_backward_seconds=forward_backward_done - begin,
         optimizer_seconds=time.perf_counter() - forward_backward_done,
         is_skipped=overflowed,
+        router=pipeline.router_loss.metrics(router_mean),
         scaling=trainer.loss_scale.metrics(),
     )
 

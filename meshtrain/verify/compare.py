@@ -41,7 +41,10 @@ class Finding:
 def compare(traces: Sequence[Trace], expected: Trace) -> list[Finding]:
     """Compare every rank's trace with that of the stock model."""
     findings = [_initial(traces, expected)] if expected.initial else []
-    for what, name in (("loss", "losses"), ("gradient norm", "norms")):
+    kinds = [("loss", "losses"), ("gradient norm", "norms")]
+    if expected.router_losses:
+        kinds.append(("router loss", "router_losses"))
+    for what, name in kinds:
         pairs = [(getattr(trace, name), getattr(expected, name)) for trace in traces]
         errors = {
             f"step {step + 1}": max(relative_error(found[step], wanted[step]) for found, wanted in pairs)

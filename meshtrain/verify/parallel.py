@@ -94,6 +94,7 @@ def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Tr
     ids = np.arange(len(batch["input_ids"]))
     result = train_step(trainer, step, _local_part(pipeline, batch), ids)
     trace.losses.append(result.loss)
+    trace.router_losses.extend(result.router.values())
     trace.norms.append(result.gradient_norm)
     unclip = max(1.0, (result.gradient_norm + 1e-6) / trainer.max_gradient_norm)
     gradients = {

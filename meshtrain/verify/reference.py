@@ -1,6 +1,7 @@
 """The stock model, trained in one process by nothing but torch: what a plan is measured against."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +36,19 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     keep_outputs(trace, dict(_named_layers(model)), rows=subject.micro_batch_size)
     for batch in make_batches(subject):
         optimizer.zero_grad()
-        loss = _loss(model, batch)
-        loss.backward()
+        output, loss = _run(model, batch)
         trace.losses.append(loss.item())
+        if output.get("router_logits") is not None:
+            router = _router_loss(model, output.router_logits, batch, rows=subject.micro_batch_size)
+            trace.router_losses.append(router.item())
+            loss = loss + subject.hf_config.router_aux_loss_coef * router
+        loss.backward()
         trace.gradients.append({n: p.grad.clone() for n, p in _parameters(model) if p.grad is not None})
         trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
         optimizer.step()
     trace.parameters = {name: parameter.detach().clone() for name, parameter in _parameters(model)}
     with torch.no_grad():
-        trace.evaluation = _loss(model.eval(), make_batches(subject)[0]).item()
+        trace.evaluation = _run(model.eval(), make_batches(subject)[0])[1].item()
     return trace
 
 
@@ -105,7 +110,24 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
 
 
-def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    """Return what the model gives for a batch, and the cross-entropy."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits, labels = model(**inputs, use_cache=False).logits.flatten(0, 1), batch["labels"].flatten()
-    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
+    output = model(**inputs, use_cache=False)
+    logits, labels = output.logits.flatten(0, 1), batch["labels"].flatten()
+    return output, F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
+
+
+def _router_loss(
+    model: PreTrainedModel, router_logits: Sequence[Tensor], batch: dict[str, Tensor], *, rows: int
+) -> Tensor:
+    """Return the mean of the model's own auxiliary loss over its routers and over microbatches of so many samples."""
+    function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    samples, length = batch["input_ids"].shape
+    masks = batch.get("attention_mask", torch.ones(samples, length, dtype=torch.long)).split(rows)
+    losses = [
+        function((part,), model.num_experts, model.num_experts_per_tok, mask)
+        for logits in router_logits
+        for part, mask in zip(logits.split(rows * length), masks, strict=True)
+    ]
+    return torch.stack(losses).mean()

@@ -55,7 +55,8 @@ class Trace:
 
     Attributes:
         initial: parameters as they are initialised.
-        losses: of each step.
+        losses: of each step, without the auxiliary loss of routers.
+        router_losses: of each step, if there is one.
         norms: of each step's gradient, before clipping.
         gradients: of each step, before clipping; of what lies on this process.
         parameters: after the last step; of what lies on this process.
@@ -65,6 +66,7 @@ class Trace:
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    router_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)

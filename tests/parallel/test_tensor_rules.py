@@ -146,12 +146,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; tp can be 1, 3",
         ),
         (
-            Family("mixtral", {**MIXTRAL, "output_router_logits": True}),
-            1,
-            "model.config.output_router_logits = True asks for the router's auxiliary loss, which is not computed, "
-            "only that of the next token; set it to false",
-        ),
-        (
             Family("llama4_text", {"num_local_experts": 4}, {"experts": "expert"}),
             2,
             "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "

@@ -3,13 +3,14 @@
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import PlanError
+from meshtrain.errors import ModelError, PlanError
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.execution import check_recompute
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.derive import with_derived_rules, with_shared_heads
+from meshtrain.parallel.router_loss import find_formula
 from meshtrain.parallel.rules import Problems
 
 
@@ -54,11 +55,10 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
         yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        yield (
-            "model.config.output_router_logits = True asks for the router's auxiliary loss, which is not computed, "
-            "only that of the next token; set it to false"
-        )
+    try:
+        find_formula(model)
+    except ModelError as error:
+        yield from error.problems
     for name in ("layerdrop", "decoder_layerdrop"):
         if chance := getattr(model.config.get_text_config(), name, None):
             yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"

@@ -10,8 +10,10 @@ from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import UserError
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.randomness import attention_dropout
+from meshtrain.parallel.router_loss import find_recorder, find_routers
 from meshtrain.parallel.rules import (
     Problems,
     TensorRules,
@@ -40,6 +42,7 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
             yield from _check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
             yield from _check_blocks(rules.styles, model, plan.mesh.tp)
             yield from _check_experts(rules, unfused, plan.mesh.tp)
+            yield from _check_routers(rules.styles, unfused)
             yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
@@ -109,6 +112,21 @@ def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
             seen.add(parameter.shape)
             size = parameter.shape[dim]
             yield f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}; tp can be {_divisors(size)}"
+
+
+def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
+    recorder = find_recorder(model) if asks_for_router_loss(model) else None
+    seen = set()
+    for router, module in () if recorder is None else find_routers(model, recorder):
+        for name, _ in module.named_parameters(prefix=router):
+            owner = name.rpartition(".")[0]
+            if styles[owner] != "replicate" and as_pattern(owner) not in seen:
+                seen.add(as_pattern(owner))
+                yield (
+                    f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for the router's auxiliary loss "
+                    "(model.config.output_router_logits = True) every process needs the logits of whole microbatches; "
+                    "make it 'replicate', or set output_router_logits to false"
+                )
 
 
 def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Module, tp: int) -> Problems:

@@ -1,0 +1,197 @@
+"""The auxiliary loss of routers: its gradient and its value are those of the stock model, under every plan."""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, RecomputePlan, TensorPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import PlanError
+from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.training.step import evaluate, train_step
+from meshtrain.verify.casts import lift_float32_casts
+from meshtrain.verify.compare import compare
+from meshtrain.verify.parallel import initial_weights, train_plan
+from meshtrain.verify.reference import train_stock
+from meshtrain.verify.run import make_subject
+from meshtrain.verify.subject import STEPS, Subject, Trace, make_batches, with_noise
+from tests.parallel.families import Family, resolve_family
+from tests.parity import build_trainer, fill
+from tests.ranks import run_on_ranks
+
+# Loaded before casts are lifted: both sides then compute everything in float64, tables of positions included.
+MODELLING = (modeling_mixtral, modeling_qwen3_moe)
+# So large that an error in it cannot hide.
+COEFFICIENT = 0.5
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+MOES = {
+    "mixtral": {**ROUTED, "num_hidden_layers": 4},
+    # Layer 2 has no experts.
+    "qwen3_moe": {**ROUTED, "num_hidden_layers": 4, "mlp_only_layers": [2]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model_type: str
+    mesh: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
+    padded: bool = True
+
+    def subject(self) -> Subject:
+        config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
+        plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
+        subject = make_subject(config, plan, mesh, padded=self.padded)
+        # Two samples in a microbatch, which no mean of one-sample losses gives.
+        return replace(subject, global_batch_size=8, micro_batch_size=2)
+
+
+ONE = [Case(kind) for kind in MOES] + [Case("qwen3_moe", tables={"recompute": RecomputePlan(mode="full")})]
+TWO = [
+    *(Case(kind, {"pp": 2}) for kind in MOES),
+    Case("mixtral", {"pp": 2}, {"recompute": RecomputePlan(mode="full")}),
+    Case("qwen3_moe", {"pp": 2}, {"pipeline": PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)}),
+    Case("mixtral", {"dp_shard": 2}, {"recompute": RecomputePlan(mode="full", every=2)}),
+    Case("qwen3_moe", {"dp_replicate": 2}),
+    Case("mixtral", {"tp": 2}, {"tensor": TensorPlan(experts="tensor")}),
+    Case("qwen3_moe", {"tp": 2}, {"tensor": TensorPlan(experts="expert", sequence_parallel=True)}),
+]
+
+
+def stock(model_types: list[str]) -> dict[str, tuple[dict[str, Tensor], Trace]]:
+    lift_float32_casts()
+    subjects = {model_type: Case(model_type).subject() for model_type in model_types}
+    weights = {model_type: initial_weights(subject) for model_type, subject in subjects.items()}
+    return {kind: (weights[kind], train_stock(subjects[kind], weights[kind])) for kind in model_types}
+
+
+def plans(cases: list[Case], weights: dict[str, dict[str, Tensor]]) -> list[Trace]:
+    lift_float32_casts()
+    return [train_plan(case.subject(), weights[case.model_type]) for case in cases]
+
+
+def assert_like_stock(cases: list[Case], world_size: int) -> None:
+    expected = stock_once()
+    answers = run_on_ranks(world_size, plans, cases, {kind: weights for kind, (weights, _) in expected.items()})
+    for number, case in enumerate(cases):
+        traces = [traces[number] for traces in answers]
+        findings = compare(traces, expected[case.model_type][1])
+        assert {"router loss", "gradient", "parameter after 3 steps", "evaluation loss"} <= {it.what for it in findings}
+        assert all(finding.holds for finding in findings), (case, findings)
+        assert all(len(trace.router_losses) == STEPS for trace in traces)
+
+
+@functools.cache
+def stock_once() -> dict[str, tuple[dict[str, Tensor], Trace]]:
+    (answers,) = run_on_ranks(1, stock, list(MOES))
+    return answers
+
+
+def test_one_process_trains_like_the_stock_model() -> None:
+    assert_like_stock(ONE, 1)
+
+
+def test_two_processes_train_like_the_stock_model() -> None:
+    assert_like_stock(TWO, 2)
+
+
+def step_of_one_layer() -> tuple[list[float], list[float]]:
+    """Return the loss of transformers itself for one layer and one microbatch, and what ours are in sum."""
+    lift_float32_casts()
+    subject = Case("mixtral", tables={"pipeline": PipelinePlan(layers_per_stage=[1])}).subject()
+    subject = replace(subject, micro_batch_size=subject.global_batch_size)
+    weights = initial_weights(subject)
+    model = AutoModelForCausalLM.from_config(subject.hf_config, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(with_noise(weights)[name])
+    batch = make_batches(subject)[0]
+    labels = batch.pop("labels")
+    output = model(**batch, labels=labels, shift_labels=labels, use_cache=False)
+    trace = train_plan(subject, weights)
+    return [output.loss.item(), output.aux_loss.item()], [
+        trace.losses[0] + COEFFICIENT * trace.router_losses[0],
+        trace.router_losses[0],
+    ]
+
+
+def test_one_layer_and_one_microbatch_are_what_transformers_computes() -> None:
+    ((wanted, found),) = run_on_ranks(1, step_of_one_layer)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
+    """Return router loss and gradient norm with two loss scales, and what has added up before and after evaluation."""
+    lift_float32_casts()
+    subject = Case("mixtral", padded=False).subject()
+    model = build_model(subject.hf_config, dtype=torch.float64)
+    mesh, device = build_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
+    pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=2, seed=0, device=device)
+    fill(pipeline, with_noise(initial_weights(subject)))
+    # The parameters stay as they are.
+    trainer = replace(build_trainer(pipeline), learning_rate=lambda step: 0.0)
+    batch, found = make_batches(subject)[0], []
+    for scale in (1.0, 1024.0):
+        trainer.loss_scale.value = scale
+        result = train_step(trainer, 0, batch, np.arange(subject.global_batch_size))
+        found.append((result.router["router_aux_loss"], result.gradient_norm))
+    before = pipeline.router_loss.total.item()
+    evaluate(trainer, [batch])
+    return found, [before, pipeline.router_loss.total.item()]
+
+
+def test_the_loss_scale_and_evaluation_change_nothing() -> None:
+    (((plain, scaled), (before, after)),) = run_on_ranks(1, losses_of_steps)
+    assert scaled == pytest.approx(plain, rel=1e-12)
+    assert before == after == pytest.approx(plain[0], rel=1e-12)
+
+
+MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            Family("jetmoe", {"output_router_logits": True, "num_local_experts": 4}),
+            "model.config.output_router_logits = True asks for the router's auxiliary loss, but JetMoeForCausalLM has "
+            "none that is known here (load_balancing_loss_func, with num_experts, num_experts_per_tok and "
+            "router_aux_loss_coef of the model); set it to false",
+        ),
+        (
+            Family("qwen3_moe", {**MOE, "mlp_only_layers": [0, 1]}),
+            "model.config.output_router_logits = True asks for the router's auxiliary loss, but this "
+            "Qwen3MoeForCausalLM has no router; set it to false",
+        ),
+    ],
+)
+def test_models_without_the_loss_are_refused(family: Family, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve_family(family, (1, 1, 1, 1))
+    assert caught.value.problems == (message,)
+
+
+@pytest.mark.parametrize("style", ["sequence_parallel", "replicated_with_grad_allreduce"])
+def test_routers_that_see_a_part_are_refused(style: str) -> None:
+    family = Family("mixtral", {**ROUTED, "num_local_experts": 4}, {"sequence_parallel": True})
+    plan, model = resolve_family(family, (1, 1, 1, 2))
+    styles = {**plan.tensor.styles, "model.layers.*.mlp.gate": style}
+    changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(changed, model, BatchShape(4, 1, 12), 2)
+    assert caught.value.problems == (
+        f"tensor.styles: model.layers.*.mlp.gate is {style!r}, but for the router's auxiliary loss "
+        "(model.config.output_router_logits = True) every process needs the logits of whole microbatches; make it "
+        "'replicate', or set output_router_logits to false",
+    )
