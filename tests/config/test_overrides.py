@@ -101,7 +101,8 @@ def test_wrong_values_are_those_of_the_command_line(write):
     assert problems_of(write(), "plan.mesh.tq=4", "steps=1O", "plan.pipeline.schedule=1F1b") == (
         "command line: steps: expected a whole number from 1, found the string '1O'",
         "command line: plan.mesh.tq: unknown key; did you mean 'tp'?",
-        "command line: plan.pipeline.schedule: expected 'GPipe', '1F1B' or 'Interleaved1F1B', found the string '1F1b'; "
+        "command line: plan.pipeline.schedule: expected 'GPipe', '1F1B', 'Interleaved1F1B', 'LoopedBFS', "
+        "'InterleavedZeroBubble', 'ZBVZeroBubble' or 'DualPipeV', found the string '1F1b'; "
         "did you mean '1F1B'?",
     )
 

@@ -73,7 +73,8 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
         ),
         (
             "plan.pipeline.schedule = '1F1b'",
-            "plan.pipeline.schedule: expected 'GPipe', '1F1B' or 'Interleaved1F1B', found the string '1F1b'; "
+            "plan.pipeline.schedule: expected 'GPipe', '1F1B', 'Interleaved1F1B', 'LoopedBFS', "
+            "'InterleavedZeroBubble', 'ZBVZeroBubble' or 'DualPipeV', found the string '1F1b'; "
             "did you mean '1F1B'?",
         ),
         (
