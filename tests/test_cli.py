@@ -104,7 +104,12 @@ def test_a_bug_shows_its_traceback():
 
 def test_control_c_has_its_own_exit_code(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
-    process = subprocess.Popen([sys.executable, "-m", "meshtrain", "train", "pipe.toml"], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshtrain", "train", "pipe.toml"],
+        stderr=subprocess.PIPE,
+        # A shell lets what it starts in the background ignore it, and so would all that these tests start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     # Opening waits until the other process reads the run, which then waits for what never comes.
     with (tmp_path / "pipe.toml").open("w"):
         time.sleep(0.2)
