@@ -14,9 +14,9 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
 from meshtrain.verify.subject import SEQUENCE, Subject
-from meshtrain.verify.tiny import shrink
+from meshtrain.verify.tiny import HEADS, key_value_heads, shrink
 
-FEWEST_MICROBATCHES = 4
+FEWEST_MICROBATCHES, MICRO_BATCH_SIZE = 4, 2
 
 
 def verify_run(config: RunConfig, json_file: Path | None) -> bool:
@@ -58,8 +58,15 @@ def make_subjects(config: RunConfig) -> list[Subject]:
             trust_remote_code=config.model.trust_remote_code,
             pretrained=config.model.weights == "pretrained",
         )
-        for mesh in shrink_mesh(plan.mesh)
+        for mesh in shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
     ]
+
+
+def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
+    """Return how many processes may share a layer of the tiny model, sharing its key-value heads only if they must."""
+    text = hf_config.get_text_config()
+    between = (key_value_heads(text) or text.num_attention_heads) not in (1, text.num_attention_heads)
+    return 2 if between else HEADS
 
 
 def make_subject(
@@ -83,21 +90,21 @@ def make_subject(
     Raises:
         UserError: if the tiny model cannot be built, or contradicts the plan.
     """
-    plan = shrink_plan(plan, mesh)
-    tiny = shrink(hf_config, num_layers(plan))
+    real, plan = plan.mesh, shrink_plan(plan, mesh)
+    tiny = shrink(hf_config, num_layers(plan), tp=real.tp)
     # The grouped matrix product that experts use by default is not there for float64.
     tiny._experts_implementation = "eager"
     model = build_model(tiny, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
-    global_batch_size = microbatches * mesh.dp_replicate * mesh.dp_shard
+    global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.dp_replicate * mesh.dp_shard
     world_size = math.prod(getattr(mesh, axis) for axis in AXES)
-    plan = resolve_plan(plan, model, BatchShape(global_batch_size, 1, SEQUENCE), world_size)
+    plan = resolve_plan(plan, model, BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE), world_size)
     return Subject(
         architecture=type(model).__name__,
         hf_config=tiny,
         plan=plan,
         global_batch_size=global_batch_size,
-        micro_batch_size=1,
+        micro_batch_size=MICRO_BATCH_SIZE,
         padded=padded,
         attention=attention,
         trust_remote_code=trust_remote_code,

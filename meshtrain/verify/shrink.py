@@ -10,22 +10,23 @@ MAX_RANKS = 8
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
 
-def shrink_mesh(mesh: MeshPlan) -> list[MeshPlan]:
+def shrink_mesh(mesh: MeshPlan, *, most_tp: int = HEADS) -> list[MeshPlan]:
     """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`, each at least 2 wide.
 
-    One is enough for up to three axes. Four axes take two meshes: one without copies of the model, one without tp.
+    One is enough for up to three axes. Four axes take three meshes, each without one of pp, dp_replicate and tp.
+
+    Args:
+        most_tp: how many processes can share a layer of the tiny model.
     """
     degrees = {axis: min(getattr(mesh, axis), MAX_RANKS) for axis in AXES}
     if mesh.dp_shard == -1:
         degrees["dp_shard"] = 2
     # The heads of a tiny model are a power of two.
-    degrees["tp"] = max(degree for degree in (1, 2, HEADS) if degree <= degrees["tp"])
+    degrees["tp"] = max(degree for degree in (1, 2, HEADS) if degree <= min(degrees["tp"], most_tp))
     wide = [axis for axis in AXES if degrees[axis] > 1]
     if len(wide) == len(AXES):
-        return [
-            *shrink_mesh(mesh.model_copy(update={"dp_replicate": 1})),
-            *shrink_mesh(mesh.model_copy(update={"tp": 1})),
-        ]
+        without = [mesh.model_copy(update={axis: 1}) for axis in ("pp", "dp_replicate", "tp")]
+        return [small for three in without for small in shrink_mesh(three, most_tp=most_tp)]
     while math.prod(degrees.values()) > MAX_RANKS:
         widest = max(wide, key=lambda axis: degrees[axis])
         degrees[widest] = max(2, degrees[widest] // 2)

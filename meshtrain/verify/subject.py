@@ -12,7 +12,6 @@ from meshtrain.config.run import OptimizerConfig
 
 STEPS = 3
 SEQUENCE = 16
-FIRST_PLAIN_TOKEN = 3
 # AdamW divides by sqrt(v) + epsilon: with 1e-8 the rounding noise of a gradient that is zero becomes 1e-11.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, max_gradient_norm=0.5)
 NOISE = 0.05
@@ -75,18 +74,18 @@ class Trace:
 
 
 def make_batches(subject: Subject) -> list[dict[str, Tensor]]:
-    """Return one global batch per step; trained tokens are uneven between samples, and one sample has none."""
+    """Return one global batch per step; trained tokens are uneven between samples."""
     stream = torch.Generator().manual_seed(5)
     rows, half = subject.global_batch_size, subject.global_batch_size // 2
     batches = []
     for step in range(STEPS):
         shape = (rows, SEQUENCE)
-        ids = torch.randint(FIRST_PLAIN_TOKEN, subject.vocabulary, shape, generator=stream)
-        labels = torch.randint(FIRST_PLAIN_TOKEN, subject.vocabulary, shape, generator=stream)
+        ids = torch.randint(0, subject.vocabulary, shape, generator=stream)
+        labels = torch.randint(0, subject.vocabulary, shape, generator=stream)
         labels[torch.rand(shape, generator=stream) < 0.2 + 0.2 * step] = -100
         labels[:half][torch.rand((half, SEQUENCE), generator=stream) < 0.4] = -100
-        if rows > 1:
-            labels[1] = -100
+        # A whole microbatch without a trained token, on the first data rank.
+        labels[subject.micro_batch_size : 2 * subject.micro_batch_size] = -100
         batch = {"input_ids": ids, "labels": labels}
         if subject.padded:
             lengths = torch.randint(4, SEQUENCE + 1, (rows, 1), generator=stream)

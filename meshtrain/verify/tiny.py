@@ -79,12 +79,14 @@ def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
     return shrink(config, num_layers)
 
 
-def shrink(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1) -> PretrainedConfig:
     """Return a tiny configuration of the same class: kinds of layers, norms, activation, ties and experts stay.
 
     Args:
         config: of a text model; it is not changed.
         num_layers: of the copy. Every kind of layer is among them, if that is enough of them.
+        tp: how many processes will share a layer of the model itself. If they must share key-value heads, or do not
+            divide its vocabulary, so it will be with the copy on 2.
 
     Raises:
         ModelError: if transformers refuses it.
@@ -94,7 +96,9 @@ def shrink(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     values = {name: value for name, value in config.to_dict().items() if name not in NOT_VALUES}
     kept = _kept_layers(config, num_layers)
     tiny = {name: _shrunk(name, value, kept, config.num_hidden_layers) for name, value in values.items()}
-    tiny |= {_own_name(config, name): value for name, value in _heads(config).items()}
+    tiny |= {_own_name(config, name): value for name, value in _heads(config, tp).items()}
+    if getattr(config, "vocab_size", 0) % tp:
+        tiny["vocab_size"] = VOCABULARY - 1
     tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
     tiny |= {name: token for name, token in TOKENS.items() if values.get(name) is not None}
     try:
@@ -127,7 +131,14 @@ def _shrunk(name: str, value: Any, kept: list[int], num_layers: int) -> Any:
     return value
 
 
-def _heads(config: PretrainedConfig) -> dict[str, int]:
+def key_value_heads(config: PretrainedConfig) -> int | None:
+    """Return how many key-value heads a model has, if its configuration says so."""
+    values = config.to_dict()
+    numbers = (values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS)
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
+
+
+def _heads(config: PretrainedConfig, tp: int) -> dict[str, int]:
     """Return the numbers of key-value heads (one, all, or some in between, as they were) and of state-space heads."""
     values = config.to_dict()
     heads = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
@@ -135,7 +146,7 @@ def _heads(config: PretrainedConfig) -> dict[str, int]:
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))
     states = {name: int(expand * HIDDEN) // HEAD_SIZE} if getattr(config, name, None) else {}
     return states | {
-        name: 1 if number == 1 else HEADS // min(2, math.ceil(whole / number))
+        name: 1 if number < max(2, tp) else HEADS // min(2, math.ceil(whole / number))
         for name, number in heads.items()
         if isinstance(number, int) and number > 0
     }

@@ -35,6 +35,13 @@ def test_the_sharing_of_key_value_heads_stays(heads: int, expected: int) -> None
     assert (tiny.num_attention_heads, tiny.num_key_value_heads, tiny.num_hidden_layers) == (4, expected, 4)
 
 
+@pytest.mark.parametrize(("tp", "heads", "vocabulary"), [(1, 2, 64), (4, 2, 63), (8, 1, 63)])
+def test_what_tp_makes_of_the_model_stays(tp: int, heads: int, vocabulary: int) -> None:
+    config = AutoConfig.for_model("llama", num_attention_heads=16, num_key_value_heads=4, vocab_size=50257)
+    tiny = shrink(config, 2, tp=tp)
+    assert (tiny.num_key_value_heads, tiny.vocab_size) == (heads, vocabulary)
+
+
 def test_what_a_configuration_says_stays() -> None:
     config = AutoConfig.for_model("llama", hidden_act="gelu", tie_word_embeddings=True, mlp_bias=True, rms_norm_eps=0.5)
     tiny = shrink(config, 3)
