@@ -65,7 +65,8 @@ def make_subjects(config: RunConfig) -> list[Subject]:
 def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
     """Return how many processes may share a layer of the tiny model, sharing its key-value heads only if they must."""
     text = hf_config.get_text_config()
-    between = (key_value_heads(text) or text.num_attention_heads) not in (1, text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", None)
+    between = (key_value_heads(text) or heads) not in (1, heads)
     return 2 if between else HEADS
 
 
