@@ -81,9 +81,11 @@ def own_stream(coordinate: int) -> Iterator[None]:
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
-    """Return whether anything is dropped in training, as far as configuration and modules say."""
+    """Return whether anything random happens in training, as far as configuration and modules say."""
     values = model.config.get_text_config().to_dict().items()
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values) or any(
+    # Routers add noise to what they see ("jitter").
+    names = [name for name, value in values if isinstance(value, float) and value > 0]
+    return any("drop" in name or "jitter" in name for name in names) or any(
         module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)
     )
 

@@ -124,7 +124,7 @@ def _shrunk(name: str, value: Any, kept: list[int], num_layers: int) -> Any:
         return [value[index] for index in kept]
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return {place: value[index] for place, index in enumerate(kept) if index in value}
-    if isinstance(value, float) and "drop" in name:
+    if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
     if name in SIZES and isinstance(value, int) and value > 0:
         return min(SIZES[name], value)
