@@ -3,13 +3,11 @@
 Texts are shown as they are: square brackets in a path or a model name are never taken for rich's markup.
 """
 
-import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
@@ -19,7 +17,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-RECORDED_COLUMNS = 110
 LOG_COLUMNS = 160
 SECONDS_BETWEEN_FRAMES = 0.1
 SECONDS_BETWEEN_LINES = 5.0
@@ -39,7 +36,6 @@ BAR_METRICS = ("loss", "tokens_per_second", "eval_loss")
 class _Screen:
     rank: int
     console: Console
-    recorder: Console | None
 
     @property
     def draws(self) -> bool:
@@ -48,39 +44,20 @@ class _Screen:
     def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
         if self.rank == 0:
             self.console.print(renderable, soft_wrap=soft_wrap)
-            self.record(renderable)
-
-    def record(self, renderable: RenderableType) -> None:
-        if self.recorder is not None:
-            self.recorder.print(renderable)
 
 
-def _screen_of(rank: int, record: bool) -> _Screen:
+def _screen_of(rank: int) -> _Screen:
     # A log is no terminal: it has no width, and rich would fold tables at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else LOG_COLUMNS)
-    # A recorder of its own: rich records every frame of a progress bar, and only the last is wanted.
-    recorder = Console(record=True, file=io.StringIO(), width=RECORDED_COLUMNS, force_terminal=True) if record else None
-    return _Screen(rank, console, recorder)
+    return _Screen(rank, Console(width=None if sys.stdout.isatty() else LOG_COLUMNS))
 
 
-_screen = _screen_of(rank=0, record=False)
+_screen = _screen_of(rank=0)
 
 
-def configure(*, rank: int = 0, record: bool = False) -> None:
-    """Say who is looking.
-
-    Args:
-        rank: of this process; only rank 0 shows anything but errors.
-        record: keep what is shown for `save_svg`.
-    """
+def configure(*, rank: int = 0) -> None:
+    """Say which rank this process is: only rank 0 shows anything but errors."""
     global _screen
-    _screen = _screen_of(rank, record)
-
-
-def save_svg(path: str | Path, title: str) -> None:
-    """Write a picture of what was shown since `configure(record=True)`."""
-    assert _screen.recorder is not None, "call configure(record=True) first"
-    _screen.recorder.save_svg(str(path), title=title)
+    _screen = _screen_of(rank)
 
 
 def line(text: str) -> None:
@@ -222,7 +199,6 @@ class _Bar:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        _screen.record(self._progress.get_renderable())
 
     def draw(self, done: int, before: str, after: str) -> None:
         self._progress.update(self._task, completed=done, before=before, after=after)

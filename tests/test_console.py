@@ -5,7 +5,6 @@ import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -161,19 +160,3 @@ with console.progress("Hashing [x]", 2_000_000, unit="MB") as advance:
 """)
 
     assert re.search(r"Hashing \[x\] .*━.* 2\.0/2\.0 MB", written)
-
-
-def test_a_picture_of_what_was_shown(tmp_path: Path, capsys):
-    console.configure(record=True)
-    console.line("a line [x]")
-    console.table("a table", ["column"], [["cell"]])
-    with console.TrainingProgress(1) as training:
-        training.update(1, METRICS)
-
-    console.save_svg(tmp_path / "shown.svg", "meshtrain")
-
-    svg = (tmp_path / "shown.svg").read_text()
-    assert svg.startswith("<svg")
-    for text in ("a&#160;line&#160;[x]", "cell", "loss&#160;4.812"):
-        assert text in svg
-    assert "a line [x]\n" in capsys.readouterr().out
