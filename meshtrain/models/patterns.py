@@ -30,7 +30,7 @@ def match_modules(model: nn.Module, rules: Mapping[str, Rule], key: str) -> dict
 def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> dict[str, Rule]:
     """Do what `match_modules` does, for a list of module names."""
     names = list(names)
-    compiled = {pattern: _compile(pattern) for pattern in rules}
+    compiled = {pattern: compile_pattern(pattern) for pattern in rules}
     matches = {name: [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)] for name in names}
     problems = [
         f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}; leave one"
@@ -53,7 +53,8 @@ def as_pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return what matches the names of a pattern."""
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 

@@ -6,7 +6,6 @@ is whole on every process; blocks whose parameters are all sharded share the col
 """
 
 import copy
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
 from meshtrain.config.toml import find_family
 from meshtrain.errors import PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
-from meshtrain.models.patterns import as_pattern
+from meshtrain.models.patterns import as_pattern, compile_pattern
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.rules import gives_heads, is_lookup, is_projection, name_of, rule_names
 
@@ -156,7 +155,7 @@ def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
 
 
 def _matches(pattern: str, names: list[str]) -> bool:
-    regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    regex = compile_pattern(pattern)
     return any(regex.fullmatch(name) for name in names)
 
 
@@ -184,7 +183,7 @@ def _sees_shards(name: str, styles: Mapping[str, Style]) -> bool:
 
 
 def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
-    compiled = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in known.items()}
+    compiled = {compile_pattern(pattern): style for pattern, style in known.items()}
     unfused = {name for name, module in model.named_modules() if isinstance(module, UnfusedProjection)}
     styles: dict[str, Style] = {}
     for name in rule_names(model):
