@@ -46,11 +46,11 @@ NOT_IN_PARTS = {
     "deepseek_v4": "its stream has several copies of every position",
     "hy_v4": "its stream has several copies of every position",
 }
-# Model types whose plan in transformers does not run, or cannot be compared with the model.
+# Model types whose plan in transformers does not run, or computes something else than the model.
 UNUSABLE = {
     "doge": "it cuts the key-value heads and leaves the decay of each of them whole",
     "longcat_flash": "its experts that do nothing have no place on several processes",
-    "inkling2_text": "the model does not run in float64, in which it would be proven",
+    "inkling2_text": "it cuts gate and up of the experts as if they were one, so that each process would mix them",
 }
 
 
