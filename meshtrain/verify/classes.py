@@ -13,7 +13,7 @@ from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
-from meshtrain.verify.prove import Proof, prepare_ranks, prove
+from meshtrain.verify.prove import prepare_ranks, prove
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.tiny import tiny_config
 
@@ -83,22 +83,18 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
 def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
     try:
-        return _words(prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)))
+        proof = prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained))
     except UserError as error:
         return f"refused: {error.problems[0]}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"fails: {_last_line(error)}"
+    return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 
 def _last_line(error: Exception) -> str:
     said = str(error).strip().splitlines() or [""]
     # The last line of a rank's traceback names the exception already.
     return said[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {said[-1]}"
-
-
-def _words(proof: Proof) -> str:
-    wrong = [finding for finding in proof.findings if not finding.holds]
-    return ", ".join(f"differs in {f.what} by {f.error:.0e} at {f.where}" for f in wrong[:1]) or PROVEN
 
 
 def _count(verdicts: Iterable[Verdict], ability: str) -> int:

@@ -42,7 +42,15 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether the plan computes what one device computes."""
-        return self.divergent is None and all(finding.holds for finding in self.findings)
+        return self.difference is None
+
+    @property
+    def difference(self) -> str | None:
+        """What differs most, in words; None if the plan computes what one device computes."""
+        worst = max(self.findings, key=lambda finding: finding.error / (finding.tolerance or TOLERANCE))
+        if not worst.holds:
+            return f"{worst.what} by {worst.error:.0e} at {worst.where}" if worst.where else worst.what
+        return f"the output of {self.divergent}" if self.divergent is not None else None
 
 
 def prepare_ranks() -> None:

@@ -58,11 +58,10 @@ def _prove(subject: Subject, directory: Path) -> None:
         proof = prove(subject)
     except UserError as error:
         raise ModelError([*error.problems, SWITCH]) from error
-    if not proof.holds:
-        worst = max(proof.findings, key=lambda finding: finding.error)
+    if proof.difference is not None:
         raise ModelError(
-            f"{subject.architecture} under this plan does not compute what one device computes: {worst.what} differs "
-            f"by {worst.error:.0e} at {worst.where}; see `meshtrain verify`, or {SWITCH}"
+            f"{subject.architecture} under this plan does not compute what one device computes, it differs in "
+            f"{proof.difference}; see `meshtrain verify`, or {SWITCH}"
         )
     console.line(f"Proven: {mesh_words(proof.mesh)} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)

@@ -20,7 +20,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import TokenLoss
-from meshtrain.verify import parallel
+from meshtrain.verify import parallel, prove
 from meshtrain.verify.compare import compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
@@ -252,6 +252,51 @@ sequence_length = 16
 tokenizer = { vocab_size = 300 }
 cache_directory = "cache"
 """
+
+
+def break_a_number() -> None:
+    """Let the loss of the plan, and only of the plan, be no number."""
+    call = TokenLoss.__call__
+    TokenLoss.__call__ = lambda self, logits, labels: call(self, logits, labels) * torch.nan  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("damage", "difference"),
+    [
+        (weight_microbatches_alike, r"gradient by \S+ at model\.\S+"),
+        (break_a_number, r"step 1: the loss is nan, .*"),
+    ],
+)
+def test_a_plan_that_differs_is_not_proven(
+    damage: Callable[[], None],
+    difference: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from meshtrain.config.toml import load_run
+    from meshtrain.verify.trust import ensure_proven
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, damage))
+    write_text(tmp_path / "text.jsonl")
+    (tmp_path / "run.toml").write_text(UNKNOWN)
+    assert cli._exit_code(["verify", "run.toml"]) == 1
+    assert "Olmo2ForCausalLM: dp_shard 2 does NOT compute what one device computes" in capsys.readouterr().out
+    with pytest.raises(ModelError, match=rf"it differs in {difference}; see `meshtrain verify`, or set model\.prove_"):
+        ensure_proven(load_run("run.toml"))
+    assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
+
+
+def test_a_class_that_differs_is_said_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, weight_microbatches_alike))
+    table = tmp_path / "coverage.md"
+    assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == 1
+    assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
+    assert "tensor: 0 of 1 classes proven" in capsys.readouterr().out
+
 
 UNPROVABLE = """
 run_directory = "other"
