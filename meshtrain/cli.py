@@ -126,7 +126,9 @@ def verify(
     overrides: Overrides = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the proofs as JSON.")] = None,
     models: Annotated[bool, typer.Option("--models", help="Instead of a run: every class of transformers.")] = False,
-    table: Annotated[Path, typer.Option(metavar="FILE", help="Where --models writes its table.")] = Path("coverage.md"),
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --models: where to write the table; else coverage.md.")
+    ] = None,
     types: Annotated[
         list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
     ] = None,
@@ -134,12 +136,16 @@ def verify(
     """Prove on a tiny copy of the model that the plan computes what one device computes. 0: proven, 1: not."""
     if models == (run is not None):
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
-    if (models and json_file is not None) or (types and not models):
+    if (models and json_file is not None) or (not models and (types or table is not None)):
         raise ConfigError("--json belongs to a RUN, --type and --table to --models; leave out what does not")
+    for option, file in (("--json", json_file), ("--table", table)):
+        # A proof takes long, and must not be lost in the end.
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
     if run is None:
         from meshtrain.verify.classes import verify_models
 
-        proven = verify_models(types or (), table)
+        proven = verify_models(types or (), table or Path("coverage.md"))
     else:
         from meshtrain.config.toml import load_run
 

@@ -211,6 +211,8 @@ def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
             "meshtrain verify takes a RUN, or --models for every class of transformers; give one",
         ),
         (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type and --table to --models"),
+        (["run.toml", "--table", "coverage.md"], "--json belongs to a RUN, --type and --table to --models"),
+        (["--models", "--table", "no/coverage.md"], "--table: no is no directory; make it, or choose another place"),
         (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type and --table to --models"),
         (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
         (["run.toml", "--json", "no/proof.json"], "--json: no is no directory; make it, or choose another place"),
