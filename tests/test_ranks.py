@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ def die_on_one() -> None:
     dist.barrier()
 
 
+def die_before_anything() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_results_come_back_in_rank_order() -> None:
     assert run_on_ranks(4, sum_of_ranks) == [6.0] * 4
 
@@ -40,3 +45,10 @@ def test_an_exception_on_one_rank_reaches_the_test() -> None:
 def test_a_killed_rank_is_reported() -> None:
     with pytest.raises(RankError, match=r"exit code -9|Connection closed|Connection reset"):
         run_on_ranks(2, die_on_one)
+    with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, exit code -9$"):
+        run_on_ranks(1, die_before_anything, joins=False)
+
+
+def test_ranks_that_do_not_answer_are_named() -> None:
+    with pytest.raises(RankError, match=r"^rank 0:\nno answer from ranks \[0, 1\] within 0\.5 s$"):
+        run_on_ranks(2, time.sleep, 60, joins=False, timeout=0.5)

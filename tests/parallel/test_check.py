@@ -278,6 +278,35 @@ def test_styles_that_are_for_other_modules() -> None:
     )
 
 
+def test_styles_that_the_model_has_no_numbers_for() -> None:
+    changes = {"model.layers.*.self_attn.k_proj": "mla_kv_a_proj", "model.layers.*.mlp.up_proj": "replicated_heads"}
+    assert problems(changed_styles(**changes)) == (
+        "tensor.styles: model.layers.*.self_attn.k_proj is 'mla_kv_a_proj', but the model's configuration has no "
+        "qk_rope_head_dim",
+        "tensor.styles: model.layers.*.mlp.up_proj is 'replicated_heads', but no module around it has "
+        "num_key_value_groups to say which heads share one",
+    )
+
+
+def test_styles_of_single_parameters() -> None:
+    model = meta_model("mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    plan, experts = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2), "model.layers.*.mlp.experts"
+
+    def said(**changes: str) -> tuple[str, ...]:
+        styles = {**plan.tensor.styles, **{f"{experts}{end}": style for end, style in changes.items()}}
+        return problems(plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})}), model)
+
+    needs = "but a rule for a parameter needs its module to be one of local_params, moe_tp_experts"
+    assert said(**{"": "replicate"}) == (
+        f"tensor.styles: {experts}.gate_up_proj is 'colwise', {needs}",
+        f"tensor.styles: {experts}.down_proj is 'rowwise', {needs}",
+    )
+    assert said(**{".down_proj": "rowwise_split_input"}) == (
+        f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; a parameter can be 'colwise', 'rowwise' or "
+        "'replicate'",
+    )
+
+
 def test_ends_of_a_tie_that_lie_apart() -> None:
     tied = meta_model("llama", tie_word_embeddings=True)
     advice = "but they are one weight; make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'"

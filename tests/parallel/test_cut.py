@@ -385,6 +385,26 @@ class NormTwice(Toy):
         return super().run_layers(self.norm(x))
 
 
+class Pair(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.project(x), x
+
+
+class PairBefore(Toy):
+    """Has a module before the layers that gives two tensors."""
+
+    def add_parts(self, width: int) -> None:
+        self.pair = Pair(width)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        first, _ = self.pair(x)
+        return super().run_layers(first)
+
+
 class ScaledHead(Toy):
     """Scales what the layers give before any module sees it: a stage of the last layers alone cannot tell."""
 
@@ -408,6 +428,7 @@ REASONS: dict[type[Toy], str] = {
     SeesTokens: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
     AllLayers: f"{CHAIN} (ValueError: the logits are computed from more than what the last layer gives)",
     NormTwice: "its parameter norm.weight is used before and after the layers",
+    PairBefore: "its pair gives something else than one tensor",
     ScaledHead: "a stage of it does not run (ValueError: it does not hand on what its layers give)",
 }
 
