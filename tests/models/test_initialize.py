@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.initialization import TORCH_INIT_FUNCTIONS
@@ -15,7 +17,9 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import TILE_COLUMNS, TILE_ROWS, fill_tiles, initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
+from meshtrain.parallel.cut import cut
 from tests.parity import GPT2, LLAMA
+from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 WIDE = {
@@ -133,6 +137,20 @@ class PartByPart(LlamaForCausalLM):
             init.normal_(module.weight[:2])
 
 
+class DrawsByItself(LlamaForCausalLM):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            module.weight.uniform_()
+
+
+class OtherHead(LlamaForCausalLM):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.lm_head:
+            init.normal_(module.weight, std=0.5)
+
+
 class UnknownBuffer(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -158,6 +176,36 @@ def test_a_random_part_of_a_parameter_is_refused() -> None:
     assert refusal(PartByPart) == (
         "a buffer, or a part of a parameter, is initialised by normal_, which cannot be repeated on every mesh; start "
         "from pretrained weights instead"
+    )
+
+
+def refusal_of_shards() -> str:
+    model = on_meta(DrawsByItself)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ModelError) as caught:
+        initialized(model)
+    return str(caught.value)
+
+
+def test_a_sharded_parameter_that_is_drawn_without_an_initialiser_is_refused() -> None:
+    assert run_on_ranks(1, refusal_of_shards) == [
+        "DrawsByItself initialises a parameter by Tensor.uniform_, which cannot be repeated on every mesh; start from "
+        "pretrained weights instead"
+    ]
+
+
+def test_a_far_head_that_starts_in_another_way_than_its_embedding_is_refused() -> None:
+    with torch.device("meta"):
+        model = OtherHead(LlamaConfig(**{**LLAMA, "tie_word_embeddings": True}))
+    (stage,) = cut(model, [4, 0], [1])
+    materialize(stage.model, CPU, tied={})
+    names = {name: stage.tied.get(name, name) for name, _ in stage.model.named_parameters()}
+    assert names["lm_head.weight"] == "model.embed_tokens.weight"
+    with pytest.raises(ModelError) as caught:
+        initialize_weights(stage.model, seed=0, names=names)
+    assert str(caught.value) == (
+        "OtherHead initialises lm_head.weight in another way than the embedding that it is tied to; start from "
+        "pretrained weights instead, or use pp = 1"
     )
 
 

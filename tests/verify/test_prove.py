@@ -285,7 +285,11 @@ def test_a_plan_that_differs_is_not_proven(
     (tmp_path / "run.toml").write_text(UNKNOWN)
     assert cli._exit_code(["verify", "run.toml"]) == 1
     assert "Olmo2ForCausalLM: dp_shard 2 does NOT compute what one device computes" in capsys.readouterr().out
-    with pytest.raises(ModelError, match=rf"it differs in {difference}; see `meshtrain verify`, or set model\.prove_"):
+    refusal = (
+        r"^Olmo2ForCausalLM under this plan does not compute what one device computes, it differs in "
+        rf"{difference}; see `meshtrain verify`, or set model\.prove_unknown_class = false to train without a proof$"
+    )
+    with pytest.raises(ModelError, match=refusal):
         ensure_proven(load_run("run.toml"))
     assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
 
@@ -329,9 +333,21 @@ def test_an_unknown_class_is_proven_before_its_first_run(
     # Another configuration of the class is another thing to prove.
     proofs = list((tmp_path / "cache" / "proofs").glob("*/proof.json"))
     assert len(proofs) == 1
+    # The tiny copy has four layers; the check of the run itself has found the sixth.
+    deeper = ("model.config.num_hidden_layers=6", 'plan.tensor.local_attributes={"model.layers.5.mlp"=["hidden_size"]}')
+    with pytest.raises(ModelError) as caught:
+        ensure_proven(load_run("run.toml", deeper))
+    assert caught.value.problems == (
+        "tensor.local_attributes: 'model.layers.5.mlp' matches no module of the model; the nearest is "
+        "'model.layers.*.mlp'",
+        "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",
+    )
     # Its embedding casts to float32 what does not fit into it.
     (tmp_path / "xglm.toml").write_text(UNPROVABLE)
-    with pytest.raises(ModelError, match=r"does not run: .*\n.*model\.prove_unknown_class = false"):
+    refusal = (
+        r"^XGLMForCausalLM cannot be proven, its tiny copy does not run: .*\nset model\.prove_unknown_class = false"
+    )
+    with pytest.raises(ModelError, match=refusal):
         ensure_proven(load_run("xglm.toml"))
 
 
