@@ -295,6 +295,7 @@ def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path) -> N
     saved = read_checkpoint(here / "out")
     answers = on_ranks(2, "train", "run.toml", "plan.mesh.pp=2", size_limit=100_000)
     assert [code for code, _, _ in answers] == [2, 2]
+    assert "steps was 2 and is 6; the learning rate follows its schedule over the new length\n" in answers[0][1]
     assert answers[0][2] == (
         f"error: ranks 0, 1 cannot write {here}/out/checkpoints/step-4.tmp: File too large; step 4 is not saved and "
         "earlier checkpoints are untouched; make room, then resume\n"
@@ -304,7 +305,7 @@ def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path) -> N
     # Room was made.
     code, out, error = on_ranks(1, "train", "run.toml")[0]
     assert (code, error) == (0, "")
-    assert "Resumed from out/checkpoints/step-2: step 2 done" in out
+    assert "Resumed from out/checkpoints/step-2: step 2 done\nParameters checksum " in out
     assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2, 3, 4, 5, 6]
 
 

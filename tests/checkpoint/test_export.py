@@ -201,6 +201,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     (message,) = run_on_ranks(1, export_on_full_disk, saved, folder)
     assert message.startswith(f"cannot write {folder}: ")
     assert "File too large" in message
+    assert message.endswith("; make room or export elsewhere")
     assert list((tmp_path / "out").iterdir()) == []
 
 

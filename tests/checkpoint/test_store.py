@@ -190,7 +190,10 @@ def test_machines_that_do_not_share_the_directory_are_told_so(tmp_path: Path) ->
     first, second = run_on_ranks(2, save_on_two_disks, tmp_path)
     assert first == second
     (problem,) = first
-    assert problem.startswith(f"{tmp_path}/machine-0/step-1.tmp/__1_0.distcp is missing, though its rank wrote it; put")
+    assert problem == (
+        f"{tmp_path}/machine-0/step-1.tmp/__1_0.distcp is missing, though its rank wrote it; put the run directory "
+        "where every machine sees the same files"
+    )
     assert list_checkpoints(tmp_path / "machine-0") == []
 
 
@@ -198,7 +201,10 @@ def test_old_checkpoints_that_cannot_be_removed_are_named(tmp_path: Path) -> Non
     save(tmp_path, 1, {"model.a": torch.ones(2)}, keep=1)
     (tmp_path / "step-0.tmp").write_text("a file where a directory should be")
     (problem,) = raised(lambda: save(tmp_path, 2, {"model.a": torch.ones(2)}, keep=1))
-    assert problem.startswith(f"rank 0 cannot remove old checkpoints of {tmp_path}: Not a directory; step 2 is saved")
+    assert problem == (
+        f"rank 0 cannot remove old checkpoints of {tmp_path}: Not a directory; step 2 is saved, but the disk will fill "
+        "up; remove them by hand, then resume"
+    )
     assert list_checkpoints(tmp_path)[0] == tmp_path / "step-2"
 
 

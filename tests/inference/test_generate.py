@@ -61,7 +61,9 @@ def test_an_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="the prompt is empty; give the words"):
         generate(folder, "")
     with pytest.raises(
-        UserError, match=r"has 30 tokens and 12 more are asked for, but the model has 32 positions; ask for at most 2"
+        UserError,
+        match=r"has 30 tokens and 12 more are asked for, but the model has 32 positions; ask for at most 2 "
+        "or shorten the prompt",
     ):
         generate(folder, "x" * 30)
 
@@ -71,13 +73,15 @@ def test_half_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"{tmp_path} holds no whole model with its tokenizer: .*; export it again"):
         generate(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(ModelError, match=f"the tokenizer in {tmp_path} turns the prompt into no tokens"):
+    with pytest.raises(
+        ModelError, match=f"the tokenizer in {tmp_path} turns the prompt into no tokens; are its files there"
+    ):
         generate(tmp_path)
 
 
 def test_what_is_no_exported_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"holds no exported model \(no config.json\); run `meshtrain export CHECKPOINT"
+        ModelError, match=r"holds no exported model \(no config.json\); run `meshtrain export CHECKPOINT FOLDER` first"
     ):
         generate(tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step-3"

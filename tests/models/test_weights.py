@@ -197,7 +197,10 @@ def test_directories_without_usable_files_are_named(source: Path) -> None:
     assert refusal(source).startswith(f"{path} cannot be read (")
     assert refusal(source).endswith("is it cut short? Download it again")
     path.unlink()
-    assert refusal(source).startswith(f"{source} has neither model.safetensors nor model.safetensors.index.json")
+    assert refusal(source) == (
+        f"{source} has neither model.safetensors nor model.safetensors.index.json; give a directory that holds the "
+        "weights"
+    )
     (source / "pytorch_model-00001-of-00002.bin").write_text("")
     assert refusal(source).startswith(f"{source} has its weights in pytorch_model.bin, a pickle; convert it")
     index.write_text("[]")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshtrain.config.run import EvaluationConfig, RunConfig
+from meshtrain.config.run import EvaluationConfig, ModelConfig, RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.training.metrics import MetricsWriter
 from tests.ranks import run_on_ranks
@@ -124,6 +124,25 @@ def test_the_seconds_are_split_and_the_tokens_counted(run: tuple[RunConfig, list
         assert flops == pytest.approx(FLOPS_PER_TOKEN)
 
 
+def test_the_head_says_how_the_run_is_laid_out(run: tuple[RunConfig, list[str]]) -> None:
+    lines = [" ".join(line.split()) for line in run[1][0].splitlines()]
+    assert [line for line in lines if line.startswith(("pipeline", "shard", "offload", "stage", "0 ", "1 "))] == [
+        "pipeline 1F1B, layers per stage [2, 2]",
+        "shard over 2 ranks, reshard after forward: never",
+        "stage ranks holds parameters per rank MB parameters MB gradients MB optimizer",
+        "0 0-1 embedding, layers 0-1 36,032 18,016 0.14 0.14 0.29",
+        "1 2-3 layers 2-3, head 35,072 17,536 0.14 0.14 0.28",
+    ]
+    batch = (
+        "global batch 8 sequences = 2 per microbatch x 2 microbatches x 2 data-parallel; x 16 tokens = 128 tokens per"
+    )
+    start = lines.index(f"{batch} step")
+    assert lines[start + 1] == f"6 steps into {run[0].run_directory}"
+    assert re.fullmatch(
+        r"Parameters checksum [0-9a-f]{16}; in two stages, because tied: lm_head\.weight", lines[start + 2]
+    )
+
+
 def test_rank_0_alone_shows_the_loss_that_is_written(run: tuple[RunConfig, list[str]]) -> None:
     """The loss is computed on the last stage, and over all data ranks."""
     config, (first, *others) = run
@@ -137,11 +156,27 @@ def test_rank_0_alone_shows_the_loss_that_is_written(run: tuple[RunConfig, list[
     ]
     assert shown == written
     entropy = re.search(
-        r"^Validation loss ([\d.]+) nats per token; the unigram entropy .* is ([\d.]+),", first, re.MULTILINE
+        r"^Validation loss ([\d.]+) nats per token; the unigram entropy of the text is ([\d.]+), which a model reaches "
+        r"that knows nothing but token frequencies$",
+        first,
+        re.MULTILINE,
     )
     assert entropy is not None
     assert entropy[1] == written[-1][2]
     assert 0 < float(entropy[2]) < math.log(300)
+
+
+def test_what_nothing_trains_is_said_once(tmp_path: Path) -> None:
+    """The decoder of mBART alone keeps the attention to an encoder that it does not have."""
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2)
+    model = ModelConfig(type="mbart", config={"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes})
+    (shown,) = run_on_ranks(1, train_and_show, config.model_copy(update={"model": model}), joins=False)
+    attention = "model.decoder.layers.0.encoder_attn"
+    names = [f"{attention}.{part}.{kind}" for part in ("k_proj", "out_proj") for kind in ("bias", "weight")]
+    assert [line for line in shown.splitlines() if "gradient " in line.lower()] == [
+        f"No gradient in the first step, so not trained (10): {', '.join(names)}, {attention}.q_proj.bias and 5 more"
+    ]
 
 
 def test_tensorboard_shows_the_same_numbers(run: tuple[RunConfig, list[str]]) -> None:

@@ -17,6 +17,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import UserError
+from meshtrain.training.directory import changed_length, write_resolved
 from meshtrain.training.run import train
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
@@ -183,6 +184,22 @@ def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
         "out holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on in "
         "another way, change out/run.toml too",
     ]
+
+
+def test_a_length_that_changed_is_said(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
+
+    def said(**changes: Any) -> str | None:
+        return changed_length(config.model_copy(update=changes))
+
+    assert said(steps=4000) is None
+    write_resolved(config, config.plan)
+    assert said() is None
+    assert said(steps=4000) == "steps was 1 and is 4,000"
+    # Which of the two is longer, only the data can tell.
+    assert said(steps=None, epochs=1) is None
+    write_resolved(config.model_copy(update={"steps": None, "epochs": 1200}), config.plan)
+    assert said(steps=None, epochs=2) == "epochs was 1,200 and is 2"
 
 
 def test_a_directory_with_nothing_to_lose_is_no_other_run(stopped: RunConfig) -> None:
