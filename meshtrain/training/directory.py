@@ -75,7 +75,8 @@ def changed_length(config: RunConfig) -> str | None:
 
 
 def _check_writable(directory: Path) -> None:
-    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    # Not `Path.exists()`: it raises where the directory above may not be looked into.
+    existing = next(place for place in (directory, *directory.parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "no directory" if not existing.is_dir() else "not yours to write"
         raise ConfigError(f"run_directory = {shown(directory)}: {shown(existing)} is {what}; choose another place")

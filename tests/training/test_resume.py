@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,29 @@ def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
         "out/run.toml: seed is 0 there and 7 here",
         "out holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on in "
         "another way, change out/run.toml too",
+    ]
+
+
+def refusals_of_a_stranger(config: RunConfig) -> list[str]:
+    """Ask for directories that lie where this user may not write, and where this user may not look."""
+    if os.getuid() == 0:
+        os.setuid(65534)
+    with tempfile.TemporaryDirectory() as place:
+        found = []
+        for name, mode in (("readable", 0o500), ("locked", 0o000)):
+            Path(place, name).mkdir(mode=mode)
+            directory = f"{place}/{name}/some/where"
+            found += refusal(config.model_copy(update={"run_directory": directory}))
+        return [problem.replace(place, "") for problem in found]
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
+    assert run_on_ranks(1, refusals_of_a_stranger, config, joins=False) == [
+        [
+            f"run_directory = /{name}/some/where: /{name} is not yours to write; choose another place"
+            for name in ("readable", "locked")
+        ]
     ]
 
 
