@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.randomness import own_stream, stream_key
+from meshtrain.parallel.randomness import _attend, own_stream, stream_key
 from meshtrain.training.step import evaluate, train_step
 from tests.parity import (
     GLOBAL_BATCH,
@@ -313,6 +313,11 @@ def test_heads_of_different_processes_are_dropped_differently() -> None:
         assert not torch.equal(one, other)
         assert torch.equal(next_one, next_other), "the shared stream goes on equally"
         assert moves
+
+
+def test_a_module_without_attention_of_its_own_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"^Linear has no eager attention$"):
+        _attend("eager", 0, nn.Linear(1, 1))
 
 
 def draw_in_own_stream() -> tuple[list[float], list[float], float]:

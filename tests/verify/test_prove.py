@@ -294,6 +294,13 @@ def test_a_plan_that_differs_is_not_proven(
     assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
 
 
+def test_a_layer_that_differs_is_enough() -> None:
+    close, far = (prove.Finding("loss", "step 2", error, 1e-12) for error in (1e-13, 1e-3))
+    assert prove.Proof("A", MeshPlan(), (close,), None).holds
+    assert prove.Proof("A", MeshPlan(), (close,), "model.layers.1").difference == "the output of model.layers.1"
+    assert prove.Proof("A", MeshPlan(), (close, far), "model.layers.1").difference == "loss by 1e-03 at step 2"
+
+
 def test_a_class_that_differs_is_said_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,10 +360,12 @@ def test_an_unknown_class_is_proven_before_its_first_run(
 
 def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "coverage.md"
-    arguments = ["verify", "--models", "--type", "gpt2", "--type", "rwkv", "--table", str(table)]
+    arguments = ["verify", "--models", "--type", "gpt2", "--type", "rwkv", "--type", "blt", "--table", str(table)]
     assert cli._exit_code(arguments) == 0
-    assert "pipeline x sharding: 1 of 2 classes proven" in capsys.readouterr().out
-    gpt2, rwkv = table.read_text().splitlines()[-2:]
+    assert "pipeline x sharding: 1 of 3 classes proven" in capsys.readouterr().out
+    gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
+    reason = "no tiny copy: a blt configuration does not say how many layers there are"
+    assert blt == f"| blt | BltForCausalLM | {reason} | {reason} |"
     assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven |"
     assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
 
