@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,9 +30,9 @@ from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of
+from tests.models.gpt2 import FUSED, GPT2, TIED
 from tests.ranks import run_on_ranks
 
-GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=10, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 LLAMA = LlamaConfig(
     vocab_size=40,
     hidden_size=8,
@@ -43,11 +42,6 @@ LLAMA = LlamaConfig(
     tie_word_embeddings=True,
 )
 M_MMAP_THRESHOLD = -3
-FUSED = tuple(
-    FusedParameter(f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in "qkv"), dim)
-    for name in ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
-    for kind, dim in (("weight", 1), ("bias", 0))
-)
 
 
 def tensors_of(model: PreTrainedModel, fused: tuple[FusedParameter, ...] = ()) -> dict[str, Tensor]:
@@ -88,9 +82,7 @@ def check_loads(folder: Path, model: PreTrainedModel) -> None:
 
 def test_fused_parts_are_joined_and_any_mesh_exports_the_same(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
-    manifest = manifest_of(
-        1, architecture="GPT2LMHeadModel", fused=FUSED, tied={"lm_head.weight": "transformer.wte.weight"}
-    )
+    manifest = manifest_of(1, architecture="GPT2LMHeadModel", fused=FUSED, tied=TIED)
     one = save(tmp_path / "one", model, fused=FUSED)
     run_on_ranks(4, save_sharded, tmp_path / "four", tensors_of(model, FUSED), manifest, one / "huggingface")
     for name in ("one", "four"):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
@@ -17,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtrain.errors import PlanError
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, unfuse
+from tests.models.gpt2 import FUSED, GPT2
 
-GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 C_ATTN = {"transformer.h.*.attn.c_attn": ["q", "k", "v"]}
 MIXTRAL = MixtralConfig(
     vocab_size=13,
@@ -81,16 +80,7 @@ def test_entries_map_to_the_stock_names_in_the_order_of_the_model() -> None:
     stock = stock_gpt2()
     ours = copy.deepcopy(stock)
     entries = unfuse(ours, C_ATTN)
-    first = FusedParameter(
-        "transformer.h.0.attn.c_attn.weight", tuple(f"transformer.h.0.attn.c_attn.{part}.weight" for part in "qkv"), 1
-    )
-    assert entries[0] == first
-    assert [(entry.name.removeprefix("transformer.h."), entry.dim) for entry in entries] == [
-        ("0.attn.c_attn.weight", 1),
-        ("0.attn.c_attn.bias", 0),
-        ("1.attn.c_attn.weight", 1),
-        ("1.attn.c_attn.bias", 0),
-    ]
+    assert tuple(entries) == FUSED
     values, stock_values = dict(ours.named_parameters()), dict(stock.named_parameters())
     for entry in entries:
         assert torch.equal(torch.cat([values[part] for part in entry.parts], entry.dim), stock_values[entry.name])
@@ -118,13 +108,13 @@ def test_parts_share_nothing() -> None:
     assert isinstance(projection, UnfusedProjection)
     called = []
     projection.q.register_forward_hook(lambda *_: called.append("q"))
-    projection(torch.zeros(1, 2, 12, dtype=torch.float64))
+    projection(torch.zeros(1, 2, GPT2.n_embd, dtype=torch.float64))
     assert called == ["q"]
     with torch.no_grad():
         before = projection.k.weight.clone()
         projection.q.weight.zero_()
     assert torch.equal(projection.k.weight, before)
-    assert [part.nf for part in projection.children()] == [12, 12, 12]
+    assert [part.nf for part in projection.children()] == [GPT2.n_embd] * 3
     assert all(isinstance(part, Conv1D) for part in projection.children())
 
 
@@ -143,8 +133,8 @@ def test_messages() -> None:
     assert problems(stock_gpt2(), {"transformer.ln_f": ["a", "b"]}) == (
         "tensor.fused: transformer.ln_f is a LayerNorm; only Linear and Conv1D have parts",
     )
-    assert problems(stock_gpt2(), {"transformer.h.*.attn.c_attn": ["a", "b", "c", "d", "e"]}) == (
-        "tensor.fused: transformer.h.0.attn.c_attn has 36 outputs, which 5 equal parts do not divide",
+    assert problems(stock_gpt2(), {"transformer.h.*.attn.c_attn": ["a", "b", "c", "d"]}) == (
+        "tensor.fused: transformer.h.0.attn.c_attn has 30 outputs, which 4 equal parts do not divide",
     )
 
 

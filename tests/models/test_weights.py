@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.weights import load_weights
+from tests.models.gpt2 import FUSED, GPT2, TIED
 from tests.ranks import run_on_ranks
 
-# 13 rows over dp_shard = 3 x tp = 2 are uneven in the way that torch's own arithmetic gets wrong.
-GPT2 = GPT2Config(vocab_size=13, n_positions=7, n_embd=10, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 LLAMA = LlamaConfig(
     vocab_size=13,
     bos_token_id=0,
@@ -34,25 +33,13 @@ LLAMA = LlamaConfig(
     num_attention_heads=2,
     tie_word_embeddings=False,
 )
-PARTS = ("q", "k", "v")
-TIED = {"lm_head.weight": "transformer.wte.weight"}
-
-
-def fused_parameters() -> list[FusedParameter]:
-    attentions = [f"transformer.h.{layer}.attn.c_attn" for layer in range(GPT2.n_layer)]
-    return [
-        FusedParameter(f"{name}.{kind}", tuple(f"{name}.{part}.{kind}" for part in PARTS), dim)
-        for name in attentions
-        for kind, dim in (("weight", 1), ("bias", 0))
-    ]
 
 
 def parameters_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return what we keep of a stock model: our FQN -> value, fused parameters in parts."""
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for entry in fused_parameters():
-        if entry.name in values:
-            values |= dict(zip(entry.parts, values.pop(entry.name).chunk(len(PARTS), entry.dim), strict=True))
+    for entry in FUSED:
+        values |= entry.split(values.pop(entry.name))
     return values
 
 
@@ -69,7 +56,7 @@ def shard(values: Mapping[str, Tensor], dp: int, tp: int) -> dict[str, Tensor]:
 
 
 def load_gpt2(source: Path, parameters: Mapping[str, Tensor]) -> None:
-    load_weights(parameters, source, fused=fused_parameters(), tied=TIED, base_prefix="transformer")
+    load_weights(parameters, source, fused=FUSED, tied=TIED, base_prefix="transformer")
 
 
 def load_on(source: Path, values: dict[str, Tensor], dp: int, tp: int) -> bool:
