@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,19 +17,9 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import _attend, own_stream, stream_key
-from meshtrain.training.step import evaluate, train_step
-from tests.parity import (
-    GLOBAL_BATCH,
-    GPT2,
-    MODELS,
-    SEQUENCE,
-    Case,
-    batches,
-    build,
-    build_trainer,
-    initialize_pipeline,
-    smallest_part,
-)
+from meshtrain.training.step import evaluate
+from tests.parallel.steps import start, take_step
+from tests.parity import GPT2, MODELS, SEQUENCE, Case, batches, build, build_trainer, smallest_part
 from tests.ranks import run_on_ranks
 
 DROPOUT = {
@@ -104,8 +93,7 @@ def watched_dropout(masks: list[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def train(run: Run) -> Seen:
-    pipeline = build(run.case, model=run.model, seed=run.seed)
-    initialize_pipeline(pipeline)
+    pipeline = start(run.case, model=run.model, seed=run.seed)
     trainer, seen = build_trainer(pipeline), Seen()
     if pipeline.has_last_stage:
         pipeline.stages[-1].model.register_forward_hook(
@@ -113,7 +101,7 @@ def train(run: Run) -> Seen:
         )
     with watched_dropout(seen.masks):
         for step in run.steps:
-            train_step(trainer, step, smallest_part(pipeline, batches(padded=False)[0]), np.arange(GLOBAL_BATCH))
+            take_step(trainer, step)
     for name, parameter in pipeline.named_parameters():
         assert parameter.grad is not None
         seen.gradients[name] = local_tensor(parameter.grad).clone()
@@ -262,9 +250,7 @@ def data_parallel() -> tuple[list[Tensor], list[Tensor], bool]:
         seen = train(Run(Case("gpt2-tied", mesh, layers=(3,)), steps=(0,)))
         masks.append([mask for _, mask in seen.masks])
     case = Case("gpt2-tied", (1, 1, 2, 1), layers=(3,))
-    pipeline = build(case, model=Run(case).model)
-    initialize_pipeline(pipeline)
-    return masks[0], masks[1], _evaluates_without_dropout(pipeline)
+    return masks[0], masks[1], _evaluates_without_dropout(start(case, model=Run(case).model))
 
 
 def _evaluates_without_dropout(pipeline: Pipeline) -> bool:

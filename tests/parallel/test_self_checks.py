@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,18 +14,8 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel import parallelize, rules
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import build_mesh, data_rank
-from meshtrain.training.step import train_step
-from tests.parity import (
-    GLOBAL_BATCH,
-    MODELS,
-    Case,
-    batches,
-    build,
-    build_trainer,
-    initialize_pipeline,
-    join_parts,
-    smallest_part,
-)
+from tests.parallel.steps import take_step
+from tests.parity import MODELS, Case, batches, build, build_trainer, initialize_pipeline, join_parts
 from tests.ranks import run_on_ranks
 
 CASES = [
@@ -63,7 +52,7 @@ def train(pipeline: Pipeline) -> Held:
     initialize_pipeline(pipeline)
     trainer = build_trainer(pipeline)
     for step, batch in enumerate(batches(padded=False)):
-        train_step(trainer, step, smallest_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+        take_step(trainer, step, batch)
     whole, shards = {}, {}
     for name, parameter in pipeline.named_parameters():
         is_whole = not isinstance(parameter, DTensor) or all(p.is_replicate() for p in parameter.placements)

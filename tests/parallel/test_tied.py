@@ -1,6 +1,5 @@
 """Tied embeddings whose ends lie on two stages: one weight in everything but place."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,16 +7,8 @@ from torch import Tensor, nn
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.training.step import train_step
-from tests.parity import (
-    GLOBAL_BATCH,
-    Case,
-    batches,
-    build,
-    build_trainer,
-    initialize_pipeline,
-    smallest_part,
-)
+from tests.parallel.steps import start, take_step
+from tests.parity import Case, batches, build_trainer
 from tests.ranks import run_on_ranks
 
 CASES = [
@@ -33,11 +24,10 @@ Ends = dict[str, Tensor]
 
 def train(case: Case) -> tuple[str | None, int, Ends]:
     """Return which end this process holds, of how many copies, and its part of value, gradient and moments."""
-    pipeline = build(case)
-    initialize_pipeline(pipeline)
+    pipeline = start(case)
     trainer = build_trainer(pipeline)
     for step, batch in enumerate(batches(padded=False)):
-        train_step(trainer, step, smallest_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+        take_step(trainer, step, batch)
     canonical = pipeline.canonical_names()
     (source,) = set(pipeline.stages[0].model.all_tied_weights_keys.values())
     for name, parameter in pipeline.named_parameters():

@@ -13,7 +13,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
-from tests.parity import Case, build, initialize_pipeline
+from tests.parallel.steps import start
+from tests.parity import Case
 from tests.ranks import run_on_ranks
 
 RATE, DECAY = 1e-2, 0.5
@@ -40,8 +41,7 @@ def set_gradients(pipeline: Pipeline, value: float) -> None:
 
 def decayed(case: Case) -> dict[str, tuple[int, float, float]]:
     """Return the dimensions of every parameter, and how far a step without a gradient changed it."""
-    pipeline = build(case)
-    initialize_pipeline(pipeline)
+    pipeline = start(case)
     with torch.no_grad():
         for _, parameter in pipeline.named_parameters():
             local_tensor(parameter).add_(0.5)
@@ -74,8 +74,7 @@ def test_weight_decay_leaves_out_norms_and_biases(world_size: int) -> None:
 
 def moments_over_two_steps(case: Case) -> dict[str, Any]:
     """Step twice, then load what the first step left into another optimizer and take its second step."""
-    pipeline = build(case)
-    initialize_pipeline(pipeline)
+    pipeline = start(case)
     optimizer = ShardedAdamW(pipeline, CONFIG)
     names = [name for name, _ in pipeline.named_parameters()]
     fresh = all(not local_tensor(moment).any() for name in names for moment in optimizer.moments(name).values())

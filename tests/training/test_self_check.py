@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training.self_check import FirstStepCheck, check_parameters, checksum
-from meshtrain.training.step import train_step
-from tests.parity import GLOBAL_BATCH, Case, batches, build, build_trainer, initialize_pipeline, smallest_part
+from tests.parallel.steps import start, take_step
+from tests.parity import Case, batches, build_trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import MODELS as RUN_MODELS
 
@@ -38,12 +37,6 @@ ADVICE = (
 Q_NORMS = [f"model.layers.{layer}.self_attn.q_norm.weight" for layer in range(4)]
 
 
-def start(case: Case) -> Pipeline:
-    pipeline = build(case)
-    initialize_pipeline(pipeline)
-    return pipeline
-
-
 def without_advice(error: TrainingStopped) -> list[str]:
     assert all(problem.endswith(ADVICE) for problem in error.problems), error.problems
     return [problem.removesuffix(ADVICE) for problem in error.problems]
@@ -54,7 +47,7 @@ def first_step(pipeline: Pipeline, batch: dict[str, Tensor] | None = None) -> li
     trainer = replace(build_trainer(pipeline), inspect=FirstStepCheck(pipeline))
     before = [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
     try:
-        train_step(trainer, 0, batch or smallest_part(pipeline, batches(padded=False)[0]), np.arange(GLOBAL_BATCH))
+        take_step(trainer, 0, batch)
     except TrainingStopped as error:
         after = [local_tensor(p.detach()) for _, p in pipeline.named_parameters()]
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -112,20 +105,17 @@ def missing_sum() -> list[str]:
 
 
 def other_ids() -> list[str]:
-    pipeline = start(Case("llama-untied", (1, 1, 1, 2)))
-    batch = smallest_part(pipeline, batches(padded=False)[0])
+    pipeline, batch = start(Case("llama-untied", (1, 1, 1, 2))), batches(padded=False)[0]
     return first_step(pipeline, {**batch, "input_ids": batch["input_ids"] + axis_rank(pipeline.mesh, "tp")})
 
 
 def other_ids_of_stages() -> list[str]:
-    pipeline = start(Case("llama-untied", (2, 1, 1, 1)))
-    batch = smallest_part(pipeline, batches(padded=False)[0])
+    pipeline, batch = start(Case("llama-untied", (2, 1, 1, 1))), batches(padded=False)[0]
     return first_step(pipeline, {**batch, "labels": batch["labels"].roll(axis_rank(pipeline.mesh, "pp"))})
 
 
 def dropout_by_rank() -> list[str]:
-    pipeline = build(Case("gpt2-tied", (1, 1, 1, 2)), model=RUN_MODELS["gpt2-dropout"])
-    initialize_pipeline(pipeline)
+    pipeline = start(Case("gpt2-tied", (1, 1, 1, 2)), model=RUN_MODELS["gpt2-dropout"])
     pipeline.streams.seed = axis_rank(pipeline.mesh, "tp")
     return first_step(pipeline)
 

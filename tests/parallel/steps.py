@@ -1,0 +1,22 @@
+"""A pipeline as it begins, and its first steps: for tests that look at what a step leaves behind."""
+
+import numpy as np
+from torch import Tensor
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.step import StepResult, Trainer, train_step
+from tests.parity import GLOBAL_BATCH, Case, batches, build, initialize_pipeline, smallest_part
+
+
+def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
+    """Build the pipeline of a case on the ranks, with random parameters that do not depend on `seed`."""
+    pipeline = build(case, model=model, seed=seed)
+    initialize_pipeline(pipeline)
+    return pipeline
+
+
+def take_step(trainer: Trainer, step: int, batch: dict[str, Tensor] | None = None) -> StepResult:
+    """Train on as few rows as the schedule can run, of the first global batch unless another is given."""
+    rows = smallest_part(trainer.pipeline, batch or batches(padded=False)[0])
+    return train_step(trainer, step, rows, np.arange(GLOBAL_BATCH))
