@@ -19,37 +19,12 @@ from meshtrain import cli, console
 from meshtrain.checkpoint.directory import list_checkpoints
 from meshtrain.models.layout import local_tensor
 from tests.ranks import run_on_ranks
-from tests.training.runs import read_checkpoint, steps_of, write_text
+from tests.training.runs import LLAMA_TEXT, RUN_TEXT, read_checkpoint, steps_of, write_text
 
-RUN = """
-run_directory = "out"
-steps = 6
-global_batch_size = 8
-checkpoint.every = 2
-
-[data]
-train = ["text.jsonl"]
-sequence_length = 16
-tokenizer = { vocab_size = 300 }
-cache_directory = "cache"
-"""
-GPT2 = """
+GPT2_TEXT = """
 [model]
 type = "gpt2"
 config = { vocab_size = 300, n_embd = 32, n_layer = 4, n_head = 4, n_positions = 32 }
-"""
-LLAMA = """
-[model]
-type = "llama"
-
-[model.config]
-vocab_size = 300
-hidden_size = 48
-intermediate_size = 50
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 32
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshtrain"]
 
@@ -58,8 +33,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with runs and texts, right and wrong, and a cache that knows the right ones."""
     directory = tmp_path_factory.mktemp("bad")
-    (directory / "run.toml").write_text(RUN + GPT2)
-    (directory / "llama.toml").write_text(RUN + LLAMA)
+    (directory / "run.toml").write_text(RUN_TEXT + GPT2_TEXT)
+    (directory / "llama.toml").write_text(RUN_TEXT + LLAMA_TEXT)
     write_text(directory / "text.jsonl")
     (directory / "empty.jsonl").write_text("")
     (directory / "small.jsonl").write_text('{"text": "one two three"}\n')

@@ -45,6 +45,32 @@ MODELS = {
     "gpt2-dropout": ModelConfig(type="gpt2", config={"vocab_size": VOCABULARY, **GPT2}),
     "qwen3": ModelConfig(type="qwen3", config={"vocab_size": VOCABULARY, **QWEN3}),
 }
+# As a person writes them; a run is both.
+RUN_TEXT = """
+run_directory = "out"
+steps = 6
+global_batch_size = 8
+checkpoint.every = 2
+
+[data]
+train = ["text.jsonl"]
+sequence_length = 16
+tokenizer = { vocab_size = 300 }
+cache_directory = "cache"
+"""
+LLAMA_TEXT = """
+[model]
+type = "llama"
+
+[model.config]
+vocab_size = 300
+hidden_size = 48
+intermediate_size = 50
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 32
+"""
 Mesh = tuple[int, int, int, int]
 """pp, dp_replicate, dp_shard, tp"""
 

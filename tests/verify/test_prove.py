@@ -27,7 +27,7 @@ from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import Subject, Trace
 from tests.ranks import run_on_ranks
-from tests.training.runs import write_text
+from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
 
 RUN = """
 run_directory = "out"
@@ -233,27 +233,8 @@ def test_arguments_that_do_not_fit(
     assert line.startswith(f"error: {problem}")
 
 
-UNKNOWN = """
-run_directory = "out"
-steps = 1
-global_batch_size = 2
-
-[model]
-type = "olmo2"
-
-[model.config]
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 4
-
-[data]
-train = ["text.jsonl"]
-sequence_length = 16
-tokenizer = { vocab_size = 300 }
-cache_directory = "cache"
-"""
+UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
+UNPROVABLE = f'{RUN_TEXT}\n[model]\ntype = "xglm"\nattention = "eager"\n'
 
 
 def break_a_number() -> None:
@@ -309,15 +290,6 @@ def test_a_class_that_differs_is_said_in_the_table(
     assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == 1
     assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
     assert "tensor: 0 of 1 classes proven" in capsys.readouterr().out
-
-
-UNPROVABLE = """
-run_directory = "other"
-steps = 1
-global_batch_size = 2
-model = { type = "xglm", attention = "eager" }
-data = { train = ["text.jsonl"], cache_directory = "cache" }
-"""
 
 
 def test_an_unknown_class_is_proven_before_its_first_run(
