@@ -50,7 +50,7 @@ class Reader:
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
         """Read the file that the person named, by `read_run` or `read_plan`."""
-        if path.exists():
+        if _is_there(path):
             return read(path)
         self.problems.append(_no_file(name, path))
         return {}
@@ -93,7 +93,7 @@ class Reader:
         return self._follow(name, key, path, lambda path: self.read_plan(path, inside))
 
     def _follow(self, name: Setting, key: Key, path: Path, read: Callable[[Path], Table]) -> Table:
-        if not path.exists():
+        if not _is_there(path):
             self.problems.append(problem(name.source, key, _no_file(name.value, path)))
             return {}
         if path.resolve() in self._open:
@@ -121,6 +121,14 @@ class Reader:
             message = f"cannot be read: {error.strerror}"
         self.problems.append(problem(source, (), message))
         return {}
+
+
+def _is_there(path: Path) -> bool:
+    """Tell whether there is a file, or something that may not be looked at: reading it will say so."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def _no_file(name: str, path: Path) -> str:

@@ -16,7 +16,7 @@ import torch
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
-from meshtrain.config.toml import dump_toml
+from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.errors import UserError
 from meshtrain.training.directory import changed_length, write_resolved
 from meshtrain.training.run import train
@@ -188,7 +188,7 @@ def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
 
 
 def refusals_of_a_stranger(config: RunConfig) -> list[str]:
-    """Ask for directories that lie where this user may not write, and where this user may not look."""
+    """Ask for directories that lie where this user may not write, and where this user may not look; and for a run."""
     if os.getuid() == 0:
         os.setuid(65534)
     with tempfile.TemporaryDirectory() as place:
@@ -197,16 +197,19 @@ def refusals_of_a_stranger(config: RunConfig) -> list[str]:
             Path(place, name).mkdir(mode=mode)
             directory = f"{place}/{name}/some/where"
             found += refusal(config.model_copy(update={"run_directory": directory}))
-        return [problem.replace(place, "") for problem in found]
+        with pytest.raises(UserError) as caught:
+            load_run(f"{place}/locked/run.toml", [f"plan={place}/locked/plan.toml"])
+        return [problem.replace(place, "") for problem in [*found, *caught.value.problems]]
 
 
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
-    assert run_on_ranks(1, refusals_of_a_stranger, config, joins=False) == [
-        [
-            f"run_directory = /{name}/some/where: /{name} is not yours to write; choose another place"
-            for name in ("readable", "locked")
-        ]
+    (said,) = run_on_ranks(1, refusals_of_a_stranger, config, joins=False)
+    assert said == [
+        "run_directory = /readable/some/where: /readable is not yours to write; choose another place",
+        "run_directory = /locked/some/where: /locked is not yours to write; choose another place",
+        "/locked/run.toml: cannot be read: Permission denied",
+        "/locked/plan.toml: cannot be read: Permission denied",
     ]
 
 
