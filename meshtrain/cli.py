@@ -30,6 +30,9 @@ app = typer.Typer(
     help="Train any Hugging Face causal language model on PyTorch's own distributed stack, from one plan file.",
 )
 
+checkpoint_app = typer.Typer(help="Look at checkpoints, verify and convert them.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -185,6 +188,50 @@ def export(
     from meshtrain.checkpoint.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder)
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run directory or its checkpoints; may be a URL.", show_default=False)
+    ],
+) -> None:
+    """Show the checkpoints of a run."""
+    from meshtrain.checkpoint.place import open_place
+    from meshtrain.checkpoint.show import show_checkpoints
+
+    show_checkpoints(open_place(directory))
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoints(
+    directory: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them; may be a URL.", show_default=False),
+    ],
+) -> None:
+    """Read every file of checkpoints and compare it with what was written."""
+    from meshtrain.checkpoint.place import open_place
+    from meshtrain.checkpoint.show import verify_checkpoints as verify_them
+
+    verify_them(open_place(directory))
+
+
+@checkpoint_app.command("convert")
+def convert_checkpoint(
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help="A checkpoint, or a Hugging Face folder.", show_default=False)
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TO", help="The Hugging Face folder, or where step-0 is written.", show_default=False),
+    ],
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint to train from."""
+    from meshtrain.checkpoint.convert import convert
+    from meshtrain.checkpoint.place import open_place
+
+    convert(open_place(source), open_place(target))
 
 
 @app.command()

@@ -1,32 +1,40 @@
 """A checkpoint is a directory that exists completely or not at all.
 
-ROOT/step-20/             a checkpoint: complete, because it was renamed into place
+ROOT/step-20/             a checkpoint: complete, because its manifest was written last
     __0_0.distcp ...      the tensors, written by DCP, one file per process
     .metadata             which block of which tensor is where, written by DCP
-    manifest.json         what the tensors belong to
     huggingface/          config.json, generation_config.json and the tokenizer, as `export` hands them on
+    manifest.json         what the tensors belong to, and the hash of every other file
 ROOT/step-30.tmp/         one being written, or what a killed save or removal left; never read
 ROOT/step-20.old/         step-20 while a newer save of the same step takes its name; counts if there is no step-20
+
+ROOT may be a URL. Object stores cannot rename a directory: there a checkpoint is written under its own name, and what
+has no manifest is none. Which checkpoint is the latest is never stored: it is looked up.
 """
 
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import xxhash
 from pydantic import Field, ValidationError
 
+from meshtrain import console
+from meshtrain.checkpoint.place import Place, SavedFile, children, files_below, is_local, remove_tree
 from meshtrain.config.words import Words
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.fused import FusedParameter
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 HUGGINGFACE_NAME = "huggingface"
 CHECKPOINTS_NAME = "checkpoints"
-"""Where the checkpoints of a run lie inside its run directory."""
+"""Where the checkpoints of a run lie inside its run directory, unless it says otherwise."""
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _COMPLETE = re.compile(r"step-(\d+)(\.old)?")
@@ -77,30 +85,58 @@ class Manifest(Words):
     """The stock parameters that are kept in parts."""
     tied: dict[str, str] = Field(default_factory=dict)
     """Stock FQN of a tied head -> the FQN under which the weight is kept."""
+    evaluation_loss: float | None = None
+    """Mean loss on the validation data after this step, in nats, if there was an evaluation."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Library -> version that saved it."""
+    files: dict[str, SavedFile] = Field(default_factory=dict)
+    """Name -> what the file must be, for every file but this one."""
+    checksum: str = ""
+    """Of this manifest."""
 
 
-def checkpoint_directory(root: Path, step: int) -> Path:
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        newest: how many of the newest.
+        every: also those whose step is a multiple of it, for ever.
+        best: also so many of those with the lowest evaluation loss.
+    """
+
+    newest: int
+    every: int | None = None
+    best: int = 0
+
+
+def checkpoint_directory(root: Place, step: int) -> Place:
     """Return where the checkpoint of a step lies."""
     return root / f"step-{step}"
 
 
-def draft_directory(root: Path, step: int) -> Path:
+def draft_directory(root: Place, step: int) -> Place:
     """Return where the checkpoint of a step is written before it is complete."""
-    return root / f"step-{step}.tmp"
+    return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
 
 
-def list_checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, newest first."""
-    found: dict[int, Path] = {}
-    for path in sorted(root.glob("step-*")):  # "step-20" comes before "step-20.old"
-        if _COMPLETE.fullmatch(path.name) and (path / MANIFEST_NAME).is_file():
-            found.setdefault(_step_of(path), path)
+def list_checkpoints(root: Place) -> list[Place]:
+    """Return the complete checkpoints under `root`, newest first; whether their files are whole is not looked at.
+
+    Raises:
+        CheckpointError: if the place cannot be reached.
+    """
+    found: dict[int, Place] = {}
+    try:
+        for path in children(root):  # "step-20" comes before "step-20.old"
+            if _COMPLETE.fullmatch(path.name) and (path / MANIFEST_NAME).is_file():
+                found.setdefault(step_of(path), path)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error}; nothing was changed there") from error
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Place) -> Place:
     """Return `path` if it is a checkpoint, or the newest one of the run directory or checkpoints root that it is.
 
     Raises:
@@ -110,18 +146,27 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path} was never finished: the save was cut off; use another checkpoint beside it")
     if (path / MANIFEST_NAME).is_file():
         return path
+    return find_checkpoints(path)[0]
+
+
+def find_checkpoints(path: Place) -> list[Place]:
+    """Return the checkpoints of a run directory or checkpoints root, newest first.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
     for root in (path, path / CHECKPOINTS_NAME):
         if checkpoints := list_checkpoints(root):
-            return checkpoints[0]
+            return checkpoints
     found = f"has no {MANIFEST_NAME} and no step-N directory" if path.is_dir() else "is not a directory"
     raise CheckpointError(f"{path} is no checkpoint: it {found}; give a step-N directory or the run directory above it")
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: if it is missing, broken, or of a newer format.
+        CheckpointError: if it is missing, broken, or of another format.
     """
     path = checkpoint / MANIFEST_NAME
     try:
@@ -137,22 +182,40 @@ def read_manifest(checkpoint: Path) -> Manifest:
             "use the meshtrain that saved it"
         )
     try:
-        return Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise CheckpointError(f"{path} is broken ({'; '.join(wrong)}); use another checkpoint") from error
+    if manifest.checksum != _checksum(manifest):
+        raise CheckpointError(f"{path} is broken (its checksum is that of another content); use another checkpoint")
+    if _COMPLETE.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest.step:
+        raise CheckpointError(f"{path} is that of step {manifest.step}; use another checkpoint")
+    return manifest
 
 
-def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+def write_manifest(checkpoint: Place, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint, last of all its files."""
-    (checkpoint / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+    checked = manifest.model_copy(update={"checksum": _checksum(manifest)})
+    (checkpoint / MANIFEST_NAME).write_text(checked.model_dump_json(indent=2) + "\n")
 
 
-def publish_checkpoint(draft: Path, final: Path) -> None:
-    """Flush a draft to the disk and rename it into place, whole at every moment.
+def start_draft(draft: Place) -> None:
+    """Make an empty directory to write a checkpoint into."""
+    if draft.exists():
+        # First what makes it a checkpoint, if it is one: this may be an object store.
+        (draft / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(draft)
+    draft.mkdir(parents=True, exist_ok=True)
 
-    A checkpoint of the same step is set aside first and stays valid until the new one has the name.
+
+def publish_checkpoint(draft: Place, final: Place) -> None:
+    """Give a draft whose files are on the disk its name, whole at every moment.
+
+    A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
+    the draft has its name already.
     """
+    if not isinstance(draft, Path) or not isinstance(final, Path):
+        return
     sync_tree(draft)
     if final.exists():
         aside = final.with_name(f"{final.name}.old")
@@ -163,16 +226,33 @@ def publish_checkpoint(draft: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def prune_checkpoints(root: Path, *, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, and what killed saves left behind.
+def prune_checkpoints(root: Place, *, step: int, retention: Retention) -> None:
+    """Remove checkpoints up to `step` that need not stay, and what killed saves left behind.
 
-    Later steps belong to a future that was rewound; the run will overwrite them when it gets there.
+    Later steps belong to a future that was rewound; the run will overwrite them when it gets there. A checkpoint with
+    files in it that are not its own is left to the person who put them there.
     """
     checkpoints = list_checkpoints(root)
-    leftovers = [path for path in root.glob("step-*") if _LEFTOVER.fullmatch(path.name) and path not in checkpoints]
-    past = [path for path in checkpoints if _step_of(path) <= step]
-    for path in [*leftovers, *past[keep:]]:
+    past = [path for path in checkpoints if step_of(path) <= step]
+    kept = _kept(past, retention)
+    for path in _leftovers(root, checkpoints):
         _remove(path)
+    for path in past:
+        if path in kept:
+            continue
+        if foreign := foreign_files(path):
+            console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")
+        else:
+            _remove(path)
+
+
+def foreign_files(checkpoint: Place) -> list[str]:
+    """Return the names of the files that a checkpoint's manifest does not know; none if it cannot be read."""
+    try:
+        known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
+    except CheckpointError:
+        return []
+    return [name for name, _ in files_below(checkpoint) if name not in known]
 
 
 def sync_tree(directory: Path) -> None:
@@ -181,14 +261,52 @@ def sync_tree(directory: Path) -> None:
         _sync(path)
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Place) -> int:
+    """Return the step that the name of a checkpoint says."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
 
 
-def _remove(directory: Path) -> None:
+def _checksum(manifest: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(manifest.model_dump_json(exclude={"checksum"}).encode())
+
+
+def _kept(newest_first: list[Place], retention: Retention) -> list[Place]:
+    kept = newest_first[: retention.newest]
+    if retention.every is not None:
+        kept += [path for path in newest_first if step_of(path) % retention.every == 0]
+    if retention.best:
+        kept += _best(newest_first, retention.best)
+    return kept
+
+
+def _best(checkpoints: Iterable[Place], number: int) -> list[Place]:
+    losses: list[tuple[float, Place]] = []
+    for path in checkpoints:
+        try:
+            loss = read_manifest(path).evaluation_loss
+        except CheckpointError:
+            # Damaged: it will be said when somebody wants to load it.
+            continue
+        if loss is not None:
+            losses.append((loss, path))
+    return [path for _, path in sorted(losses, key=lambda item: item[0])[:number]]
+
+
+def _leftovers(root: Place, checkpoints: list[Place]) -> list[Place]:
+    if is_local(root):
+        return [path for path in children(root) if _LEFTOVER.fullmatch(path.name) and path not in checkpoints]
+    unfinished = [path for path in children(root) if _COMPLETE.fullmatch(path.name) and path not in checkpoints]
+    return [path for path in unfinished if any(child.name.endswith(".distcp") for child in children(path))]
+
+
+def _remove(directory: Place) -> None:
     # Out of sight first: a removal that is killed half way must not leave a checkpoint with files missing.
+    if not isinstance(directory, Path):
+        (directory / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(directory)
+        return
     hidden = directory
     if not directory.name.endswith(".tmp"):
         hidden = directory.with_name(f"{directory.name}.tmp")

@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, find_checkpoint, read_manifest, sync_tree
-from meshtrain.checkpoint.reading import find_damage, read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.place import Place, as_local
+from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.weights import INDEX_NAME, SINGLE_NAME
@@ -49,7 +51,7 @@ class StockTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
+def export_checkpoint(checkpoint: Place, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
     Args:
@@ -66,9 +68,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 
         raise CheckpointError(f"{folder} exists and is not empty; export into a new folder")
     if source != checkpoint:
         console.line(f"{source} is the newest checkpoint")
-    manifest, metadata = read_manifest(source), read_metadata(source)
-    if damage := find_damage(source, metadata):
+    if damage := find_damage(source):
         raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+    manifest, metadata = read_manifest(source), read_metadata(source)
     if not (source / HUGGINGFACE_NAME / "config.json").is_file():
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
     shards = _split_into_shards(list_stock_tensors(source, metadata, manifest), max_shard_bytes)
@@ -88,7 +90,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, max_shard_bytes: int = 
     console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
 
 
-def list_stock_tensors(source: Path, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
+def list_stock_tensors(source: Place, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
     """Return the tensors of the stock model in an order that does not depend on the mesh that saved them.
 
     Raises:
@@ -139,8 +141,9 @@ def _split_into_shards(tensors: Sequence[StockTensor], max_shard_bytes: int) -> 
     return shards
 
 
-def _copy_huggingface(source: Path, draft: Path, manifest: Manifest) -> None:
-    shutil.copytree(source / HUGGINGFACE_NAME, draft)
+def _copy_huggingface(source: Place, draft: Path, manifest: Manifest) -> None:
+    with as_local(source / HUGGINGFACE_NAME) as directory:
+        shutil.copytree(directory, draft)
     path = draft / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
@@ -148,7 +151,7 @@ def _copy_huggingface(source: Path, draft: Path, manifest: Manifest) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
+def _write_shards(source: Place, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = sum(tensor.num_bytes for shard in shards for tensor in shard)
     with console.progress("export", total_bytes, unit="MB") as advance:
@@ -165,7 +168,7 @@ def _write_shards(source: Path, metadata: Metadata, shards: Sequence[Sequence[St
         (draft / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _read_stock_tensor(source: Path, metadata: Metadata, tensor: StockTensor) -> Tensor:
+def _read_stock_tensor(source: Place, metadata: Metadata, tensor: StockTensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     parts = (
         torch.split(whole, list(tensor.sizes), tensor.dim)

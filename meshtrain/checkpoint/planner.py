@@ -5,6 +5,8 @@ parallelism (see `meshtrain.models.layout`): GPT-2's vocabulary over dp_shard = 
 cannot be loaded again. These planners ask `local_ranges`. A tensor is one key, whatever the mesh it lies on.
 """
 
+from dataclasses import dataclass
+
 from torch import Size, Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -14,21 +16,44 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from meshtrain.models.layout import local_ranges, local_tensor
 
 
+@dataclass(frozen=True)
+class Block:
+    """The part of a tensor that lies on this process.
+
+    Attributes:
+        shape: of the whole tensor.
+        offsets: of the part in it.
+        data: the part.
+    """
+
+    shape: Size
+    offsets: Size
+    data: Tensor
+
+
+def block_of(tensor: Tensor) -> Block:
+    """Return the part of a plain tensor or DTensor that lies on this process; it shares its memory."""
+    ranges, data = local_ranges(tensor), local_tensor(tensor).detach()
+    sizes = Size(place.stop - place.start for place in ranges)
+    assert sizes == data.shape, f"{tuple(sizes)} is not {tuple(data.shape)}"
+    return Block(tensor.shape, Size(place.start for place in ranges), data)
+
+
 class BlockSavePlanner(DefaultSavePlanner):
-    """Writes the block of every tensor that lies on this process; equal blocks are written by one process only."""
+    """Writes key -> Block; equal blocks are written by one process only."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
         """List the blocks; an empty one is left out, for its offset may be that of another process's block."""
-        items = [_write_item(key, tensor) for key, tensor in self.state_dict.items() if local_tensor(tensor).numel()]
+        items = [_write_item(key, block) for key, block in self.state_dict.items() if block.data.numel()]
         self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the block that a write item stands for."""
-        return local_tensor(self.state_dict[index.fqn])
+        """Return the data that a write item stands for."""
+        return self.state_dict[index.fqn].data
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
@@ -42,9 +67,10 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items = []
         for key, tensor in self.state_dict.items():
-            if local_tensor(tensor).numel():
+            block = block_of(tensor)
+            if block.data.numel():
                 saved = self.metadata.state_dict_metadata[key]
-                items += create_read_items_for_chunk_list(key, saved, [_block(tensor)])  # type: ignore[arg-type]
+                items += create_read_items_for_chunk_list(key, saved, [_chunk(block)])  # type: ignore[arg-type]
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -52,15 +78,11 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         return local_tensor(self.state_dict[index.fqn])
 
 
-def _block(tensor: Tensor) -> ChunkStorageMetadata:
-    ranges = local_ranges(tensor)
-    sizes = Size(place.stop - place.start for place in ranges)
-    assert sizes == local_tensor(tensor).shape, f"{tuple(sizes)} is not {tuple(local_tensor(tensor).shape)}"
-    return ChunkStorageMetadata(offsets=Size(place.start for place in ranges), sizes=sizes)
+def _chunk(block: Block) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=block.offsets, sizes=block.data.shape)
 
 
-def _write_item(key: str, tensor: Tensor) -> WriteItem:
-    block = _block(tensor)
-    properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-    data = TensorWriteData(chunk=block, properties=properties, size=tensor.shape)
+def _write_item(key: str, block: Block) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(block.data)
+    data = TensorWriteData(chunk=_chunk(block), properties=properties, size=block.shape)
     return WriteItem(MetadataIndex(key, block.offsets), WriteItemType.SHARD, tensor_data=data)

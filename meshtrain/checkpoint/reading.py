@@ -3,7 +3,7 @@
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,33 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from meshtrain.checkpoint.place import Place, PlaceSystem
 from meshtrain.checkpoint.planner import BlockLoadPlanner
 from meshtrain.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+# All that DCP's table is made of.
+_TABLE_PARTS = frozenset(
+    [
+        *(("torch", dtype) for dtype in _DTYPES),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "ChunkStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    ]
+)
 # What a broken pickle may raise, as far as Python's documentation says, and what it was seen to raise.
 _BROKEN_PICKLE = (
     pickle.UnpicklingError,
@@ -23,24 +46,28 @@ _BROKEN_PICKLE = (
     ImportError,
     IndexError,
     KeyError,
+    MemoryError,
     TypeError,
     ValueError,
 )
 
 
-def read_metadata(checkpoint: Path) -> Metadata:
+def read_metadata(checkpoint: Place) -> Metadata:
     """Read DCP's table of which block of which tensor is where.
 
     Raises:
-        CheckpointError: if it is missing or broken.
+        CheckpointError: if it is missing or broken, or holds what such a table never does.
     """
     path = checkpoint / METADATA_NAME
     try:
-        metadata = FileSystemReader(checkpoint).read_metadata()
+        with path.open("rb") as stream:
+            metadata = _TableUnpickler(stream).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from error
     except _BROKEN_PICKLE as error:
         raise CheckpointError(f"{path} is broken ({type(error).__name__}: {error}); use another checkpoint") from error
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointError(f"{path} is broken (it holds no table); use another checkpoint")
     return metadata
 
 
@@ -53,23 +80,8 @@ def tensor_entries(metadata: Metadata, prefix: str = "") -> dict[str, TensorStor
     }
 
 
-def find_damage(checkpoint: Path, metadata: Metadata) -> list[str]:
-    """Name every file that DCP planned and that is not there, or not of its length."""
-    lengths: dict[str, int] = defaultdict(int)
-    for entry in metadata.storage_data.values():
-        lengths[entry.relative_path] = max(lengths[entry.relative_path], entry.offset + entry.length)
-    problems = []
-    for name, length in sorted(lengths.items()):
-        path = checkpoint / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != length:
-            problems.append(f"{path} has {path.stat().st_size} bytes and should have {length}")
-    return problems
-
-
 @torch.no_grad()
-def read_tensors(checkpoint: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def read_tensors(checkpoint: Place, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
     """Fill the local part of each tensor in place from the blocks that were saved.
 
     Args:
@@ -80,7 +92,9 @@ def read_tensors(checkpoint: Path, metadata: Metadata, tensors: Mapping[str, Ten
     Raises:
         CheckpointError: naming the file that cannot be read.
     """
-    reader, planner = FileSystemReader(checkpoint), BlockLoadPlanner()
+    reader, planner = FileSystemReader(""), BlockLoadPlanner()
+    reader.fs = PlaceSystem()  # type: ignore[assignment]
+    reader.path = checkpoint  # type: ignore[assignment]
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     by_file: dict[str, list[ReadItem]] = defaultdict(list)
@@ -92,3 +106,12 @@ def read_tensors(checkpoint: Path, metadata: Metadata, tensors: Mapping[str, Ten
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0]
             raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}; use another checkpoint") from error
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Reads DCP's table and nothing else: a pickle may name any function, and have it called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _TABLE_PARTS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)

@@ -10,14 +10,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -25,39 +27,36 @@ from torch.futures import Future
 from meshtrain.checkpoint.directory import (
     HUGGINGFACE_NAME,
     Manifest,
+    Retention,
     checkpoint_directory,
     draft_directory,
     prune_checkpoints,
     publish_checkpoint,
+    start_draft,
     write_manifest,
 )
-from meshtrain.checkpoint.planner import BlockSavePlanner
-from meshtrain.checkpoint.reading import find_damage, read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.place import Place, PlaceSystem, SavedFile, remove_tree, write_hashed
+from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
+from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
 
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]
+HuggingFace = Callable[[Path], None] | Path | None
+"""Writes config and tokenizer into the directory it is given, or a directory to copy; used on rank 0 only."""
 
 
 def save_checkpoint(
-    root: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    manifest: Manifest,
-    huggingface: Callable[[Path], None] | Path | None,
-    keep: int,
-) -> Path:
+    root: Place, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
+) -> Place:
     """Write the checkpoint of a step, publish it, and remove old ones. Collective.
 
     Args:
-        root: the directory of the run's checkpoints; every machine must see the same one.
-        step: optimizer steps done.
+        root: of the run's checkpoints; every machine must see the same one.
         tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
-        manifest: of this step.
-        huggingface: writes config and tokenizer into the directory it is given, or a directory to copy; rank 0 only.
-        keep: how many of the newest checkpoints stay.
+        manifest: of this step; what it says of files is added.
 
     Returns:
         The directory of the checkpoint.
@@ -65,25 +64,54 @@ def save_checkpoint(
     Raises:
         CheckpointError: the same on all ranks, if any of them could not write; no earlier checkpoint is touched.
     """
-    assert manifest.step == step, f"the manifest is of step {manifest.step}, the checkpoint of {step}"
+    blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
+    return save_blocks(root, blocks, manifest=manifest, huggingface=huggingface, retention=retention)
+
+
+def save_blocks(
+    root: Place,
+    blocks: Mapping[str, Block],
+    *,
+    manifest: Manifest,
+    huggingface: HuggingFace,
+    retention: Retention,
+    group: ProcessGroup | None = None,
+) -> Place:
+    """Do `save_checkpoint`, from a thread of its own if need be.
+
+    Args:
+        group: of all ranks, over gloo; another than that of the training, if it goes on meanwhile.
+    """
+    step = manifest.step
     final, draft = checkpoint_directory(root, step), draft_directory(root, step)
     outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
+    failure = f"cannot write {draft}"
     try:
-        _on_first_rank(lambda: _start_draft(draft), f"cannot write {draft}", outcome)
-        _write_tensors(draft, tensors, outcome)
-        _on_first_rank(lambda: _finish_draft(draft, final, manifest, huggingface), f"cannot write {draft}", outcome)
+        _on_first_rank(lambda: start_draft(draft), failure, outcome, group)
+        written = _write_blocks(draft, blocks, outcome, group)
+        _on_first_rank(lambda: _finish_draft(draft, final, manifest, written, huggingface), failure, outcome, group)
     except CheckpointError:
-        if is_first_rank():
-            shutil.rmtree(draft, ignore_errors=True)
+        if is_first_rank() and draft.is_dir():
+            remove_tree(draft)
         raise
     kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
     _on_first_rank(
-        lambda: prune_checkpoints(root, step=step, keep=keep), f"cannot remove old checkpoints of {root}", kept
+        lambda: prune_checkpoints(root, step=step, retention=retention),
+        f"cannot remove old checkpoints of {root}",
+        kept,
+        group,
     )
     return final
 
 
-def load_checkpoint(directory: Path, tensors: Mapping[str, Tensor], *, only: str | None = None) -> None:
+def load_checkpoint(
+    directory: Place,
+    tensors: Mapping[str, Tensor],
+    *,
+    only: str | None = None,
+    casts: bool = False,
+    is_verified: bool = False,
+) -> None:
     """Fill `tensors` in place from a checkpoint that was saved on any mesh. Collective.
 
     Args:
@@ -91,15 +119,19 @@ def load_checkpoint(directory: Path, tensors: Mapping[str, Tensor], *, only: str
         tensors: what this rank wants; together the ranks must want exactly what the checkpoint holds, with the same
             shapes and dtypes (DCP itself would cast in silence and leave out what nobody wants).
         only: "model." to want only the names that start so.
+        casts: whether `tensors` may have other number formats than the checkpoint.
+        is_verified: whether its files were found to be what was written just now; otherwise they are compared first,
+            because DCP loads a flipped byte without a word.
 
     Raises:
-        CheckpointError: the same on all ranks: files are missing or broken, or the tensors are others.
+        CheckpointError: the same on all ranks: files are missing or damaged, or the tensors are others.
     """
-    metadata, problems = _inspect(directory)
-    raise_together(problems, CheckpointError)
-    assert metadata is not None
+    if not is_verified and (damage := find_damage(directory)):
+        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+    metadata = _read_metadata_together(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    raise_together(_differences(directory, metadata, _merge(gather_objects(wanted)), only), CheckpointError)
+    together = _merge(gather_objects(wanted))
+    raise_together(_differences(directory, metadata, together, only, casts=casts), CheckpointError)
     problems = []
     try:
         read_tensors(directory, metadata, tensors)
@@ -109,14 +141,18 @@ def load_checkpoint(directory: Path, tensors: Mapping[str, Tensor], *, only: str
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, except that a full disk is called one.
+    """DCP's writer, into any place, and a full disk is called one.
 
     torch.save turns the OSError of the file below it into "RuntimeError: unexpected pos 704 vs 598". One thread: an
     error in a second one is lost, and the save counts as good.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, thread_count=1)
+    def __init__(self, directory: Place) -> None:
+        # Files are flushed to the disk where they are written.
+        super().__init__("", thread_count=1, sync_files=False)
+        self.system = PlaceSystem()
+        self.fs = self.system  # type: ignore[assignment]
+        self.path = directory  # type: ignore[assignment]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -127,8 +163,12 @@ class _Writer(FileSystemWriter):
                 raise OSError(cause.errno, cause.strerror) from error
             raise
 
+    def storage_meta(self) -> StorageMeta:
+        """Leave out where the checkpoint lies: it may be moved, and the table is read with few classes allowed."""
+        return StorageMeta(save_id=self.save_id)
 
-def _on_first_rank(work: Callable[[], None], failure: str, outcome: str) -> None:
+
+def _on_first_rank(work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None) -> None:
     problems: Iterable[str] = ()
     if is_first_rank():
         try:
@@ -137,21 +177,24 @@ def _on_first_rank(work: Callable[[], None], failure: str, outcome: str) -> None
             problems = [f"rank 0 {failure}: {error.strerror or error}; {outcome}"]
         except CheckpointError as error:
             problems = error.problems
-    raise_together(problems, CheckpointError)
+    raise_together(problems, CheckpointError, group)
 
 
-def _start_draft(draft: Path) -> None:
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)
-
-
-def _write_tensors(draft: Path, tensors: Mapping[str, Tensor], outcome: str) -> None:
-    alone = not dist.is_initialized()
+def _write_blocks(
+    draft: Place, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+) -> dict[str, SavedFile]:
+    """Write what every rank has, and return what all have written."""
+    writer = _Writer(draft)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(dict(tensors), storage_writer=_Writer(draft), planner=BlockSavePlanner(), no_dist=alone)
+            dcp.save(
+                dict(blocks),
+                storage_writer=writer,
+                planner=BlockSavePlanner(),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
     except CheckpointException as error:
         ranks: dict[str, list[str]] = defaultdict(list)
         for rank, (cause, _) in error.failures.items():
@@ -163,32 +206,52 @@ def _write_tensors(draft: Path, tensors: Mapping[str, Tensor], outcome: str) -> 
             f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {draft}: {reason}; {outcome}"
             for reason, who in ranks.items()
         ) from error
+    return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
 
 
 def _finish_draft(
-    draft: Path, final: Path, manifest: Manifest, huggingface: Callable[[Path], None] | Path | None
+    draft: Place, final: Place, manifest: Manifest, written: Mapping[str, SavedFile], huggingface: HuggingFace
 ) -> None:
-    if damage := find_damage(draft, read_metadata(draft)):
-        raise CheckpointError(
-            f"{problem}, though its rank wrote it; put the run directory where every machine sees the same files"
-            for problem in damage
-        )
-    if isinstance(huggingface, Path):
-        shutil.copytree(huggingface, draft / HUGGINGFACE_NAME)
-    elif huggingface is not None:
-        (draft / HUGGINGFACE_NAME).mkdir()
-        huggingface(draft / HUGGINGFACE_NAME)
-    write_manifest(draft, manifest)
+    lost = [
+        f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
+        "sees the same files"
+        for name, saved in sorted(written.items())
+        if not (draft / name).is_file() or (draft / name).stat().st_size != saved.num_bytes
+    ]
+    if lost:
+        raise CheckpointError(lost)
+    files = {**written, **_write_huggingface(draft, huggingface)}
+    write_manifest(draft, manifest.model_copy(update={"files": files}))
     publish_checkpoint(draft, final)
 
 
-def _inspect(directory: Path) -> tuple[Metadata | None, list[str]]:
+def _write_huggingface(draft: Place, huggingface: HuggingFace) -> dict[str, SavedFile]:
+    if huggingface is None:
+        return {}
+    files: dict[str, SavedFile] = {}
+    with TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        if isinstance(huggingface, Path):
+            shutil.copytree(huggingface, source, dirs_exist_ok=True)
+        else:
+            huggingface(source)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            name = f"{HUGGINGFACE_NAME}/{file.relative_to(source).as_posix()}"
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            with write_hashed(draft / name, lambda saved, name=name: files.update({name: saved})) as copy:  # type: ignore[misc]
+                copy.write(file.read_bytes())
+    return files
+
+
+def _read_metadata_together(directory: Place) -> Metadata:
+    metadata, problems = None, []
     try:
         metadata = read_metadata(directory)
     except CheckpointError as error:
-        return None, list(error.problems)
-    damage = find_damage(directory, metadata) if is_first_rank() else []
-    return metadata, [f"{problem}; use another checkpoint" for problem in damage]
+        problems = list(error.problems)
+    raise_together(problems, CheckpointError)
+    assert metadata is not None
+    return metadata
 
 
 def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
@@ -199,7 +262,9 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
     return merged
 
 
-def _differences(directory: Path, metadata: Metadata, wanted: Mapping[str, Description], only: str | None) -> list[str]:
+def _differences(
+    directory: Place, metadata: Metadata, wanted: Mapping[str, Description], only: str | None, *, casts: bool
+) -> list[str]:
     """Return what keeps the checkpoint from being loaded into `wanted`, one line per kind."""
     saved = {
         key: (tuple(entry.size), entry.properties.dtype) for key, entry in tensor_entries(metadata, only or "").items()
@@ -208,7 +273,11 @@ def _differences(directory: Path, metadata: Metadata, wanted: Mapping[str, Descr
     unexpected = [key for key in saved if key not in wanted]
     both = [key for key in wanted if key in saved]
     shapes = [f"{key} {saved[key][0]} there, {wanted[key][0]} here" for key in both if saved[key][0] != wanted[key][0]]
-    dtypes = [f"{key} {saved[key][1]} there, {wanted[key][1]} here" for key in both if saved[key][1] != wanted[key][1]]
+    dtypes = [
+        f"{key} {saved[key][1]} there, {wanted[key][1]} here"
+        for key in both
+        if saved[key][1] != wanted[key][1] and not casts
+    ]
     problems = [
         f"{directory} {what} ({len(names)}): {name_some(names)}"
         for what, names in (

@@ -8,14 +8,20 @@ from typing import Any
 from meshtrain.config.reading import absolute
 from meshtrain.config.settings import Key, Table
 
-PATHS = (("run_directory",), ("data", "train"), ("data", "validation"), ("data", "cache_directory"))
+PATHS = (
+    ("run_directory",),
+    ("checkpoint", "directory"),
+    ("data", "train"),
+    ("data", "validation"),
+    ("data", "cache_directory"),
+)
 PATHS_OR_HUB_IDS = (("model", "path"), ("data", "tokenizer", "path"))
 BUILT_IN_SOURCES = ("python-stdlib",)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def with_absolute_paths(run: Table, above: Key = ()) -> Table:
-    """Replace relative paths by absolute ones and expand `~`; hub ids and built-in sources stay as they are.
+    """Replace relative paths by absolute ones and expand `~`; hub ids, URLs and built-in sources stay as they are.
 
     Args:
         run: the settings of a run, or one of its tables.
@@ -36,7 +42,7 @@ def with_absolute_paths(run: Table, above: Key = ()) -> Table:
 def _absolute(value: Any, key: Key, directory: Path) -> Any:
     if isinstance(value, list):
         return [_absolute(entry, key, directory) for entry in value]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "://" in value:
         return value
     path = absolute(value, directory)
     is_name = value in BUILT_IN_SOURCES if key in PATHS else is_hub_id(value) and not path.exists()

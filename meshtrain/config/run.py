@@ -28,13 +28,13 @@ class ModelConfig(Words):
     """Which model: an existing one (`path`), or a new one (`type` and `config`)."""
 
     path: str | None = None
-    """A local Hugging Face directory (relative to the run file) or a hub id."""
+    """A local Hugging Face directory or a checkpoint, a `step-N` directory (relative to the run file), or a hub id."""
     type: str | None = None
     """A Hugging Face model type (`gpt2`, `llama`, ...) for a model described here."""
     config: dict[str, Any] = {}
     """Values of the Hugging Face configuration that differ from its defaults (or from `path`)."""
     weights: Literal["random", "pretrained"] = "random"
-    """`pretrained`: start from the safetensors files of `path`."""
+    """`pretrained`: start from the weights that `path` holds."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """The attention implementation of transformers."""
     trust_remote_code: bool = False
@@ -127,10 +127,19 @@ class EvaluationConfig(Words):
 class CheckpointConfig(Words):
     """Saving, so that the run can go on after a stop."""
 
+    directory: str | None = None
+    """Where they go: a directory (relative to the run file) or a URL that fsspec knows (`s3://bucket/run`, `gs://...`);
+    left out: `checkpoints` in the run directory. Every machine must see the same one."""
     every: Count | None = None
     """Steps between checkpoints; left out: only at the end."""
     keep: Count = 3
     """The newest so many are kept."""
+    keep_every: Count | None = None
+    """Also those whose step is a multiple of this are kept, for ever."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Also so many of those with the lowest evaluation loss are kept."""
+    in_background: bool = False
+    """Train on while a copy of the state in host memory is written; needs memory for that copy."""
 
 
 class LoggingConfig(Words):
@@ -174,4 +183,24 @@ class RunConfig(Words):
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both"
             raise ValueError(f"{found} of `steps` and `epochs` given; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _local_run_directory(self) -> Self:
+        if "://" in self.run_directory:
+            raise ValueError(
+                f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; give a "
+                "local directory, and the URL as `checkpoint.directory`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_of_evaluated(self) -> Self:
+        saved, evaluated = self.checkpoint.every, self.evaluation.every
+        if self.checkpoint.keep_best and (saved is None or evaluated is None or saved % evaluated):
+            raise ValueError(
+                f"`checkpoint.keep_best` = {self.checkpoint.keep_best} needs an evaluation at every checkpoint, but "
+                f"`checkpoint.every` is {saved or 'not set'} and `evaluation.every` {evaluated or 'not set'}; set "
+                "both, the first to a multiple of the second"
+            )
         return self

@@ -86,13 +86,19 @@ def local_directory(path: str) -> Path:
         ModelError: for a hub id that is not in the cache and cannot be fetched.
     """
     if Path(path).is_dir():
-        return Path(path)
+        return _description(Path(path))
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.path = {path!r}: no such directory, and the hub cannot give it: {_reason(error)}"
         ) from error
+
+
+def _description(directory: Path) -> Path:
+    """Return where the configuration of a local model lies: a checkpoint of meshtrain has a directory for it."""
+    inside = directory / "huggingface"
+    return inside if (inside / "config.json").is_file() else directory
 
 
 def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
@@ -113,12 +119,14 @@ def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
 
 def _config_at(model: ModelConfig) -> PretrainedConfig:
     assert model.path is not None
-    if Path(model.path).is_dir() and not (Path(model.path) / "config.json").is_file():
+    path = _description(Path(model.path)) if Path(model.path).is_dir() else model.path
+    if isinstance(path, Path) and not (path / "config.json").is_file():
         raise ModelError(
-            f"model.path = {model.path!r}: the directory holds no config.json; is it a Hugging Face model?"
+            f"model.path = {model.path!r}: the directory holds no config.json; give a Hugging Face model, or a "
+            "checkpoint (a step-N directory)"
         )
     try:
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, *REFUSALS) as error:
         raise ModelError(f"model.path = {model.path!r}: no Hugging Face model there: {_reason(error)}") from error
 

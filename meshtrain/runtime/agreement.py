@@ -4,24 +4,29 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from meshtrain.errors import UserError
 
 T = TypeVar("T")
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return every rank's `value` in rank order. Collective; a process without a process group is alone."""
+def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return every rank's `value` in rank order. Collective; a process without a process group is alone.
+
+    Args:
+        group: of all ranks; another than the default one, if two threads talk at once.
+    """
     if not dist.is_initialized():
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
-def raise_together(problems: Iterable[str], kind: type[UserError]) -> None:
+def raise_together(problems: Iterable[str], kind: type[UserError], group: ProcessGroup | None = None) -> None:
     """Raise `kind` on all ranks if any rank has a problem, each problem named once. Collective."""
-    found = dict.fromkeys(problem for answer in gather_objects(list(problems)) for problem in answer)
+    found = dict.fromkeys(problem for answer in gather_objects(list(problems), group) for problem in answer)
     if found:
         raise kind(found)
 

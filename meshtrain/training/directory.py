@@ -4,7 +4,7 @@ RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/tensorboard/        the same for TensorBoard
-RUN/checkpoints/step-N  see meshtrain.checkpoint.directory
+RUN/checkpoints/step-N  see meshtrain.checkpoint.directory; elsewhere, if checkpoint.directory says so
 """
 
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
+from meshtrain.checkpoint.place import Place, open_place
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
@@ -48,7 +49,7 @@ def check_directory(config: RunConfig) -> None:
     directory = Path(config.run_directory)
     _check_writable(directory)
     path = directory / RUN_NAME
-    if not path.exists() or not _holds_work(directory):
+    if not path.exists() or not _holds_work(config):
         return
     there, here = _decisive(tomllib.loads(path.read_text())), _decisive(tomllib.loads(dump_toml(config)))
     if different := differences(there, here):
@@ -59,6 +60,17 @@ def check_directory(config: RunConfig) -> None:
                 f"if it shall go on in another way, change {shown(path)} too",
             ]
         )
+
+
+def checkpoints_root(config: RunConfig) -> Place:
+    """Return where the checkpoints of a run lie.
+
+    Raises:
+        CheckpointError: if nothing installed can reach it.
+    """
+    if config.checkpoint.directory is None:
+        return Path(config.run_directory) / CHECKPOINTS_NAME
+    return open_place(config.checkpoint.directory)
 
 
 def changed_length(config: RunConfig) -> str | None:
@@ -101,10 +113,10 @@ def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:
     write_atomically(directory / PLAN_NAME, dump_toml(plan))
 
 
-def _holds_work(directory: Path) -> bool:
+def _holds_work(config: RunConfig) -> bool:
     """Whether a run got so far that there is something to lose."""
-    metrics = directory / METRICS_NAME
-    return bool(list_checkpoints(directory / CHECKPOINTS_NAME)) or (metrics.exists() and metrics.stat().st_size > 0)
+    metrics = Path(config.run_directory) / METRICS_NAME
+    return bool(list_checkpoints(checkpoints_root(config))) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _decisive(run: dict[str, Any]) -> dict[str, Any]:

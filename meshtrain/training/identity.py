@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
 from meshtrain.checkpoint.export import list_stock_tensors
+from meshtrain.checkpoint.place import Place, as_local, shown_place
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.reading import shown
@@ -46,7 +47,13 @@ class Identity:
         """The resolved plan."""
         return self.resolved.plan
 
-    def manifest(self, step: int, fused: tuple[FusedParameter, ...], loss_scale: LossScale) -> Manifest:
+    def manifest(
+        self,
+        step: int,
+        fused: tuple[FusedParameter, ...],
+        loss_scale: LossScale,
+        evaluation_loss: float | None,
+    ) -> Manifest:
         """Describe the checkpoint of a step."""
         return Manifest(
             step=step,
@@ -62,6 +69,7 @@ class Identity:
             dtype=self.plan.precision.parameters,
             fused=fused,
             tied=dict(self.resolved.model.all_tied_weights_keys),
+            evaluation_loss=evaluation_loss,
             versions={library: importlib.metadata.version(library) for library in LIBRARIES},
         )
 
@@ -74,8 +82,8 @@ class Identity:
         generation.save_pretrained(directory)
         tokenizer.copy(directory)
 
-    def check(self, checkpoint: Path) -> Manifest:
-        """Refuse a checkpoint that this run cannot go on from, before any process group.
+    def check(self, checkpoint: Place) -> Manifest:
+        """Refuse a checkpoint that this run cannot go on from.
 
         Returns:
             The manifest of the checkpoint.
@@ -105,20 +113,19 @@ class Identity:
         if problems:
             raise CheckpointError(
                 [
-                    *(f"{shown(checkpoint)}: {problem}" for problem in problems),
+                    *(f"{shown_place(checkpoint)}: {problem}" for problem in problems),
                     f"{shown(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
                     "give this one back what it was started with",
                 ]
             )
         return manifest
 
-    def _model_values(self, checkpoint: Path) -> dict[str, Any]:
-        saved = ModelConfig(
-            path=str(checkpoint / HUGGINGFACE_NAME), trust_remote_code=self.config.model.trust_remote_code
-        )
-        return _values(load_hf_config(saved))
+    def _model_values(self, checkpoint: Place) -> dict[str, Any]:
+        with as_local(checkpoint / HUGGINGFACE_NAME) as directory:
+            saved = ModelConfig(path=str(directory), trust_remote_code=self.config.model.trust_remote_code)
+            return _values(load_hf_config(saved))
 
-    def _tensor_differences(self, checkpoint: Path, manifest: Manifest) -> list[str]:
+    def _tensor_differences(self, checkpoint: Place, manifest: Manifest) -> list[str]:
         tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
         there = {tensor.name: tensor.shape for tensor in tensors}
         here = {name: tuple(parameter.shape) for name, parameter in self.resolved.model.named_parameters()}

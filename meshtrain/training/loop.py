@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
+from meshtrain.checkpoint.place import shown_place
+from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.console import TrainingProgress
@@ -31,7 +33,8 @@ class Run:
         num_steps: steps to be done in all.
         train_batches: those of the remaining steps.
         evaluation_batches: gives the validation data anew; None without any.
-        save: writes the checkpoint of a step and returns where.
+        save: writes the checkpoint of a step, given its evaluation loss if there is one.
+        saver: what `save` writes with.
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
         flops_per_token: of the model, forward and backward.
         parameters_checksum: of the parameters that the first step finds; None without self-checks.
@@ -45,7 +48,8 @@ class Run:
     steps_per_epoch: int
     train_batches: Iterable[Batch]
     evaluation_batches: Callable[[], Iterable[Batch]] | None
-    save: Callable[[int], Path]
+    save: Callable[[int, float | None], None]
+    saver: Saver
     unigram_entropy: float
     flops_per_token: float
     parameters_checksum: str | None
@@ -61,7 +65,7 @@ def run_loop(run: Run) -> None:
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return
-    evaluation_loss = None
+    evaluation_loss, evaluated = None, 0
     with _open_metrics(run) as metrics:
         if run.parameters_checksum is not None:
             metrics.write_text(run.first_step, "parameters_checksum", run.parameters_checksum)
@@ -71,9 +75,11 @@ def run_loop(run: Run) -> None:
             if step % run.steps_per_epoch == 0 or step == run.num_steps:
                 metrics.write_epoch(step)
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
-                evaluation_loss = _evaluate(run, step, metrics)
+                evaluation_loss, evaluated = _evaluate(run, step, metrics), step
             if _is_due(step, run.config.checkpoint.every, run.num_steps):
-                _checkpoint(run, step, metrics)
+                _checkpoint(run, step, evaluation_loss if evaluated == step else None, metrics)
+        run.saver.finish()
+        _show_saved(run, metrics)
         _check_written(metrics)
     _show_end(run, evaluation_loss)
 
@@ -107,10 +113,14 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
     if batch.step == run.first_step:
         _show_without_gradient(result.without_gradient)
-    most = torch.tensor([memory_bytes(run.device), metrics.problem is not None], dtype=torch.float64)
+    _show_saved(run, metrics)
+    state = [memory_bytes(run.device), metrics.problem is not None, run.saver.has_failed]
+    most = torch.tensor(state, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if most[1]:
         _check_written(metrics)
+    if most[2]:
+        run.saver.finish()
     seconds = data_seconds + time.perf_counter() - begin
     tokens_per_step = run.config.global_batch_size * run.config.data.sequence_length
     return {
@@ -157,11 +167,19 @@ def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
     return loss
 
 
-def _checkpoint(run: Run, step: int, metrics: MetricsWriter) -> None:
+def _checkpoint(run: Run, step: int, evaluation_loss: float | None, metrics: MetricsWriter) -> None:
     begin = time.perf_counter()
-    path = run.save(step)
+    run.save(step, evaluation_loss)
     metrics.write(step, {"checkpoint_seconds": time.perf_counter() - begin})
-    console.line(f"Saved {shown(path)}")
+    _show_saved(run, metrics)
+
+
+def _show_saved(run: Run, metrics: MetricsWriter) -> None:
+    """Tell of the checkpoints that were published since the last call."""
+    for saved in run.saver.published():
+        if run.config.checkpoint.in_background:
+            metrics.write(saved.step, {"checkpoint_background_seconds": saved.seconds})
+        console.line(f"Saved {shown_place(saved.directory)}")
 
 
 def _is_due(step: int, every: int | None, num_steps: int) -> bool:

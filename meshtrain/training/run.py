@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, Manifest, list_checkpoints
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention
+from meshtrain.checkpoint.integrity import newest_whole_checkpoint
+from meshtrain.checkpoint.place import Place, shown_place
+from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.data.loader import Batch, build_loader
@@ -20,7 +22,7 @@ from meshtrain.data.prepare import (
     validation_order,
     validation_samples,
 )
-from meshtrain.errors import ConfigError, DataError, name_some
+from meshtrain.errors import CheckpointError, ConfigError, DataError, UserError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.weights import load_weights
@@ -31,7 +33,7 @@ from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.runtime.process import Process, check_devices, run_process
-from meshtrain.training.directory import changed_length, check_directory, write_resolved
+from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
@@ -47,10 +49,10 @@ from meshtrain.training.report import (
     show_shares,
 )
 from meshtrain.training.self_check import FirstStepCheck, check_parameters
-from meshtrain.training.state import load_state, saved_tensors
+from meshtrain.training.state import check_finite, load_state, load_weights_of, saved_tensors
 from meshtrain.training.step import Trainer, no_inspection
 
-Saved = tuple[Path, Manifest]
+Found = tuple[Place, Manifest]
 """A checkpoint and what it says of itself."""
 
 
@@ -70,20 +72,33 @@ def train(config: RunConfig) -> None:
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
     hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
     identity = Identity(config, data, resolved, hf_config)
-    saved = _find_saved(config, identity)
-    _show_head(config, resolved, num_steps)
     with run_process() as process:
         _agree_on_data(data)
-        run_loop(_build(identity, num_steps, saved, process))
+        found = _find_checkpoint(identity)
+        _show_head(config, resolved, num_steps)
+        run_loop(_build(identity, num_steps, found, process))
 
 
-def _find_saved(config: RunConfig, identity: Identity) -> Saved | None:
-    """Return the newest checkpoint of the run, if there is one."""
-    checkpoints = list_checkpoints(Path(config.run_directory) / CHECKPOINTS_NAME)
-    return (checkpoints[0], identity.check(checkpoints[0])) if checkpoints else None
+def _find_checkpoint(identity: Identity) -> Found | None:
+    """Return the newest whole checkpoint of the run, if there is one. Collective.
+
+    Raises:
+        CheckpointError: the same on all processes: none is whole, or it is of another run.
+    """
+    checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
+    if checkpoint is None:
+        return None
+    manifest, problems = None, []
+    try:
+        manifest = identity.check(checkpoint)
+    except UserError as error:
+        problems = list(error.problems)
+    raise_together(problems, CheckpointError)
+    assert manifest is not None
+    return checkpoint, manifest
 
 
-def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Process) -> Run:
+def _build(identity: Identity, num_steps: int, found: Found | None, process: Process) -> Run:
     config, data, resolved = identity.config, identity.data, identity.resolved
     flops = flops_per_token(resolved.model, config.data.sequence_length)
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
@@ -107,13 +122,18 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         loss_scale=build_loss_scale(resolved.plan.precision),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
-    # On a shared file system not all may see the newest at once: the first process decides.
-    first_step = _begin(config, trainer, gather_objects(saved)[0])
+    first_step = _begin(config, trainer, found)
     report = check_parameters(pipeline) if config.self_checks else None
     if report is not None:
         copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
         console.line(f"Parameters checksum {report.checksum}{copies}")
     _write_resolved(config, resolved, process)
+    kept = config.checkpoint
+    saver = Saver(
+        checkpoints_root(config),
+        Retention(newest=kept.keep, every=kept.keep_every, best=kept.keep_best),
+        in_background=kept.in_background,
+    )
     return Run(
         config=config,
         trainer=trainer,
@@ -123,7 +143,8 @@ def _build(identity: Identity, num_steps: int, saved: Saved | None, process: Pro
         steps_per_epoch=train_order(data, global_batch_size=config.global_batch_size, seed=config.seed).steps_per_epoch,
         train_batches=_train_batches(config, data, pipeline, process, first_step, num_steps),
         evaluation_batches=_evaluation_batches(config, data, pipeline, process),
-        save=partial(_save, identity, trainer),
+        save=partial(_save, identity, trainer, saver),
+        saver=saver,
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=flops,
         parameters_checksum=report.checksum if report is not None else None,
@@ -145,16 +166,16 @@ def _agree_on_data(data: PreparedData) -> None:
     raise_together([problem] if others else [], DataError)
 
 
-def _begin(config: RunConfig, trainer: Trainer, saved: Saved | None) -> int:
+def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
     """Give the parameters their values, and return the number of steps already done."""
     pipeline = trainer.pipeline
-    if saved is not None:
-        checkpoint, manifest = saved
+    if found is not None:
+        checkpoint, manifest = found
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_state(checkpoint, pipeline, trainer.optimizer)
         trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
-        console.line(f"Resumed from {shown(checkpoint)}: step {manifest.step:,} done")
+        console.line(f"Resumed from {shown_place(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
         return manifest.step
@@ -183,6 +204,9 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     assert config.model.path is not None
     for stage in pipeline.stages:
         restore_buffers(stage.model)
+    if (Path(config.model.path) / MANIFEST_NAME).is_file():
+        load_weights_of(Path(config.model.path), pipeline)
+        return
     model = pipeline.stages[0].model
     load_weights(
         dict(pipeline.named_parameters()),
@@ -193,15 +217,11 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     )
 
 
-def _save(identity: Identity, trainer: Trainer, step: int) -> Path:
-    return save_checkpoint(
-        Path(identity.config.run_directory) / CHECKPOINTS_NAME,
-        step,
-        saved_tensors(trainer.pipeline, trainer.optimizer),
-        manifest=identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale),
-        huggingface=identity.write_huggingface,
-        keep=identity.config.checkpoint.keep,
-    )
+def _save(identity: Identity, trainer: Trainer, saver: Saver, step: int, evaluation_loss: float | None) -> None:
+    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+    check_finite(step, tensors)
+    manifest = identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale, evaluation_loss)
+    saver.save(tensors, manifest, identity.write_huggingface)
 
 
 def _train_batches(

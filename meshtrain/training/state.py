@@ -4,14 +4,17 @@ A frozen parameter has no moments. Data order, learning rate and dropout are fun
 saved.
 """
 
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from meshtrain.checkpoint.store import load_checkpoint
+from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint
+from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.agreement import gather_objects
 from meshtrain.training.optim import ShardedAdamW
 
 
@@ -22,25 +25,71 @@ def saved_tensors(pipeline: Pipeline, optimizer: ShardedAdamW) -> dict[str, Tens
 
 
 @torch.no_grad()
-def load_state(checkpoint: Path, pipeline: Pipeline, optimizer: ShardedAdamW) -> None:
-    """Fill parameters and moments from a checkpoint: the far copy of a tied weight gets the original. Collective.
+def load_state(checkpoint: Place, pipeline: Pipeline, optimizer: ShardedAdamW) -> None:
+    """Fill parameters and moments from a whole checkpoint. Collective.
 
     Raises:
-        CheckpointError: the same on all processes: files are missing or broken, or they hold another model.
+        CheckpointError: the same on all processes: files cannot be read, or they hold another model.
     """
     fqns = pipeline.canonical_names()
+    states = [_state_of(name, fqns[name], tensor, optimizer) for name, tensor in pipeline.named_parameters()]
+    wanted, twins = _without_twins(states)
+    load_checkpoint(checkpoint, wanted, is_verified=True)
+    _fill_twins(twins)
+
+
+@torch.no_grad()
+def load_weights_of(checkpoint: Place, pipeline: Pipeline) -> None:
+    """Fill the parameters alone from a checkpoint, and cast them to the number format that they have here. Collective.
+
+    Raises:
+        CheckpointError: the same on all processes: files are missing or damaged, or they hold another model.
+    """
+    fqns = pipeline.canonical_names()
+    parameters = pipeline.named_parameters()
+    wanted, twins = _without_twins([{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters])
+    load_checkpoint(checkpoint, wanted, only=MODEL_PREFIX, casts=True)
+    _fill_twins(twins)
+
+
+def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return key -> tensor, and (copy, original) of keys that are asked for twice.
+
+    A checkpoint is read by name, and a process that holds both ends of a tie would ask for one name twice.
+    """
     wanted: dict[str, Tensor] = {}
-    # A checkpoint is read by name, and a process that holds both ends of a tie would ask for one name twice.
     twins: list[tuple[Tensor, Tensor]] = []
-    for name, parameter in pipeline.named_parameters():
-        for key, value in _state_of(name, fqns[name], parameter, optimizer).items():
-            if key in wanted:
-                twins.append((value, wanted[key]))
-            else:
-                wanted[key] = value
-    load_checkpoint(checkpoint, wanted)
+    for key, value in (item for state in states for item in state.items()):
+        if key in wanted:
+            twins.append((value, wanted[key]))
+        else:
+            wanted[key] = value
+    return wanted, twins
+
+
+def _fill_twins(twins: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give the far copy of a tied weight what the original has."""
     for copy, original in twins:
         local_tensor(copy).copy_(local_tensor(original))
+
+
+@torch.no_grad()
+def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to save what no run could go on from. Collective.
+
+    Raises:
+        TrainingStopped: on all processes alike, if a parameter or moment of any of them is not finite.
+    """
+    floats = [local_tensor(tensor) for tensor in tensors.values() if tensor.is_floating_point()]
+    largest = torch._foreach_norm([tensor for tensor in floats if tensor.numel()], float("inf"))
+    broken = not all(norm.isfinite() for norm in largest)
+    names = [key for key, tensor in tensors.items() if not local_tensor(tensor).isfinite().all()] if broken else []
+    found = sorted({name for answer in gather_objects(names) for name in answer})
+    if found:
+        raise TrainingStopped(
+            f"step {step}: not finite: {name_some(found, 3)}; stopped before a checkpoint of it was written. Resume "
+            "from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
+        )
 
 
 def _state_of(name: str, fqn: str, parameter: Tensor, optimizer: ShardedAdamW) -> dict[str, Tensor]:

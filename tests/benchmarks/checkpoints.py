@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshtrain.checkpoint.directory import Manifest
+from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
 from meshtrain.models.layout import local_tensor
 from meshtrain.training.state import saved_tensors
@@ -68,7 +68,10 @@ def measure(directory: str, repeat: int, small: bool) -> dict[str, float]:
         count("disk write", partial(raw_write, raw, tensors))
         count("dcp save", partial(dcp.save, tensors, checkpoint_id=plain))
         here = manifest(number)
-        count("save", partial(save_checkpoint, ours, number, tensors, manifest=here, huggingface=None, keep=1))
+        count(
+            "save",
+            partial(save_checkpoint, ours, tensors, manifest=here, huggingface=None, retention=Retention(newest=1)),
+        )
         count("disk read", raw.read_bytes)
         count("dcp load", partial(dcp.load, tensors, checkpoint_id=plain))
         count("load", partial(load_checkpoint, ours / f"step-{number}", tensors))

@@ -7,6 +7,7 @@ import pytest
 
 from meshtrain.checkpoint.directory import (
     Manifest,
+    Retention,
     find_checkpoint,
     list_checkpoints,
     prune_checkpoints,
@@ -14,6 +15,7 @@ from meshtrain.checkpoint.directory import (
     read_manifest,
     write_manifest,
 )
+from meshtrain.checkpoint.place import hash_file
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of
@@ -23,7 +25,7 @@ def make(root: Path, name: str, mark: str = "") -> Path:
     directory = root / name
     directory.mkdir(parents=True)
     (directory / "mark").write_text(mark)
-    write_manifest(directory, manifest_of(1))
+    write_manifest(directory, manifest_of(1, files={"mark": hash_file(directory / "mark")}))
     return directory
 
 
@@ -35,7 +37,9 @@ def test_the_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     fused = FusedParameter("h.0.attn.c_attn.weight", ("h.0.attn.c_attn.q.weight", "h.0.attn.c_attn.k.weight"), 1)
     manifest = manifest_of(7, fused=(fused,), tied={"lm_head.weight": "wte.weight"}, dtypes={"wte.weight": "bfloat16"})
     write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
+    found = read_manifest(tmp_path)
+    assert found.model_copy(update={"checksum": ""}) == manifest
+    assert found.checksum
 
 
 def test_only_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
@@ -59,7 +63,7 @@ def test_the_same_step_is_replaced_and_the_old_one_pruned(tmp_path: Path) -> Non
     publish_checkpoint(make(tmp_path, "step-10.tmp", "new"), tmp_path / "step-10")
     assert (tmp_path / "step-10" / "mark").read_text() == "new"
     assert (tmp_path / "step-10.old" / "mark").read_text() == "old"
-    prune_checkpoints(tmp_path, step=10, keep=1)
+    prune_checkpoints(tmp_path, step=10, retention=Retention(newest=1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
@@ -67,7 +71,7 @@ def test_pruning_keeps_the_newest_and_clears_what_killed_saves_left(tmp_path: Pa
     for name in ("step-1", "step-2", "step-3", "step-9", "step-2.tmp", "step-3.old", "step-4.old.tmp", "best"):
         make(tmp_path, name)
     (tmp_path / "step-5").mkdir()
-    prune_checkpoints(tmp_path, step=3, keep=2)
+    prune_checkpoints(tmp_path, step=3, retention=Retention(newest=2))
     # step-9 belongs to a future that was rewound, step-5 and best are not ours.
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-3", "step-9", "step-5", "best"}
 
@@ -98,8 +102,8 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         ("{}", r"manifest.json is broken \('format_version'\)"),
         ("[]", r"manifest.json is broken \(list indices"),
         (
-            '{"format_version": 2, "later": 1}',
-            r"has format version 2, this meshtrain reads 1; use the meshtrain that saved",
+            '{"format_version": 3, "later": 1}',
+            r"has format version 3, this meshtrain reads 2; use the meshtrain that saved",
         ),
     ],
 )

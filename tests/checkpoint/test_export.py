@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshtrain.checkpoint.directory import Manifest
+from meshtrain.checkpoint.directory import Manifest, Retention, write_manifest
 from meshtrain.checkpoint.export import export_checkpoint
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.errors import CheckpointError
@@ -58,7 +58,9 @@ def save(
 ) -> Path:
     manifest = manifest_of(step, architecture=type(model).__name__, fused=fused, **values)
     tensors = tensors_of(model, fused)
-    return save_checkpoint(root, step, tensors, manifest=manifest, huggingface=model.config.save_pretrained, keep=9)
+    return save_checkpoint(
+        root, tensors, manifest=manifest, huggingface=model.config.save_pretrained, retention=Retention(newest=9)
+    )
 
 
 def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: Path) -> None:
@@ -66,7 +68,7 @@ def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, 
     sharded = {
         key: distribute_tensor(tensor, mesh, [Shard(0), Shard(tensor.dim() - 1)]) for key, tensor in tensors.items()
     }
-    save_checkpoint(root, manifest.step, sharded, manifest=manifest, huggingface=huggingface, keep=1)
+    save_checkpoint(root, sharded, manifest=manifest, huggingface=huggingface, retention=Retention(newest=1))
 
 
 def check_loads(folder: Path, model: PreTrainedModel) -> None:
@@ -165,12 +167,14 @@ def test_checkpoints_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     lacking = save(tmp_path, model, 1)
     manifest = manifest_of(1, fused=FUSED[:1])
-    (lacking / "manifest.json").write_text(manifest.model_dump_json())
+    write_manifest(lacking, manifest)
     with pytest.raises(
         CheckpointError, match=r"step-1 lacks parts that its manifest names: transformer.h.0.attn.c_attn.k"
     ):
         export_checkpoint(lacking, folder)
-    bare = save_checkpoint(tmp_path, 2, tensors_of(model), manifest=manifest_of(2), huggingface=None, keep=9)
+    bare = save_checkpoint(
+        tmp_path, tensors_of(model), manifest=manifest_of(2), huggingface=None, retention=Retention(newest=9)
+    )
     with pytest.raises(CheckpointError, match=r"step-2 has no huggingface/config.json; put the model's configuration"):
         export_checkpoint(bare, folder)
     (bare / "__0_0.distcp").unlink()
@@ -216,7 +220,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     for num_matrices in (8, 48):
         tensors = {f"model.{index}": matrix for index in range(num_matrices)}
         manifest, config = manifest_of(num_matrices), LLAMA.save_pretrained
-        saved = save_checkpoint(tmp_path, num_matrices, tensors, manifest=manifest, huggingface=config, keep=9)
+        saved = save_checkpoint(tmp_path, tensors, manifest=manifest, huggingface=config, retention=Retention(newest=9))
         (growth[num_matrices],) = run_on_ranks(1, peak_growth, saved, tmp_path / f"{num_matrices}", 4 * matrix.nbytes)
     # A file of four matrices, and what the code itself and the reading of one takes.
     assert max(growth.values()) < 10 * matrix.nbytes, growth

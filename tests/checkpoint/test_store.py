@@ -1,7 +1,6 @@
 """Saving and loading on real process groups, with real kills and real full disks."""
 
 import os
-import pickle
 import resource
 import signal
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import Retention, list_checkpoints, read_manifest
 from meshtrain.checkpoint.planner import BlockSavePlanner
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
 from meshtrain.errors import CheckpointError
@@ -26,7 +25,9 @@ WIDE: Mesh = (2, 1, 2, 2)
 
 
 def save(root: Path, step: int, tensors: dict, *, keep: int = 3) -> Path:
-    return save_checkpoint(root, step, tensors, manifest=manifest_of(step), huggingface=None, keep=keep)
+    return save_checkpoint(
+        root, tensors, manifest=manifest_of(step), huggingface=None, retention=Retention(newest=keep)
+    )
 
 
 def save_on(mesh: Mesh, root: Path, step: int = 10) -> None:
@@ -106,8 +107,10 @@ def test_huggingface_files_are_written_or_copied(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
-    first = save_checkpoint(tmp_path, 1, {}, manifest=manifest_of(1), huggingface=write, keep=2)
-    second = save_checkpoint(tmp_path, 2, {}, manifest=manifest_of(2), huggingface=first / "huggingface", keep=2)
+    kept = Retention(newest=2)
+    first = save_checkpoint(tmp_path, {}, manifest=manifest_of(1), huggingface=write, retention=kept)
+    folder = first / "huggingface"
+    second = save_checkpoint(tmp_path, {}, manifest=manifest_of(2), huggingface=folder, retention=kept)
     assert (second / "huggingface" / "config.json").read_text() == "{}"
 
 
@@ -142,7 +145,7 @@ def save_and_die(root: Path) -> None:
 
 
 def test_a_killed_save_leaves_only_a_draft(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"exit code -9|Connection closed|Connection reset"):
+    with pytest.raises(RankError, match=r"exit code -9|Connection closed|Connection reset|Ranks 1 failed to pass"):
         run_on_ranks(2, save_and_die, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", "step-20.tmp"}
     assert list_checkpoints(tmp_path) == [tmp_path / "step-10"]
@@ -191,8 +194,8 @@ def test_machines_that_do_not_share_the_directory_are_told_so(tmp_path: Path) ->
     assert first == second
     (problem,) = first
     assert problem == (
-        f"{tmp_path}/machine-0/step-1.tmp/__1_0.distcp is missing, though its rank wrote it; put the run directory "
-        "where every machine sees the same files"
+        f"{tmp_path}/machine-0/step-1.tmp/__1_0.distcp is missing or cut off, though its rank wrote it; put the run "
+        "directory where every machine sees the same files"
     )
     assert list_checkpoints(tmp_path / "machine-0") == []
 
@@ -248,12 +251,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert damaged(tmp_path, Path.unlink, data) == "is missing; use another checkpoint"
     cut = damaged(tmp_path, lambda path: os.truncate(path, 100), data)
     assert cut.startswith("has 100 bytes and should have ")
-    zeros = damaged(tmp_path, lambda path: path.write_bytes(bytes(path.stat().st_size)), data)
-    assert zeros.startswith("cannot be read: ")
-    assert damaged(tmp_path, Path.unlink, table) == "cannot be read: No such file or directory; use another checkpoint"
-    assert damaged(tmp_path, lambda path: os.truncate(path, 100), table).startswith("is broken (")
-    nonsense = damaged(tmp_path, lambda path: path.write_bytes(pickle.dumps(None)[:-1]), table)
-    assert nonsense.startswith("is broken (EOFError: Ran out of input)")
+    for name in (data, table):
+        zeros = damaged(tmp_path, lambda path: path.write_bytes(bytes(path.stat().st_size)), name)
+        assert zeros == "is not what was written: another content has the same size; use another checkpoint"
+    assert damaged(tmp_path, Path.unlink, table) == "is missing; use another checkpoint"
 
 
 def load_with_one_bad_rank(directory: Path) -> tuple[str, ...]:
@@ -265,4 +266,4 @@ def load_with_one_bad_rank(directory: Path) -> tuple[str, ...]:
 def test_what_one_rank_cannot_read_stops_all(wide: Path) -> None:
     first, second = run_on_ranks(2, load_with_one_bad_rank, wide)
     assert first == second
-    assert "nowhere/.metadata cannot be read: No such file or directory" in first[0]
+    assert "nowhere/manifest.json: No such file or directory" in first[0]

@@ -132,7 +132,8 @@ def test_an_attention_that_the_model_does_not_have() -> None:
 
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
     assert problems(path=str(tmp_path)) == (
-        f"model.path = '{tmp_path}': the directory holds no config.json; is it a Hugging Face model?",
+        f"model.path = '{tmp_path}': the directory holds no config.json; give a Hugging Face model, or a "
+        "checkpoint (a step-N directory)",
     )
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from meshtrain.checkpoint.directory import Retention
 from meshtrain.checkpoint.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.plan import PipelinePlan, ScheduleName
@@ -292,7 +293,9 @@ def resume(case: Case, checkpoint: Path) -> Trainer:
 
 def save(folder: Path, trainer: Trainer, seen: Travel) -> Path:
     tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
-    checkpoint = save_checkpoint(folder, 2, tensors, manifest=manifest_of(2), huggingface=None, keep=1)
+    checkpoint = save_checkpoint(
+        folder, tensors, manifest=manifest_of(2), huggingface=None, retention=Retention(newest=1)
+    )
     seen.keys.append(set(tensor_entries(read_metadata(checkpoint), "")))
     return checkpoint
 

@@ -1,0 +1,100 @@
+"""Weights in both directions: a checkpoint becomes a Hugging Face model, a Hugging Face model a checkpoint."""
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, checkpoint_directory
+from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.store import MODEL_PREFIX, save_checkpoint
+from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import plan_hash, with_family
+from meshtrain.errors import CheckpointError
+from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.weights import INDEX_NAME, load_weights
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.process import run_process
+
+# Everything of a Hugging Face folder that is small: configurations, tokenizers, chat templates.
+_BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def convert(source: Place, target: Place) -> None:
+    """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint that holds weights alone.
+
+    A checkpoint that was made so can be trained from (`model.path`), and not resumed: it has no optimizer state.
+
+    Args:
+        source: a checkpoint, a run directory (its newest), or a local Hugging Face folder.
+        target: the folder that appears; or, for a new checkpoint, the directory in which `step-0` appears.
+
+    Raises:
+        UserError: if the source is neither, or the target is taken.
+    """
+    if isinstance(source, Path) and (source / "config.json").is_file():
+        _import(source, target)
+    elif isinstance(target, Path):
+        export_checkpoint(source, target)
+    else:
+        raise CheckpointError(f"{target} is a URL, but a Hugging Face folder is written to a local directory; give one")
+
+
+def _import(folder: Path, root: Place) -> None:
+    checkpoint = checkpoint_directory(root, 0)
+    if (checkpoint / MANIFEST_NAME).is_file():
+        raise CheckpointError(f"{checkpoint} exists; convert into another directory")
+    hf_config = load_hf_config(ModelConfig(path=str(folder)))
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if hf_config.dtype == torch.bfloat16 else "float32"
+    plan = with_family(ParallelPlan(precision=PrecisionPlan(parameters=dtype)), hf_config.model_type)
+    model = build_model(hf_config, dtype=DTYPES[dtype], attention="eager")
+    plan = resolve_plan(plan, model, BatchShape(1, 1, 1), world_size_from_environment())
+    tied = dict(model.all_tied_weights_keys)
+    with run_process() as process:
+        mesh = build_mesh(plan.mesh, process.device.type)
+        pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=process.device)
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
+        load_weights(
+            dict(pipeline.named_parameters()),
+            folder,
+            fused=pipeline.fused,
+            tied=tied,
+            base_prefix=pipeline.stages[0].model.base_model_prefix,
+        )
+        manifest = Manifest(
+            step=0,
+            seed=0,
+            global_batch_size=0,
+            mesh={axis: getattr(plan.mesh, axis) for axis in AXES},
+            plan_hash=plan_hash(plan),
+            model_type=hf_config.model_type,
+            architecture=type(model).__name__,
+            data_identity="",
+            dtype=dtype,
+            fused=pipeline.fused,
+            tied=tied,
+        )
+        save_checkpoint(
+            root,
+            {f"{MODEL_PREFIX}{name}": parameter for name, parameter in pipeline.owned_parameters().items()},
+            manifest=manifest,
+            huggingface=lambda directory: _copy_beside_weights(folder, directory),
+            retention=Retention(newest=1),
+        )
+    console.line(f"{checkpoint} holds the weights of {type(model).__name__}; train from it with model.path")
+
+
+def _copy_beside_weights(folder: Path, directory: Path) -> None:
+    for pattern in _BESIDE_WEIGHTS:
+        for file in folder.glob(pattern):
+            if file.name != INDEX_NAME:
+                shutil.copy(file, directory)

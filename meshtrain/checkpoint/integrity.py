@@ -1,0 +1,82 @@
+"""Whether a checkpoint is still what was written: every file is read and its hash compared, split over the ranks."""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
+from meshtrain.checkpoint.place import Place, SavedFile, hash_file
+from meshtrain.errors import CheckpointError
+from meshtrain.runtime.agreement import gather_objects
+
+
+def find_damage(checkpoint: Place) -> list[str]:
+    """Name everything about a checkpoint that is not as it was written. Collective.
+
+    Each rank reads its share of the files.
+    """
+    try:
+        files, problems = read_manifest(checkpoint).files, []
+    except CheckpointError as error:
+        files, problems = {}, [problem.removesuffix("; use another checkpoint") for problem in error.problems]
+    for name in _share(files):
+        problem = _damage(checkpoint / name, files[name])
+        problems += [problem] if problem else []
+    # Each problem once: all ranks read the manifest.
+    return list(dict.fromkeys(problem for answer in gather_objects(problems) for problem in answer))
+
+
+def newest_whole_checkpoint(root: Place) -> Place | None:
+    """Return the newest checkpoint that is whole, and say of those before it what is wrong. Collective.
+
+    Raises:
+        CheckpointError: if there are checkpoints and none is whole, or they cannot be listed.
+    """
+    # Not all machines may see the newest at once: the first decides.
+    checkpoints = _agreed(root)
+    for checkpoint in checkpoints:
+        damage = find_damage(checkpoint)
+        if not damage:
+            return checkpoint
+        for problem in damage:
+            console.line(f"Damaged: {problem}")
+        console.line(f"{checkpoint} is left out; the checkpoint before it is tried")
+    if checkpoints:
+        raise CheckpointError(
+            f"{root}: none of its {len(checkpoints)} checkpoints is whole, see above; nothing was changed there. "
+            "Restore one, or choose another run_directory to begin anew"
+        )
+    return None
+
+
+def _agreed(root: Place) -> list[Place]:
+    checkpoints, problems = [], []
+    try:
+        checkpoints = list_checkpoints(root)
+    except CheckpointError as error:
+        problems = list(error.problems)
+    answer, problems = gather_objects((checkpoints, problems))[0]
+    if problems:
+        raise CheckpointError(problems)
+    return answer
+
+
+def _share(files: Mapping[str, SavedFile]) -> list[str]:
+    """Return the names that this rank reads: every n-th, the largest first, so that all read about as much."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
+    return by_size[rank::world_size]
+
+
+def _damage(file: Place, wanted: SavedFile) -> str | None:
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes != wanted.num_bytes:
+            return f"{file} has {num_bytes:,} bytes and should have {wanted.num_bytes:,}"
+        found = hash_file(file)
+    except FileNotFoundError:
+        return f"{file} is missing"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}"
+    return None if found == wanted else f"{file} is not what was written: another content has the same size"

@@ -1,0 +1,128 @@
+"""Save checkpoints while training waits, or while it goes on."""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain.checkpoint.directory import Manifest, Retention
+from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.planner import Block, block_of
+from meshtrain.checkpoint.store import HuggingFace, save_blocks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was published.
+
+    Attributes:
+        step: optimizer steps done.
+        directory: where it lies.
+        seconds: from the first byte to the published directory.
+    """
+
+    step: int
+    directory: Place
+    seconds: float
+
+
+class Saver:
+    """Writes one checkpoint at a time. Made by all ranks together.
+
+    In the background, the state is copied to host memory and training goes on while a thread writes the copy. The
+    copy's memory is kept for the next save.
+
+    Args:
+        root: where checkpoints lie.
+        retention: which of them stay.
+        in_background: whether training goes on meanwhile.
+    """
+
+    def __init__(self, root: Place, retention: Retention, *, in_background: bool) -> None:
+        self._root, self._retention, self._in_background = root, retention, in_background
+        # A group of its own: with the training's, the collectives of the two threads would answer each other.
+        self._group = dist.new_group(backend="gloo")
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._published: list[Saved] = []
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save in the background could not be finished; `finish` raises why."""
+        return self._error is not None
+
+    def save(self, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: HuggingFace) -> None:
+        """Begin to save; when this returns, `tensors` may change. Collective.
+
+        Raises:
+            CheckpointError: the same on all ranks: this save, or the one before it in the background, failed.
+        """
+        self.finish()
+        blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
+        if not self._in_background:
+            self._published.append(self._write(blocks, manifest, huggingface))
+            return
+        copies = self._copy(blocks)
+        self._thread = threading.Thread(
+            target=self._write_noting_errors, args=(copies, manifest, huggingface), name="checkpoint"
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the save in the background, if there is one. Collective.
+
+        Raises:
+            CheckpointError: the same on all ranks, if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def published(self) -> list[Saved]:
+        """Return the checkpoints that were published since the last call; the ranks may hear of them at other times."""
+        saved, self._published = self._published, []
+        return saved
+
+    def _write(self, blocks: Mapping[str, Block], manifest: Manifest, huggingface: HuggingFace) -> Saved:
+        begin = time.perf_counter()
+        directory = save_blocks(
+            self._root,
+            blocks,
+            manifest=manifest,
+            huggingface=huggingface,
+            retention=self._retention,
+            group=self._group,
+        )
+        return Saved(manifest.step, directory, time.perf_counter() - begin)
+
+    def _write_noting_errors(self, blocks: Mapping[str, Block], manifest: Manifest, huggingface: HuggingFace) -> None:
+        try:
+            saved = self._write(blocks, manifest, huggingface)
+        except BaseException as error:  # noqa: BLE001 - `finish` raises it in the thread that trains, whatever it is
+            self._error = error
+        else:
+            self._published.append(saved)
+
+    def _copy(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
+        """Copy what lies on this rank into host memory."""
+        copies = {}
+        for key, block in blocks.items():
+            copy = self._copies.get(key)
+            if copy is None:
+                # Page-locked memory is what a GPU can write into while the CPU goes on.
+                copy = torch.empty(
+                    block.data.shape, dtype=block.data.dtype, device="cpu", pin_memory=block.data.is_cuda
+                )
+                self._copies[key] = copy
+            copies[key] = replace(block, data=copy.copy_(block.data, non_blocking=True))
+        if any(block.data.is_cuda for block in blocks.values()):
+            torch.cuda.current_stream().synchronize()
+        return copies

@@ -1,0 +1,65 @@
+"""What `meshtrain checkpoint list` and `meshtrain checkpoint verify` say."""
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import (
+    MANIFEST_NAME,
+    Manifest,
+    find_checkpoints,
+    foreign_files,
+    read_manifest,
+)
+from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.place import Place, shown_place
+from meshtrain.errors import CheckpointError, name_some
+
+COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
+
+
+def show_checkpoints(place: Place) -> None:
+    """Print the checkpoints of a run directory or checkpoints directory as a table, newest first.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    console.table(str(place), COLUMNS, [_row(checkpoint) for checkpoint in _checkpoints(place)])
+
+
+def verify_checkpoints(place: Place) -> None:
+    """Read every file of a checkpoint, or of all checkpoints of a directory, and compare it with its hash.
+
+    Raises:
+        CheckpointError: naming everything that is not as it was written.
+    """
+    problems: list[str] = []
+    for checkpoint in _checkpoints(place):
+        found = find_damage(checkpoint)
+        if foreign := foreign_files(checkpoint):
+            found.append(
+                f"{shown_place(checkpoint)} holds files that are not its own: {name_some(foreign)}; move them away"
+            )
+        problems += found
+        if not found:
+            files = read_manifest(checkpoint).files
+            num_bytes = sum(file.num_bytes for file in files.values())
+            console.line(f"{shown_place(checkpoint)} is whole: {len(files)} files, {num_bytes:,} bytes")
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _checkpoints(place: Place) -> list[Place]:
+    return [place] if (place / MANIFEST_NAME).is_file() else find_checkpoints(place)
+
+
+def _row(checkpoint: Place) -> tuple[object, ...]:
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return (checkpoint.name, error.problems[0], *[""] * (len(COLUMNS) - 2))
+    loss = "" if manifest.evaluation_loss is None else f"{manifest.evaluation_loss:.4f}"
+    num_bytes = sum(file.num_bytes for file in manifest.files.values())
+    columns = (f"{num_bytes:,}", len(manifest.files), _mesh(manifest), manifest.architecture, manifest.dtype)
+    return (checkpoint.name, loss, *columns)
+
+
+def _mesh(manifest: Manifest) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items() if degree > 1) or "one process"

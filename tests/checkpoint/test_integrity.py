@@ -1,0 +1,143 @@
+"""What happened to the files of a checkpoint after it was saved: found, named, and the one before it taken."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtrain.checkpoint.directory import read_manifest, write_manifest
+from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.reading import read_metadata
+from meshtrain.checkpoint.show import verify_checkpoints
+from meshtrain.errors import CheckpointError
+from tests.chaos.damage import DAMAGES, damage_at_random
+from tests.checkpoint.stages import build_stage, manifest_of
+from tests.checkpoint.test_store import save
+from tests.ranks import run_on_ranks
+
+
+def save_two(root: Path) -> None:
+    for step in (10, 20):
+        save(root, step, build_stage(1, 1, 2, 1, filled=True, scale=step))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    run_on_ranks(2, save_two, root)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of two checkpoints, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "root"))
+
+
+def test_what_was_saved_is_whole(root: Path) -> None:
+    assert find_damage(root / "step-20") == []
+    assert newest_whole_checkpoint(root) == root / "step-20"
+    assert newest_whole_checkpoint(root / "nowhere") is None
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_every_damage_is_named_and_the_checkpoint_before_is_taken(
+    root: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = random.Random(kind)
+    damaged = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
+    assert newest_whole_checkpoint(root) == root / "step-10"
+    said = capsys.readouterr().out
+    assert f"Damaged: {root / 'step-20' / damaged}" in said
+    assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in said
+
+
+def both_find(root: Path) -> tuple[list[str], Path | None]:
+    return find_damage(root / "step-20"), newest_whole_checkpoint(root)
+
+
+def test_ranks_share_the_files_and_agree(root: Path) -> None:
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        os.truncate(root / "step-20" / name, 10)
+    found, again = run_on_ranks(2, both_find, root)
+    assert found == again
+    problems, chosen = found
+    assert len(problems) == 3
+    assert all("has 10 bytes and should have" in problem for problem in problems)
+    assert chosen == root / "step-10"
+
+
+def test_when_none_is_whole_nothing_is_begun_anew(root: Path) -> None:
+    for step in (10, 20):
+        (root / f"step-{step}" / "manifest.json").write_text("{")
+    before = sorted(root.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is whole, see above; nothing was changed"):
+        newest_whole_checkpoint(root)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_changed_manifest_is_found(root: Path) -> None:
+    path = root / "step-20" / "manifest.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"seed": 1}))
+    with pytest.raises(CheckpointError, match=r"manifest.json is broken \(its checksum is that of another content\)"):
+        read_manifest(root / "step-20")
+
+
+class Command:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self._command,)
+
+
+def test_a_checkpoint_that_wants_to_run_a_command_is_refused(root: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    attack = pickle.dumps(Command(f"touch {mark}"))
+    pickle.loads(attack)
+    assert mark.exists(), "the attack does not work"
+    mark.unlink()
+    (root / "step-20" / ".metadata").write_bytes(attack)
+    with pytest.raises(CheckpointError, match=r"it asks for posix.system, which no checkpoint needs"):
+        read_metadata(root / "step-20")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", [None, torch.Size([1])])
+def test_a_table_of_something_else_is_refused(root: Path, value: object) -> None:
+    (root / "step-20" / ".metadata").write_bytes(pickle.dumps(value))
+    with pytest.raises(CheckpointError, match=r".metadata is broken \(it holds no table\)"):
+        read_metadata(root / "step-20")
+
+
+def test_verify_says_what_is_whole_and_what_is_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify_checkpoints(root)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" is whole: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
+    (root / "step-10" / "notes.txt").write_text("mine")
+    os.truncate(root / "step-20" / ".metadata", 3)
+    with pytest.raises(CheckpointError) as caught:
+        verify_checkpoints(root)
+    first, second = caught.value.problems
+    assert first.startswith(f"{root}/step-20/.metadata has 3 bytes and should have ")
+    assert second == f"{root}/step-10 holds files that are not its own: notes.txt; move them away"
+
+
+def test_files_of_a_person_are_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-10" / "notes.txt").write_text("mine")
+    save(root, 30, {"model.a": torch.ones(2)}, keep=1)
+    assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-30"]
+    assert "step-10 stays, for it holds files that are not its own: notes.txt" in capsys.readouterr().out
+
+
+def test_a_manifest_is_written_with_its_checksum(tmp_path: Path) -> None:
+    write_manifest(tmp_path, manifest_of(3))
+    assert len(read_manifest(tmp_path).checksum) == 32
