@@ -25,7 +25,16 @@ from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import Trainer, evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.reference import keep_outputs, widen
-from meshtrain.verify.subject import OPTIMIZER, STEPS, Subject, Trace, make_batches, with_noise
+from meshtrain.verify.subject import (
+    MICRO_BATCH_SIZE,
+    OPTIMIZER,
+    SEED,
+    STEPS,
+    Subject,
+    Trace,
+    make_batches,
+    with_noise,
+)
 
 
 def initial_weights(subject: Subject) -> dict[str, Tensor]:
@@ -33,7 +42,7 @@ def initial_weights(subject: Subject) -> dict[str, Tensor]:
     layers = len(find_layers(_build(subject))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
     pipeline = _parallelize(subject, subject.plan.model_copy(update=alone))
-    _initialize(pipeline, subject.seed)
+    _initialize(pipeline)
     return _gather(pipeline)
 
 
@@ -58,14 +67,14 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
     else:
-        _initialize(pipeline, subject.seed)
+        _initialize(pipeline)
         trace.initial = _gather(pipeline)
     # Behind the buffers: those of the stock model are in float32 where the model says so.
     lift_float32_casts()
     fill(pipeline, with_noise(initial))
     check_parameters(pipeline)
     if not subject.plan.compile.enabled:
-        keep_outputs(trace, _own_layers(pipeline), rows=subject.micro_batch_size)
+        keep_outputs(trace, _own_layers(pipeline), rows=MICRO_BATCH_SIZE)
     trainer = _build_trainer(pipeline)
     for step, batch in enumerate(make_batches(subject)):
         _train_step(trainer, step, batch, trace)
@@ -121,15 +130,15 @@ def _parallelize(subject: Subject, plan: ParallelPlan) -> Pipeline:
         _build(subject),
         build_mesh(plan.mesh, "cpu"),
         plan,
-        micro_batch_size=subject.micro_batch_size,
-        seed=subject.seed,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        seed=SEED,
         device=torch.device("cpu"),
     )
 
 
-def _initialize(pipeline: Pipeline, seed: int) -> None:
+def _initialize(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
-        initialize_weights(stage.model, seed=seed, names=pipeline.canonical_names())
+        initialize_weights(stage.model, seed=SEED, names=pipeline.canonical_names())
 
 
 def _build_trainer(pipeline: Pipeline) -> Trainer:

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.verify.casts import lift_float32_casts
-from meshtrain.verify.subject import OPTIMIZER, Subject, Trace, make_batches, with_noise
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, Subject, Trace, make_batches, with_noise
 
 
 def given_weights(subject: Subject) -> dict[str, Tensor]:
     """Return what transformers itself initialises the model with: as good as any weights that are given."""
-    torch.manual_seed(subject.seed)
+    torch.manual_seed(SEED)
     return {name: parameter.detach().clone() for name, parameter in _parameters(_stock_model(subject))}
 
 
@@ -33,13 +33,13 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     _load(model, with_noise(initial))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _adamw(parameters)
-    keep_outputs(trace, dict(_named_layers(model)), rows=subject.micro_batch_size)
+    keep_outputs(trace, dict(_named_layers(model)), rows=MICRO_BATCH_SIZE)
     for batch in make_batches(subject):
         optimizer.zero_grad()
         output, loss = _run(model, batch)
         trace.losses.append(loss.item())
         if output.get("router_logits") is not None:
-            router = _router_loss(model, output.router_logits, batch, rows=subject.micro_batch_size)
+            router = _router_loss(model, output.router_logits, batch)
             trace.router_losses.append(router.item())
             loss = loss + subject.hf_config.router_aux_loss_coef * router
         loss.backward()
@@ -118,16 +118,14 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
     return output, F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
 
 
-def _router_loss(
-    model: PreTrainedModel, router_logits: Sequence[Tensor], batch: dict[str, Tensor], *, rows: int
-) -> Tensor:
-    """Return the mean of the model's own auxiliary loss over its routers and over microbatches of so many samples."""
+def _router_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean of the model's own auxiliary loss over its routers and over microbatches."""
     function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
     samples, length = batch["input_ids"].shape
-    masks = batch.get("attention_mask", torch.ones(samples, length, dtype=torch.long)).split(rows)
+    masks = batch.get("attention_mask", torch.ones(samples, length, dtype=torch.long)).split(MICRO_BATCH_SIZE)
     losses = [
         function((part,), model.num_experts, model.num_experts_per_tok, mask)
         for logits in router_logits
-        for part, mask in zip(logits.split(rows * length), masks, strict=True)
+        for part, mask in zip(logits.split(MICRO_BATCH_SIZE * length), masks, strict=True)
     ]
     return torch.stack(losses).mean()

@@ -12,10 +12,10 @@ from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
-from meshtrain.verify.subject import SEQUENCE, Subject
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Subject
 from meshtrain.verify.tiny import HEADS, key_value_heads, shrink
 
-FEWEST_MICROBATCHES, MICRO_BATCH_SIZE = 4, 2
+FEWEST_MICROBATCHES = 4
 
 
 def verify_run(config: RunConfig, json_file: Path | None) -> bool:
@@ -102,7 +102,6 @@ def make_subject(
         hf_config=tiny,
         plan=plan,
         global_batch_size=global_batch_size,
-        micro_batch_size=MICRO_BATCH_SIZE,
         padded=padded,
         attention=attention,
         trust_remote_code=trust_remote_code,

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
 
-STEPS = 3
-SEQUENCE = 16
+STEPS, SEED = 3, 0
+SEQUENCE, MICRO_BATCH_SIZE = 16, 2
 # AdamW divides by sqrt(v) + epsilon: with 1e-8 the rounding noise of a gradient that is zero becomes 1e-11.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, max_gradient_norm=0.5)
 NOISE = 0.05
@@ -26,7 +26,6 @@ class Subject:
         hf_config: of the tiny model.
         plan: resolved, in float64.
         global_batch_size: in sequences.
-        micro_batch_size: in sequences.
         padded: whether samples end before the sequence does, with an attention mask.
         pretrained: whether training starts from given weights, so that no initialisation needs to be repeatable.
     """
@@ -35,12 +34,10 @@ class Subject:
     hf_config: PretrainedConfig
     plan: ParallelPlan
     global_batch_size: int
-    micro_batch_size: int
     padded: bool
     attention: str
     trust_remote_code: bool
     pretrained: bool = False
-    seed: int = 0
 
     @property
     def vocabulary(self) -> int:
@@ -85,7 +82,7 @@ def make_batches(subject: Subject) -> list[dict[str, Tensor]]:
         labels[torch.rand(shape, generator=stream) < 0.2 + 0.2 * step] = -100
         labels[:half][torch.rand((half, SEQUENCE), generator=stream) < 0.4] = -100
         # A whole microbatch without a trained token, on the first data rank.
-        labels[subject.micro_batch_size : 2 * subject.micro_batch_size] = -100
+        labels[MICRO_BATCH_SIZE : 2 * MICRO_BATCH_SIZE] = -100
         batch = {"input_ids": ids, "labels": labels}
         if subject.padded:
             lengths = torch.randint(4, SEQUENCE + 1, (rows, 1), generator=stream)

@@ -25,7 +25,7 @@ from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import STEPS, Subject, Trace, make_batches, with_noise
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Subject, Trace, make_batches, with_noise
 from tests.parallel.families import Family, resolve_family
 from tests.parity import build_trainer, fill
 from tests.ranks import run_on_ranks
@@ -52,9 +52,8 @@ class Case:
     def subject(self) -> Subject:
         config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
         plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
-        subject = make_subject(config, plan, mesh, padded=self.padded)
-        # Two samples in a microbatch, which no mean of one-sample losses gives.
-        return replace(subject, global_batch_size=8, micro_batch_size=2)
+        # Two samples in a microbatch, which no mean of one-sample losses gives; one batch for every mesh.
+        return replace(make_subject(config, plan, mesh, padded=self.padded), global_batch_size=4 * MICRO_BATCH_SIZE)
 
 
 ONE = [Case(kind) for kind in MOES] + [Case("qwen3_moe", tables={"recompute": RecomputePlan(mode="full")})]
@@ -110,7 +109,7 @@ def step_of_one_layer() -> tuple[list[float], list[float]]:
     """Return the loss of transformers itself for one layer and one microbatch, and what ours are in sum."""
     lift_float32_casts()
     subject = Case("mixtral", tables={"pipeline": PipelinePlan(layers_per_stage=[1])}).subject()
-    subject = replace(subject, micro_batch_size=subject.global_batch_size)
+    subject = replace(subject, global_batch_size=MICRO_BATCH_SIZE)
     weights = initial_weights(subject)
     model = AutoModelForCausalLM.from_config(subject.hf_config, dtype=torch.float64)
     with torch.no_grad():
@@ -137,7 +136,7 @@ def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     subject = Case("mixtral", padded=False).subject()
     model = build_model(subject.hf_config, dtype=torch.float64)
     mesh, device = build_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
-    pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=2, seed=0, device=device)
+    pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
     fill(pipeline, with_noise(initial_weights(subject)))
     # The parameters stay as they are.
     trainer = replace(build_trainer(pipeline), learning_rate=lambda step: 0.0)
