@@ -38,8 +38,14 @@ class Finding:
         return self.error <= self.tolerance
 
 
-def compare(traces: Sequence[Trace], expected: Trace) -> list[Finding]:
-    """Compare every rank's trace with that of the stock model."""
+def compare(traces: Sequence[Trace], expected: Trace, *, smallest_scale: float = SMALLEST_SCALE) -> list[Finding]:
+    """Compare every rank's trace with that of the stock model.
+
+    Args:
+        traces: of all ranks.
+        expected: of the stock model.
+        smallest_scale: 0 measures every tensor at its own scale.
+    """
     findings = [_initial(traces, expected)] if expected.initial else []
     kinds = [("loss", "losses"), ("gradient norm", "norms")]
     if expected.router_losses:
@@ -51,10 +57,9 @@ def compare(traces: Sequence[Trace], expected: Trace) -> list[Finding]:
             for step in range(len(expected.losses))
         }
         findings.append(_worst(what, errors))
-    findings.append(_worst("gradient", _gradient_errors(traces, expected)))
-    findings.append(
-        _worst("parameter after 3 steps", _tensor_errors([t.parameters for t in traces], expected.parameters))
-    )
+    findings.append(_worst("gradient", _gradient_errors(traces, expected, smallest_scale)))
+    parameters = _tensor_errors([trace.parameters for trace in traces], expected.parameters, smallest_scale)
+    findings.append(_worst("parameter after 3 steps", parameters))
     evaluation = max(relative_error(trace.evaluation, expected.evaluation) for trace in traces)
     findings.append(Finding("evaluation loss", "", evaluation, TOLERANCE))
     return findings
@@ -71,7 +76,7 @@ def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | Non
         if outputs and outputs[0].shape[1] < wanted.shape[1]:
             # With sequence parallelism each rank holds a part, in the order of the ranks.
             outputs = [torch.cat(outputs, dim=1)]
-        if any(tensor_error(output, wanted, 0.0) > TOLERANCE for output in outputs):
+        if any(tensor_error(output, wanted) > TOLERANCE for output in outputs):
             return name
     return None
 
@@ -82,7 +87,7 @@ def relative_error(found: float, wanted: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def tensor_error(found: Tensor, wanted: Tensor, scale: float) -> float:
+def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference over the largest element, or over `scale` if that is larger."""
     if found.shape != wanted.shape:
         return math.inf
@@ -96,26 +101,31 @@ def tensor_error(found: Tensor, wanted: Tensor, scale: float) -> float:
 
 
 def _initial(traces: Sequence[Trace], expected: Trace) -> Finding:
-    errors = _tensor_errors([trace.initial for trace in traces], expected.initial)
+    errors = _tensor_errors([trace.initial for trace in traces], expected.initial, SMALLEST_SCALE)
     worst = _worst("initial weights", errors)
     return Finding(worst.what, worst.where, worst.error, 0.0)
 
 
-def _gradient_errors(traces: Sequence[Trace], expected: Trace) -> dict[str, float]:
+def _gradient_errors(traces: Sequence[Trace], expected: Trace, smallest_scale: float) -> dict[str, float]:
+    """Return FQN -> error, up to the first step that differs: after it, every gradient does."""
     errors: dict[str, float] = {}
     for step, wanted in enumerate(expected.gradients):
         found = [trace.gradients[step] for trace in traces]
         # No gradient and a gradient of zeros say the same.
         zeros = {name: torch.zeros_like(tensor) for tensors in [wanted, *found] for name, tensor in tensors.items()}
         missing = {name: zeros[name] for name in zeros if not any(name in tensors for tensors in found)}
-        for name, error in _tensor_errors([*found, missing], {**zeros, **wanted}).items():
+        for name, error in _tensor_errors([*found, missing], {**zeros, **wanted}, smallest_scale).items():
             errors[name] = max(errors.get(name, 0.0), error)
+        if max(errors.values()) > TOLERANCE:
+            break
     return errors
 
 
-def _tensor_errors(found: Sequence[Mapping[str, Tensor]], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+def _tensor_errors(
+    found: Sequence[Mapping[str, Tensor]], wanted: Mapping[str, Tensor], smallest_scale: float
+) -> dict[str, float]:
     """Return FQN -> error; what no rank has, or what the stock model has not, is infinitely wrong."""
-    scale = SMALLEST_SCALE * max((tensor.abs().max().item() for tensor in wanted.values() if tensor.numel()), default=0)
+    scale = smallest_scale * max((tensor.abs().max().item() for tensor in wanted.values() if tensor.numel()), default=0)
     errors = {name: math.inf for name in wanted if not any(name in tensors for tensors in found)}
     for tensors in found:
         for name, tensor in tensors.items():
