@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,21 +20,13 @@ from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import ShardedAdamW, build_learning_rate
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import Trainer, evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.reference import keep_outputs, widen
-from meshtrain.verify.subject import (
-    MICRO_BATCH_SIZE,
-    OPTIMIZER,
-    SEED,
-    STEPS,
-    Subject,
-    Trace,
-    make_batches,
-    with_noise,
-)
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, Subject, Trace, with_noise
 
 
 def initial_weights(subject: Subject) -> dict[str, Tensor]:
@@ -42,7 +34,7 @@ def initial_weights(subject: Subject) -> dict[str, Tensor]:
     layers = len(find_layers(_build(subject))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
     pipeline = _parallelize(subject, subject.plan.model_copy(update=alone))
-    _initialize(pipeline)
+    initialize_pipeline(pipeline)
     return _gather(pipeline)
 
 
@@ -62,28 +54,43 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     # The gradients of a tiny model are small ones, which travel together; those of a real model go one by one.
     replicas.LARGE = 1
     pipeline = _parallelize(subject, subject.plan)
-    trace = Trace()
+    own: dict[str, Tensor] = {}
     if subject.pretrained:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
     else:
-        _initialize(pipeline)
-        trace.initial = _gather(pipeline)
+        initialize_pipeline(pipeline)
+        own = _gather(pipeline)
     # Behind the buffers: those of the stock model are in float32 where the model says so.
     lift_float32_casts()
     fill(pipeline, with_noise(initial))
     check_parameters(pipeline)
-    if not subject.plan.compile.enabled:
-        keep_outputs(trace, _own_layers(pipeline), rows=MICRO_BATCH_SIZE)
-    trainer = _build_trainer(pipeline)
-    for step, batch in enumerate(make_batches(subject)):
+    # Other data ranks see other samples than the first microbatch of the stock model.
+    watches = not subject.plan.compile.enabled and data_rank(pipeline.mesh) == 0
+    layers = keep_outputs(_own_layers(pipeline)) if watches else {}
+    trace = train_pipeline(pipeline, subject.batches())
+    trace.initial, trace.layers = own, layers
+    return trace
+
+
+def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> Trace:
+    """Train a pipeline as it is, a step for each global batch.
+
+    Returns:
+        What lies on this rank.
+    """
+    trace, trainer = Trace(), build_trainer(pipeline)
+    for step, batch in enumerate(batches):
         _train_step(trainer, step, batch, trace)
     trace.parameters = _gather(pipeline)
-    trace.evaluation = evaluate(trainer, [_local_part(pipeline, make_batches(subject)[0])])
-    if data_rank(pipeline.mesh) > 0:
-        # It has seen other samples than the first microbatch of the stock model.
-        trace.layers.clear()
+    trace.evaluation = evaluate(trainer, [local_part(pipeline, batches[0])])
     return trace
+
+
+def initialize_pipeline(pipeline: Pipeline, seed: int = SEED) -> None:
+    """Fill with the random initialisation."""
+    for stage in pipeline.stages:
+        initialize_weights(stage.model, seed=seed, names=pipeline.canonical_names())
 
 
 def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
@@ -98,10 +105,31 @@ def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
             local_tensor(parameter).copy_(value)
 
 
+def build_trainer(pipeline: Pipeline) -> Trainer:
+    """Build what a step needs, as a run does."""
+    group = pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None
+    vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
+    return Trainer(
+        pipeline=pipeline,
+        loss=TokenLoss(vocabulary, group),
+        optimizer=ShardedAdamW(pipeline, OPTIMIZER),
+        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
+        max_gradient_norm=OPTIMIZER.max_gradient_norm,
+        loss_scale=build_loss_scale(pipeline.plan.precision),
+    )
+
+
+def local_part(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this process's rows of a global batch."""
+    size = len(batch["input_ids"]) // axis_size(pipeline.mesh, *DATA_AXES)
+    start = data_rank(pipeline.mesh) * size
+    return {name: value[start : start + size] for name, value in batch.items()}
+
+
 def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Trace) -> None:
     pipeline = trainer.pipeline
     ids = np.arange(len(batch["input_ids"]))
-    result = train_step(trainer, step, _local_part(pipeline, batch), ids)
+    result = train_step(trainer, step, local_part(pipeline, batch), ids)
     trace.losses.append(result.loss)
     trace.router_losses.extend(result.router.values())
     trace.norms.append(result.gradient_norm)
@@ -134,30 +162,6 @@ def _parallelize(subject: Subject, plan: ParallelPlan) -> Pipeline:
         seed=SEED,
         device=torch.device("cpu"),
     )
-
-
-def _initialize(pipeline: Pipeline) -> None:
-    for stage in pipeline.stages:
-        initialize_weights(stage.model, seed=SEED, names=pipeline.canonical_names())
-
-
-def _build_trainer(pipeline: Pipeline) -> Trainer:
-    group = pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None
-    vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
-    return Trainer(
-        pipeline=pipeline,
-        loss=TokenLoss(vocabulary, group),
-        optimizer=ShardedAdamW(pipeline, OPTIMIZER),
-        learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
-        max_gradient_norm=OPTIMIZER.max_gradient_norm,
-    )
-
-
-def _local_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this process's rows of a global batch."""
-    size = len(batch["input_ids"]) // axis_size(pipeline.mesh, *DATA_AXES)
-    start = data_rank(pipeline.mesh) * size
-    return {name: value[start : start + size] for name, value in batch.items()}
 
 
 def _own_layers(pipeline: Pipeline) -> dict[str, torch.nn.Module]:

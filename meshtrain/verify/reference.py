@@ -1,23 +1,22 @@
 """The stock model, trained in one process by nothing but torch: what a plan is measured against."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.verify.casts import lift_float32_casts
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, Subject, Trace, make_batches, with_noise
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, Subject, Trace, with_noise
 
 
 def given_weights(subject: Subject) -> dict[str, Tensor]:
     """Return what transformers itself initialises the model with: as good as any weights that are given."""
-    torch.manual_seed(SEED)
-    return {name: parameter.detach().clone() for name, parameter in _parameters(_stock_model(subject))}
+    return copy_weights(_build(subject))
 
 
 def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
@@ -27,56 +26,83 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         subject: its plan is not looked at.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
     """
-    trace = Trace(initial={} if subject.pretrained else initial)
-    model = _stock_model(subject)
+    model = _build(subject)
     lift_float32_casts()
-    _load(model, with_noise(initial))
+    load_weights(model, with_noise(initial))
+    layers = keep_outputs(dict(_named_layers(model)))
+    trace = train_model(model, subject.batches())
+    trace.initial, trace.layers = {} if subject.pretrained else initial, layers
+    return trace
+
+
+def build_stock(
+    hf_config: PretrainedConfig, *, attention: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build the stock model in float64, initialised by transformers itself: alike in every process."""
+    torch.manual_seed(SEED)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.float64, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )
+    widen(model)
+    return model.train()
+
+
+def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return stock FQN -> value, for every parameter."""
+    return {name: parameter.detach().clone() for name, parameter in _parameters(model)}
+
+
+def load_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
+    """Copy values into the stock model.
+
+    Args:
+        model: of `build_stock`.
+        values: as `copy_weights` returns them.
+    """
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            parameter.copy_(values[name])
+
+
+def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Trace:
+    """Train a stock model as it is, a step for each global batch."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _adamw(parameters)
-    keep_outputs(trace, dict(_named_layers(model)), rows=MICRO_BATCH_SIZE)
-    for batch in make_batches(subject):
+    trace, optimizer = Trace(), build_adamw(parameters)
+    for batch in batches:
         optimizer.zero_grad()
         output, loss = _run(model, batch)
         trace.losses.append(loss.item())
         if output.get("router_logits") is not None:
             router = _router_loss(model, output.router_logits, batch)
             trace.router_losses.append(router.item())
-            loss = loss + subject.hf_config.router_aux_loss_coef * router
+            loss = loss + model.config.router_aux_loss_coef * router
         loss.backward()
         trace.gradients.append({n: p.grad.clone() for n, p in _parameters(model) if p.grad is not None})
         trace.norms.append(nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_gradient_norm).item())
         optimizer.step()
-    trace.parameters = {name: parameter.detach().clone() for name, parameter in _parameters(model)}
+    trace.parameters = copy_weights(model)
     with torch.no_grad():
-        trace.evaluation = _run(model.eval(), make_batches(subject)[0])[1].item()
+        trace.evaluation = _run(model.eval(), batches[0])[1].item()
     return trace
 
 
-def keep_outputs(trace: Trace, layers: dict[str, nn.Module], *, rows: int) -> None:
-    """Let the first output of each layer go into the trace, as far as the first `rows` samples."""
+def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return what will hold the first output of each layer, as far as the first microbatch goes."""
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if name not in trace.layers:
+            if name not in outputs:
                 hidden = output[0] if isinstance(output, tuple) else output
                 # Where a stream is no (batch, seq, hidden), its rows are no samples.
-                trace.layers[name] = hidden[:rows].detach().clone() if hidden.dim() == 3 else hidden[:0]
+                rows = MICRO_BATCH_SIZE if hidden.dim() == 3 else 0
+                outputs[name] = hidden[:rows].detach().clone()
 
         return hook
 
     for name, layer in layers.items():
         layer.register_forward_hook(keep(name))
-
-
-def _stock_model(subject: Subject) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        subject.hf_config,
-        dtype=torch.float64,
-        attn_implementation=subject.attention,
-        trust_remote_code=subject.trust_remote_code,
-    )
-    widen(model)
-    return model.train()
+    return outputs
 
 
 def widen(model: PreTrainedModel) -> None:
@@ -85,29 +111,28 @@ def widen(model: PreTrainedModel) -> None:
         parameter.data = parameter.data.to(torch.float64)
 
 
+def build_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """Build AdamW, which decays matrices alone."""
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
+
+
+def _build(subject: Subject) -> PreTrainedModel:
+    return build_stock(subject.hf_config, attention=subject.attention, trust_remote_code=subject.trust_remote_code)
+
+
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter once; a tied one under its original's name, also where the head is registered first."""
     for name, parameter in model.named_parameters():
         yield model.all_tied_weights_keys.get(name, name), parameter
 
 
-def _load(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in _parameters(model):
-            parameter.copy_(values[name])
-
-
 def _named_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     name, layers = find_layers(model)
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
-
-
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:

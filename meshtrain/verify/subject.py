@@ -44,6 +44,10 @@ class Subject:
         """Size of the vocabulary."""
         return int(self.hf_config.get_text_config().vocab_size)
 
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Return the global batches that both sides train on."""
+        return make_batches(self.vocabulary, self.global_batch_size, padded=self.padded)
+
 
 @dataclass
 class Trace:
@@ -70,21 +74,21 @@ class Trace:
     layers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def make_batches(subject: Subject) -> list[dict[str, Tensor]]:
+def make_batches(vocabulary: int, global_batch_size: int, *, padded: bool) -> list[dict[str, Tensor]]:
     """Return one global batch per step; trained tokens are uneven between samples."""
     stream = torch.Generator().manual_seed(5)
-    rows, half = subject.global_batch_size, subject.global_batch_size // 2
+    rows, half = global_batch_size, global_batch_size // 2
     batches = []
     for step in range(STEPS):
         shape = (rows, SEQUENCE)
-        ids = torch.randint(0, subject.vocabulary, shape, generator=stream)
-        labels = torch.randint(0, subject.vocabulary, shape, generator=stream)
+        ids = torch.randint(0, vocabulary, shape, generator=stream)
+        labels = torch.randint(0, vocabulary, shape, generator=stream)
         labels[torch.rand(shape, generator=stream) < 0.2 + 0.2 * step] = -100
         labels[:half][torch.rand((half, SEQUENCE), generator=stream) < 0.4] = -100
         # A whole microbatch without a trained token, on the first data rank.
         labels[MICRO_BATCH_SIZE : 2 * MICRO_BATCH_SIZE] = -100
         batch = {"input_ids": ids, "labels": labels}
-        if subject.padded:
+        if padded:
             lengths = torch.randint(4, SEQUENCE + 1, (rows, 1), generator=stream)
             batch["attention_mask"] = (torch.arange(SEQUENCE) < lengths).long()
             labels[batch["attention_mask"] == 0] = -100

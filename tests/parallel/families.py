@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
 from meshtrain.models.build import build_model
+from meshtrain.models.fused import join_parts
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.gradients import finish_gradients
 from meshtrain.training.loss import TokenLoss
-from tests.parity import PROOF, fill, join_parts
+from tests.parity import PROOF, fill
 
 VOCABULARY, SEQUENCE, BATCH = 61, 12, 4
 SIZES = {

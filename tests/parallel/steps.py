@@ -6,7 +6,8 @@ from torch import Tensor
 from meshtrain.config.run import ModelConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.step import StepResult, Trainer, train_step
-from tests.parity import GLOBAL_BATCH, Case, batches, build, initialize_pipeline, smallest_part
+from meshtrain.verify.parallel import initialize_pipeline
+from tests.parity import GLOBAL_BATCH, Case, batches, build, smallest_part
 
 
 def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:

@@ -18,8 +18,10 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import _attend, own_stream, stream_key
 from meshtrain.training.step import evaluate
+from meshtrain.verify.parallel import build_trainer
+from meshtrain.verify.subject import SEQUENCE
 from tests.parallel.steps import start, take_step
-from tests.parity import GPT2, MODELS, SEQUENCE, Case, batches, build, build_trainer, smallest_part
+from tests.parity import GPT2, MODELS, Case, batches, build, smallest_part
 from tests.ranks import run_on_ranks
 
 DROPOUT = {

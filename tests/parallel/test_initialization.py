@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from meshtrain.models import initialize
 from meshtrain.models.build import load_hf_config
-from meshtrain.models.fused import FusedParameter
+from meshtrain.models.fused import FusedParameter, join_parts
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
+from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.test_parity import MESHES
-from tests.parity import MODELS, Case, build, initialize_pipeline, join_parts
+from tests.parity import MODELS, Case, build
 from tests.ranks import run_on_ranks
 
 NAMES = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")

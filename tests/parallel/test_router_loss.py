@@ -22,12 +22,12 @@ from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.step import evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import compare
-from meshtrain.verify.parallel import initial_weights, train_plan
+from meshtrain.verify.parallel import build_trainer, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Subject, Trace, make_batches, with_noise
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Subject, Trace, with_noise
 from tests.parallel.families import Family, resolve_family
-from tests.parity import build_trainer, fill
+from tests.parity import fill
 from tests.ranks import run_on_ranks
 
 # Loaded before casts are lifted: both sides then compute everything in float64, tables of positions included.
@@ -115,7 +115,7 @@ def step_of_one_layer() -> tuple[list[float], list[float]]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(with_noise(weights)[name])
-    batch = make_batches(subject)[0]
+    batch = subject.batches()[0]
     labels = batch.pop("labels")
     output = model(**batch, labels=labels, shift_labels=labels, use_cache=False)
     trace = train_plan(subject, weights)
@@ -140,7 +140,7 @@ def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     fill(pipeline, with_noise(initial_weights(subject)))
     # The parameters stay as they are.
     trainer = replace(build_trainer(pipeline), learning_rate=lambda step: 0.0)
-    batch, found = make_batches(subject)[0], []
+    batch, found = subject.batches()[0], []
     for scale in (1.0, 1024.0):
         trainer.loss_scale.value = scale
         result = train_step(trainer, 0, batch, np.arange(subject.global_batch_size))

@@ -18,6 +18,7 @@ from meshtrain.checkpoint.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.plan import PipelinePlan, ScheduleName
 from meshtrain.config.run import ModelConfig
+from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.weights import load_weights
@@ -27,28 +28,25 @@ from meshtrain.parallel.schedules import SCHEDULES, stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
+from meshtrain.verify.compare import tensor_error
+from meshtrain.verify.parallel import build_trainer, initialize_pipeline, local_part
+from meshtrain.verify.subject import Trace
 from tests.checkpoint.stages import manifest_of
 from tests.parity import (
     GLOBAL_BATCH,
     GPT2,
     Case,
-    Trace,
     assert_equal_to_reference,
     batches,
     build,
-    build_trainer,
     fill,
-    initialize_pipeline,
-    join_parts,
-    local_part,
     prove,
-    relative_error,
     run_case,
     run_with_small_messages,
     stock,
     stock_weights,
 )
-from tests.ranks import RankError, run_on_ranks
+from tests.ranks import run_on_ranks
 
 MODELS = ("gpt2-tied", "qwen3", "llama-untied")
 BFS, ZERO, ZBV, DUAL = "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -169,12 +167,10 @@ def lose_gradients(name: str) -> Trace:
 
 def test_a_split_backward_with_resharding_is_caught() -> None:
     """Past the check that refuses it, torch loses weight gradients: all of a stage, or those of some microbatches."""
-    with pytest.raises(RankError, match="'NoneType' object has no attribute 'detach'"):
-        # All gradients of a stage are gone.
-        run_on_ranks(4, lose_gradients, ZBV)
-    traces = run_on_ranks(4, lose_gradients, DUAL)
-    with pytest.raises(AssertionError, match=r"gradient of (model\.layers\.3|model\.norm|lm_head)\.\S+ in step 0"):
-        assert_equal_to_reference(traces, stock("llama-untied"))
+    for name in (ZBV, DUAL):
+        traces = run_on_ranks(4, lose_gradients, name)
+        with pytest.raises(AssertionError, match=r"'gradient', where='(model\.layers\.[123]|model\.norm|lm_head)\."):
+            assert_equal_to_reference(traces, stock("llama-untied"))
 
 
 def forget_the_tie() -> Trace:
@@ -183,7 +179,7 @@ def forget_the_tie() -> Trace:
 
 
 def test_a_tied_copy_that_is_not_reduced_is_caught() -> None:
-    with pytest.raises(AssertionError, match=r"gradient of transformer\.wte\.weight in step 0"):
+    with pytest.raises(AssertionError, match=r"'gradient', where='transformer\.wte\.weight'"):
         assert_equal_to_reference(run_on_ranks(2, forget_the_tie), stock("gpt2-tied"))
 
 
@@ -223,11 +219,11 @@ def test_dropout_is_the_same_under_every_schedule() -> None:
     for case, gradients in zip(DROPPED, each, strict=True):
         assert gradients.keys() == stock("gpt2-tied").gradients[0].keys()
         for name, gradient in gradients.items():
-            assert relative_error(gradient, each[0][name]) <= 1e-12, (case, name)
+            assert tensor_error(gradient, each[0][name]) <= 1e-12, (case, name)
     for one, other in ((each[0], again), (each[-1], recomputed_again)):
         assert all(torch.equal(one[name], other[name]) for name in one)
     dry = stock("gpt2-tied").gradients[0]
-    assert max(relative_error(gradient, dry[name]) for name, gradient in again.items()) > 1e-2
+    assert max(tensor_error(gradient, dry[name]) for name, gradient in again.items()) > 1e-2
 
 
 # Tied weights with both ends on one process, through files
@@ -318,10 +314,7 @@ def are_twins(trainer: Trainer, *, only_values: bool = False) -> bool:
 
 
 def test_tied_weights_travel_between_schedules(tmp_path: Path) -> None:
-    save_file(
-        {name: value for name, value in stock_weights("gpt2-tied").items() if name != HEAD},
-        tmp_path / "model.safetensors",
-    )
+    save_file(stock_weights("gpt2-tied"), tmp_path / "model.safetensors")
     for seen in run_on_ranks(4, travel, tmp_path):
         assert seen.twins == [True] * 4
         assert seen.keys[0] == seen.keys[1]

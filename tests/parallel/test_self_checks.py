@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.fused import join_parts
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel import parallelize, rules
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import build_mesh, data_rank
+from meshtrain.verify.parallel import build_trainer, initialize_pipeline
 from tests.parallel.steps import take_step
-from tests.parity import MODELS, Case, batches, build, build_trainer, initialize_pipeline, join_parts
+from tests.parity import MODELS, Case, batches, build
 from tests.ranks import run_on_ranks
 
 CASES = [

@@ -8,8 +8,8 @@ from meshtrain.errors import PlanError
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.runtime.mesh import build_mesh
+from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.families import Family, errors_of, resolve_family
-from tests.parity import initialize_pipeline
 from tests.ranks import run_on_ranks
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tied import TiedCopies
+from meshtrain.verify.parallel import build_trainer
 from tests.parallel.steps import start, take_step
-from tests.parity import Case, batches, build_trainer
+from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
 
 CASES = [

@@ -13,25 +13,17 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.models.initialize import restore_buffers
-from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.state import saved_tensors
 from meshtrain.training.step import train_step
-from tests.parity import (
-    GLOBAL_BATCH,
-    MODELS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    Case,
-    build_trainer,
-    lift_float32_casts,
-    local_part,
-    relative_error,
-)
+from meshtrain.verify.casts import lift_float32_casts
+from meshtrain.verify.compare import tensor_error
+from meshtrain.verify.parallel import build_trainer, local_part
+from meshtrain.verify.reference import build_adamw
+from meshtrain.verify.subject import OPTIMIZER, SEQUENCE
+from tests.parity import GLOBAL_BATCH, MODELS, VOCABULARY, Case, fill
 from tests.ranks import run_on_ranks
 
 FROZEN = ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight")
@@ -117,12 +109,7 @@ def reference() -> Trace:
     """Train in one process, with nothing of meshtrain."""
     stock, trace = stock_model(), Trace()
     trained = {name: parameter for name, parameter in stock.named_parameters() if parameter.requires_grad}
-    groups = [
-        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
+    optimizer = build_adamw([*trained.values()])
     for batch in batches():
         optimizer.zero_grad()
         logits = stock(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1)
@@ -143,14 +130,7 @@ def build(case: Case) -> Pipeline:
     model = change(build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64))
     mesh = build_mesh(plan.mesh, "cpu")
     pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
-    for stage in pipeline.stages:
-        restore_buffers(stage.model)
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            value = weights[name]
-            for dim, index in enumerate(local_indices(parameter)):
-                value = value.index_select(dim, index)
-            local_tensor(parameter).copy_(value)
+    fill(pipeline, weights)
     return pipeline
 
 
@@ -192,7 +172,7 @@ def test_they_train_as_in_one_process(world_size: int) -> None:
             assert trace.norms == pytest.approx(wanted.norms, rel=1e-12)
             assert trace.steps == {name: wanted.steps[name] for name in trace.steps}
             for name, parameter in trace.parameters.items():
-                assert relative_error(parameter, wanted.parameters[name]) <= 1e-12, name
+                assert tensor_error(parameter, wanted.parameters[name]) <= 1e-12, name
 
 
 def test_frozen_parameters_are_saved_without_optimizer_state() -> None:

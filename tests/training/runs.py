@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.qwen3 import modeling_qwen3
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import find_checkpoint
@@ -24,8 +26,10 @@ from meshtrain.config.run import (
 )
 from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
-from tests.parity import lift_float32_casts
+from meshtrain.verify.casts import lift_float32_casts
 
+# Loaded before casts are lifted.
+MODELLING = (modeling_gpt2, modeling_qwen3)
 WORDS = ("model", "reads", "text", "learns", "which", "token", "comes", "after", "others", "rows", "words")
 VOCABULARY, SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 300, 16, 8, 2
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}

@@ -21,17 +21,8 @@ from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training import step as step_module
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
-from tests.parity import (
-    GLOBAL_BATCH,
-    MODELS,
-    Case,
-    batches,
-    build,
-    build_trainer,
-    fill,
-    local_part,
-    stock_weights,
-)
+from meshtrain.verify.parallel import build_trainer, local_part
+from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock_weights
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
 from tests.training.test_metrics import train_and_show

@@ -12,8 +12,9 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training.self_check import FirstStepCheck, check_parameters, checksum
+from meshtrain.verify.parallel import build_trainer
 from tests.parallel.steps import start, take_step
-from tests.parity import Case, batches, build_trainer
+from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
 from tests.training.runs import MODELS as RUN_MODELS
 
