@@ -73,8 +73,10 @@ def build_model(
             )
     except REFUSALS as error:
         raise ModelError(
-            f"transformers cannot build a {config.model_type} model from this configuration: {_reason(error)}"
+            f"transformers cannot build a {config.model_type} model from this configuration: {refusal_reason(error)}"
         ) from error
+    except AttributeError as error:
+        raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
     model.train()
     return model
 
@@ -91,7 +93,7 @@ def local_directory(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.path = {path!r}: no such directory, and the hub cannot give it: {_reason(error)}"
+            f"model.path = {path!r}: no such directory, and the hub cannot give it: {refusal_reason(error)}"
         ) from error
 
 
@@ -128,7 +130,9 @@ def _config_at(model: ModelConfig) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, *REFUSALS) as error:
-        raise ModelError(f"model.path = {model.path!r}: no Hugging Face model there: {_reason(error)}") from error
+        raise ModelError(
+            f"model.path = {model.path!r}: no Hugging Face model there: {refusal_reason(error)}"
+        ) from error
 
 
 def _change(config: PretrainedConfig, values: dict) -> None:
@@ -140,7 +144,7 @@ def _change(config: PretrainedConfig, values: dict) -> None:
 
 
 def _refusal(model_type: str, error: Exception) -> ModelError:
-    return ModelError(f"model.config: transformers refuses it for {model_type!r}: {_reason(error)}")
+    return ModelError(f"model.config: transformers refuses it for {model_type!r}: {refusal_reason(error)}")
 
 
 def _check_attention(config: PretrainedConfig, attention: str) -> None:
@@ -165,7 +169,7 @@ def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
         raise ModelError(problems)
 
 
-def _reason(error: Exception) -> str:
+def refusal_reason(error: Exception) -> str:
     """Return one line; the checks of a configuration's values hide the reason in the cause."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         return str(error.__cause__)

@@ -1,7 +1,11 @@
 """Floating-point operations of a model, counted from its structure."""
 
+from collections.abc import Iterable
+
 from torch import nn
 from transformers import PretrainedConfig
+
+from meshtrain.models.per_layer import config_of_layer
 
 
 def matmul_parameters(module: nn.Module) -> int:
@@ -13,6 +17,14 @@ def matmul_parameters(module: nn.Module) -> int:
         for parameter in child.parameters(recurse=False)
         if parameter.dim() >= 2
     )
+
+
+def flops_of_layers(layers: Iterable[nn.Module], config: PretrainedConfig, sequence_length: int) -> list[float]:
+    """Return the FLOPs of each decoder layer of a model, forward and backward, per token."""
+    return [
+        layer_flops_per_token(layer, config_of_layer(config, index), sequence_length)
+        for index, layer in enumerate(layers)
+    ]
 
 
 def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_length: int) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
+from meshtrain.models.flops import flops_of_layers, head_flops_per_token
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.cut import Stage, cut
@@ -72,7 +72,7 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     """Return the FLOPs of the whole model, forward and backward, per token, without what recomputation adds."""
     _, layers = find_layers(model)
     head = head_flops_per_token(model.get_output_embeddings())
-    return head + sum(layer_flops_per_token(layer, model.config, sequence_length) for layer in layers)
+    return head + sum(flops_of_layers(layers, model.config, sequence_length))
 
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:

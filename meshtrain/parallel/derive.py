@@ -18,6 +18,7 @@ from meshtrain.config.toml import find_family
 from meshtrain.errors import PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.patterns import as_pattern, compile_pattern
+from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.rules import gives_heads, is_lookup, is_projection, name_of, rule_names
 
@@ -250,8 +251,10 @@ def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPla
         plan: with rules.
         model: the stock model on meta; it is not changed.
     """
-    config, tp = model.config.get_text_config(), plan.mesh.tp
-    heads, queries = (getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    tp = plan.mesh.tp
+    counts = [values_in_layers(model.config, name) for name in ("num_key_value_heads", "num_attention_heads")]
+    # Layers that differ in their heads share none.
+    heads, queries = (values[0] if len(values) == 1 else None for values in counts)
     if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
         return plan
     styles: dict[str, Style] = {

@@ -161,5 +161,12 @@ def test_what_is_neither_a_directory_nor_on_the_hub(path: str) -> None:
     assert str(caught.value).startswith(f"model.path = {path!r}: ")
 
 
+def test_a_class_that_transformers_itself_cannot_build() -> None:
+    assert problems(type="dbrx") == (
+        "transformers' own code fails to build a dbrx model: 'DbrxAttentionConfig' object has no attribute "
+        "'rope_theta'",
+    )
+
+
 def test_files_lie_in_a_directory(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path

@@ -40,7 +40,8 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
 
 def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and batch.sequence_length > positions:
+    # XLNet says -1: its positions are relative.
+    if positions is not None and 0 <= positions < batch.sequence_length:
         yield (
             f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model; "
             "shorten it, or raise max_position_embeddings of a new model"

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import UserError
-from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token
+from meshtrain.models.flops import flops_of_layers, head_flops_per_token
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
@@ -20,6 +20,13 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     pp, pipeline = plan.mesh.pp, plan.pipeline
     stages = pp * pipeline.stages_per_rank
     yield from _check_schedule(plan, batch)
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    if pp > 1 and shared:
+        yield (
+            f"mesh.pp = {pp}, but the last {shared} layers of {type(model).__name__} attend to keys and values of "
+            "earlier layers (num_kv_shared_layers), which may lie on another stage; use pp = 1"
+        )
+        return
     try:
         name, layers = find_layers(model)
         if pp > 1:
@@ -128,5 +135,5 @@ def resolve_layers(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         return wanted
     if wanted == "even":
         return even_layers(len(layers), stages)
-    costs = [layer_flops_per_token(layer, model.config, batch.sequence_length) for layer in layers]
+    costs = flops_of_layers(layers, model.config, batch.sequence_length)
     return balanced_layers(costs, head_flops_per_token(model.get_output_embeddings()), stages)

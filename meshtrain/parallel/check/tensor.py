@@ -10,6 +10,7 @@ from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import UserError
 from meshtrain.models.fused import unfuse
 from meshtrain.models.patterns import as_pattern
+from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.randomness import attention_dropout
@@ -58,12 +59,15 @@ def _check_dropout(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
 
 
 def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
-    config, tp = model.config.get_text_config(), plan.mesh.tp
+    tp = plan.mesh.tp
     for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
-        count = getattr(config, name, None)
-        whole = name == "num_key_value_heads" and _are_whole(plan.tensor.styles)
-        if isinstance(count, int) and count % tp and not whole:
-            yield (f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}")
+        if name == "num_key_value_heads" and _are_whole(plan.tensor.styles):
+            continue
+        for count in values_in_layers(model.config, name):
+            if isinstance(count, int) and count % tp:
+                yield (
+                    f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}"
+                )
 
 
 def _are_whole(styles: Mapping[str, Style]) -> bool:
@@ -96,8 +100,10 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
 
 
 def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> Problems:
+    if "colwise_blocks" not in styles.values():
+        return
     heads = model.config.get_text_config().num_attention_heads
-    if "colwise_blocks" in styles.values() and (4 % tp or heads % (4 * tp)):
+    if 4 % tp or heads % (4 * tp):
         yield (
             f"mesh.tp = {tp} does not divide the four blocks of {heads} attention heads that {type(model).__name__} "
             f"computes by; tp can be {', '.join(str(way) for way in (1, 2, 4) if heads % (4 * way) == 0) or 1}"
