@@ -15,7 +15,7 @@ from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.prove import prepare_ranks, prove
 from meshtrain.verify.run import make_subject
-from meshtrain.verify.tiny import tiny_config
+from meshtrain.verify.tiny import default_config
 
 # Each mesh proves one ability; the first two together, as every cut model is sharded too.
 ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": MeshPlan(dp_shard=1, tp=2)}
@@ -62,13 +62,22 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
 
 
 def _verdict(model_type: str) -> Verdict:
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    name = architecture if isinstance(architecture, str) else architecture[0]
     try:
-        config = tiny_config(model_type)
+        config = default_config(model_type)
     except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
+        name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         return Verdict(model_type, name, dict.fromkeys(ABILITIES, f"no tiny copy: {_last_line(error)}"))
+    # Of a type whose class has eyes or ears the language model alone is proven, which has a class of its own.
+    name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
     return Verdict(model_type, name, {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()})
+
+
+def _type_of(config: PretrainedConfig, model_type: str) -> str:
+    return config.model_type if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else model_type
+
+
+def _first(architecture: str | tuple[str, ...]) -> str:
+    return architecture if isinstance(architecture, str) else architecture[0]
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:

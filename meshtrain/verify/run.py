@@ -9,6 +9,7 @@ from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
@@ -62,9 +63,17 @@ def make_subjects(config: RunConfig) -> list[Subject]:
 def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
     """Return how many processes may share a layer of the tiny model, sharing its key-value heads only if they must."""
     text = hf_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
+    heads, *others = values_in_layers(text, "num_attention_heads")
     between = (key_value_heads(text) or heads) not in (1, heads)
-    return 2 if between else HEADS
+    return 2 if between or others else HEADS
+
+
+def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
+    """Return how many attention heads the tiny model has: some for every block of a projection that is made of four."""
+    if "colwise_blocks" not in plan.tensor.styles.values():
+        return HEADS
+    (heads,) = values_in_layers(hf_config, "num_attention_heads")
+    return 4 * plan.mesh.tp if heads % (4 * tp) == 0 else heads
 
 
 def make_subject(
@@ -89,7 +98,7 @@ def make_subject(
         UserError: if the tiny model cannot be built, or contradicts the plan.
     """
     real, plan = plan.mesh, shrink_plan(plan, mesh)
-    tiny = shrink(hf_config, num_layers(plan), tp=real.tp)
+    tiny = shrink(hf_config, num_layers(plan), tp=real.tp, heads=_heads(hf_config, plan, max(real.tp, mesh.tp)))
     # The grouped matrix product that experts use by default is not there for float64.
     tiny._experts_implementation = "eager"
     model = build_model(tiny, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)

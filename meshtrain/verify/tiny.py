@@ -1,22 +1,29 @@
 """The smallest configuration of a model class that still has every part of it."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from meshtrain.errors import ModelError
-from meshtrain.models.build import REFUSALS
+from meshtrain.models.build import REFUSALS, refusal_reason
 
 HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
+# Norms around small values make rounding grow in training: 100 times a step in Gemma 4, whose attention has no scale.
+NORM_EPSILON = 1e-2
 # What the classes of transformers call their sizes. A size that a configuration does not have, or has as 0 or None, is
 # left as it is: it switches something off.
+WIDTH_NAMES = (
+    *("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "lru_width"),
+    *("dim_model", "embedding_size", "embed_dim", "input_embedding_size"),
+)
+HEAD_NAMES = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    *("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"),
+)
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "lru_width"), HIDDEN),
-    **dict.fromkeys(("dim_model", "embedding_size", "embed_dim", "input_embedding_size"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("rotary_dim", "swa_head_dim", "swa_v_head_dim", "index_head_dim", "dim_head"), HEAD_SIZE),
     **dict.fromkeys(
@@ -25,13 +32,15 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff"), 48),
     **dict.fromkeys(("dff", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp", "d_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(
+        ("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16),
-    **dict.fromkeys(
-        ("n_group", "topk_group", "n_groups", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1
-    ),
+    # Experts in two groups, of which a token goes to one.
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    **dict.fromkeys(("topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
     **dict.fromkeys(("num_nextn_predict_layers",), 1),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(
@@ -39,14 +48,21 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "index_topk"), LENGTH),
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
-    "num_kv_shared_layers": 0,
     "mamba_d_ssm": 2 * HIDDEN,
     "d_head": HEAD_SIZE,
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "laurel_rank"), WINDOW),
 }
+PART_SIZES = {
+    **SIZES,
+    **dict.fromkeys(WIDTH_NAMES, HEADS * HEAD_SIZE),
+    **dict.fromkeys(HEAD_NAMES, HEADS),
+    **dict.fromkeys(("num_hidden_layers", "num_blocks", "depth"), 1),
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
 LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+# A head of latent attention, and the parts that it may be made of.
+LATENT_HEAD = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 # Width of the state over that of the model -> number of heads that it is split into.
 STATE_HEADS = (("mamba_expand", "mamba_n_heads"), ("expand", "num_heads"), ("expand", "mamba_num_heads"))
 # Defaults that are None although the class cannot be built so.
@@ -58,77 +74,172 @@ UNSET = {
     "n_shared_experts": 1,
     "n_routed_experts": 4,
     "moe_intermediate_size": 16,
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_SIZE,
+    "indexer_budget": 2 * WINDOW,
+    "indexer_compress_ratio": WINDOW // 2,
 }
 NOT_VALUES = ("model_type", "transformers_version", "architectures", "_name_or_path", "dtype", "auto_map")
 
 
 def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
-    """Return a tiny configuration of the text model of a type, made from its defaults.
+    """Return a tiny configuration of the language model of a type, made from its defaults.
 
     Raises:
         ModelError: if transformers refuses it: some sizes of a class depend on each other in a way of their own.
     """
+    return shrink(default_config(model_type), num_layers)
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """Return the default configuration of the language model of a type, with what it cannot be built without.
+
+    Raises:
+        ModelError: if there is none.
+    """
     try:
-        config = AutoConfig.for_model(model_type).get_text_config()
+        config = AutoConfig.for_model(model_type)
     except REFUSALS as error:
-        raise ModelError(f"{model_type!r} has no defaults: {error}") from error
-    # Not by attribute: some values are different in every layer, and such a configuration does not like to be asked.
-    unset = {name for name, value in config.to_dict().items() if value is None}
-    for name in unset & UNSET.keys():
-        setattr(config, name, UNSET[name])
-    return shrink(config, num_layers)
+        raise ModelError(f"{model_type!r} has no defaults: {refusal_reason(error)}") from error
+    config = _language_model(config)
+    values = config.to_dict()
+    for name in UNSET.keys() & values.keys():
+        if values[name] is None:
+            setattr(config, name, UNSET[name])
+    kinds = values.get("layer_types", ())
+    if kinds is None:
+        config.layer_types = ["conv", "full_attention"] * (config.num_hidden_layers // 2)
+    elif values.get("rope_parameters") == {}:
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        config.rope_parameters = {kind: dict(rope) for kind in set(kinds)} if kinds else rope
+    if values.get("is_decoder") is False:
+        # The encoders among the causal language models: without it they refuse, or look at the tokens to come.
+        config.is_decoder = True
+    if values.get("axial_pos_embds"):
+        # They belong to one length of sequence.
+        config.axial_pos_embds = False
+    return config
 
 
-def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1) -> PretrainedConfig:
+def _language_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a configuration that transformers builds a causal language model from."""
+    try:
+        text: PretrainedConfig = config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"a {config.model_type} configuration holds more than one text model, and transformers does not say which "
+            "is the language model"
+        ) from error
+    return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+
+
+def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS) -> PretrainedConfig:
     """Return a tiny configuration of the same class: kinds of layers, norms, activation, ties and experts stay.
 
     Args:
-        config: of a text model; it is not changed.
+        config: of a language model; it is not changed. Where it holds others beside, they become small too.
         num_layers: of the copy. Every kind of layer is among them, if that is enough of them.
         tp: how many processes will share a layer of the model itself. If they must share key-value heads, or do not
             divide its vocabulary, so it will be with the copy on 2.
+        heads: of attention, in the copy.
 
     Raises:
         ModelError: if transformers refuses it.
     """
-    if not hasattr(config, "num_hidden_layers"):
-        raise ModelError(f"a {config.model_type} configuration does not say how many layers there are")
-    values = {name: value for name, value in config.to_dict().items() if name not in NOT_VALUES}
-    kept = _kept_layers(config, num_layers)
-    tiny = {name: _shrunk(name, value, kept, config.num_hidden_layers) for name, value in values.items()}
-    tiny |= {_own_name(config, name): value for name, value in _heads(config, tp).items()}
-    if getattr(config, "vocab_size", 0) % tp:
-        tiny["vocab_size"] = VOCABULARY - 1
-    tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
-    tiny |= {name: token for name, token in TOKENS.items() if values.get(name) is not None}
+    text = config.get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        parts = f"; it holds several models ({', '.join(config.sub_configs)})" if config.sub_configs else ""
+        raise ModelError(f"a {config.model_type} configuration does not say how many layers there are{parts}")
     try:
-        return type(config)(**tiny)
+        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads))
+        if text is config:
+            return small
+        return type(config)(**_values(config) | _small_parts(config) | {"text_config": small.to_dict()})
     except (*REFUSALS, NotImplementedError) as error:
-        raise ModelError(f"a {config.model_type} configuration cannot be made small: {error}") from error
+        reason = refusal_reason(error)
+        raise ModelError(f"a {config.model_type} configuration cannot be made small: {reason}") from error
+
+
+def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int) -> dict[str, Any]:
+    values = _values(config)
+    sizes = {**SIZES, **dict.fromkeys(WIDTH_NAMES, heads * HEAD_SIZE), **dict.fromkeys(HEAD_NAMES, heads)}
+    shared = min(values.get("num_kv_shared_layers") or 0, num_layers // 2)
+    kept = _kept_layers(config, num_layers, shared)
+    tiny = {name: _shrunk(name, value, sizes, kept, config.num_hidden_layers) for name, value in values.items()}
+    tiny |= {_own_name(config, name): value for name, value in _heads(config, values, tp, heads).items()}
+    tiny |= _small_parts(config)
+    if isinstance(values.get("per_layer_config"), dict):
+        tiny["per_layer_config"] = _small_overrides(values, tiny, kept)
+    if values.get("vocab_size", 0) % tp:
+        tiny["vocab_size"] = VOCABULARY - 1
+    if shared:
+        tiny["num_kv_shared_layers"] = shared
+    tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
+    return tiny | {name: token for name, token in TOKENS.items() if values.get(name) is not None}
+
+
+def _values(config: PretrainedConfig) -> dict[str, Any]:
+    # Not by attribute: some values are different in every layer, and such a configuration does not like to be asked.
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_VALUES}
 
 
 def _own_name(config: PretrainedConfig, name: str) -> str:
     return config.attribute_map.get(name, name)
 
 
-def _kept_layers(config: PretrainedConfig, num_layers: int) -> list[int]:
-    """Return the indices of the layers to keep: the first of every kind, then the first of all."""
-    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int) -> list[int]:
+    """Return the indices of the layers to keep: the first of every kind, then the last that share, then the first."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [None] * count
     first_of_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    order = [*first_of_kind, *(index for index in range(len(kinds)) if index not in first_of_kind)]
-    return sorted(order[:num_layers])
+    order = dict.fromkeys([*first_of_kind, *range(count - shared, count), *range(count)])
+    return sorted([*order][:num_layers])
 
 
-def _shrunk(name: str, value: Any, kept: list[int], num_layers: int) -> Any:
+def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], num_layers: int) -> Any:
     if isinstance(value, list) and len(value) == num_layers:
         return [value[index] for index in kept]
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return {place: value[index] for place, index in enumerate(kept) if index in value}
     if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
-    if name in SIZES and isinstance(value, int) and value > 0:
-        return min(SIZES[name], value)
+    if isinstance(value, float) and "norm" in name and "eps" in name:
+        return max(NORM_EPSILON, value)
+    if name in sizes and isinstance(value, int) and value > 0:
+        return min(sizes[name], value)
     return value
+
+
+def _small_overrides(values: Mapping[str, Any], tiny: Mapping[str, Any], kept: list[int]) -> dict[int, dict[str, Any]]:
+    """Return what the kept layers have of their own: in the same relation to what the others have as it was."""
+    overrides = {int(index): own for index, own in values["per_layer_config"].items()}
+    small = {}
+    for place, index in enumerate(kept):
+        own = overrides.get(index, {})
+        small[place] = {
+            name: max(1, value * tiny[name] // values[name]) if isinstance(value, int) and values.get(name) else value
+            for name, value in own.items()
+        }
+        if all(name in values for name in LATENT_HEAD) and _is_sum({**values, **own}):
+            after = {**tiny, **small[place]}
+            small[place]["head_dim"] = after["qk_nope_head_dim"] + after["qk_rope_head_dim"]
+    return {place: own for place, own in small.items() if own}
+
+
+def _is_sum(values: Mapping[str, Any]) -> bool:
+    whole, *parts = (values[name] for name in LATENT_HEAD)
+    return bool(whole == sum(parts))
+
+
+def _small_parts(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+    """Return the configurations of other models (an image encoder) that a configuration holds, made small."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs if name != "text_config"}
+    return {
+        name: {kind: _shrunk(kind, value, PART_SIZES, [], 0) for kind, value in _values(part).items()}
+        for name, part in parts.items()
+        if isinstance(part, PretrainedConfig)
+    }
 
 
 def key_value_heads(config: PretrainedConfig) -> int | None:
@@ -138,15 +249,14 @@ def key_value_heads(config: PretrainedConfig) -> int | None:
     return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
-def _heads(config: PretrainedConfig, tp: int) -> dict[str, int]:
+def _heads(config: PretrainedConfig, values: Mapping[str, Any], tp: int, heads: int) -> dict[str, int]:
     """Return the numbers of key-value heads (one, all, or some in between, as they were) and of state-space heads."""
-    values = config.to_dict()
-    heads = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
-    whole = config.num_attention_heads if hasattr(config, "num_attention_heads") else HEADS
+    found = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
+    whole = values.get(_own_name(config, "num_attention_heads"), heads)
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))
     states = {name: int(expand * HIDDEN) // HEAD_SIZE} if getattr(config, name, None) else {}
     return states | {
-        name: 1 if number < max(2, tp) else HEADS // min(2, math.ceil(whole / number))
-        for name, number in heads.items()
+        name: 1 if number < max(2, tp) else heads // min(2, math.ceil(whole / number))
+        for name, number in found.items()
         if isinstance(number, int) and number > 0
     }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from meshtrain.config.plan import (
     CompilePlan,
@@ -24,6 +24,7 @@ from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, execution, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.verify.tiny import shrink, tiny_config
 from tests.parity import GPT2, LLAMA
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
@@ -182,6 +183,13 @@ def test_sequence_length() -> None:
         "tensor.sequence_parallel splits the sequence over tp = 2, which does not divide data.sequence_length = 13; "
         "the nearest are 12 and 14",
     )
+
+
+def test_positions_without_an_end() -> None:
+    config = tiny_config("xlnet")
+    assert config.max_position_embeddings == -1
+    model = build_model(config, dtype=torch.float32, attention="eager")
+    assert resolve_plan(make_plan(), model, BATCH, 1).mesh.dp_shard == 1
 
 
 # Tensor rules
@@ -507,6 +515,25 @@ def test_a_class_that_cannot_be_cut() -> None:
     (problem,) = problems(make_plan(mesh={"pp": 2}), model)
     assert problem.startswith("RwkvForCausalLM cannot be cut into stages: ")
     assert problem.endswith("; use pp = 1")
+
+
+def test_layers_that_read_the_keys_of_others() -> None:
+    config = shrink(AutoConfig.for_model("gemma4_text", num_kv_shared_layers=10), 4)
+    model = build_model(config, dtype=torch.float32, attention="eager")
+    assert problems(make_plan(mesh={"pp": 2}), model) == (
+        "mesh.pp = 2, but the last 2 layers of Gemma4ForCausalLM attend to keys and values of earlier layers "
+        "(num_kv_shared_layers), which may lie on another stage; use pp = 1",
+    )
+
+
+def test_layers_that_differ_in_their_heads() -> None:
+    config = tiny_config("dots3_note_text")
+    model = build_model(config, dtype=torch.float32, attention="eager")
+    found = problems(make_plan(mesh={"tp": 4}), model)
+    assert found[:2] == tuple(
+        f"mesh.tp = 4 does not divide the model's 2 {what} ({name}); tp can be 1, 2"
+        for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads"))
+    )
 
 
 def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:

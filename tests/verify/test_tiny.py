@@ -6,12 +6,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from meshtrain.errors import ModelError
-from meshtrain.verify.tiny import shrink, tiny_config
+from meshtrain.config.plan import MeshPlan, ParallelPlan
+from meshtrain.config.toml import with_family
+from meshtrain.errors import ModelError, PlanError
+from meshtrain.models.per_layer import values_in_layers
+from meshtrain.verify.run import make_subject
+from meshtrain.verify.tiny import default_config, shrink, tiny_config
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gpt2", "llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "bamba", "bart", "opt"]
+    "model_type",
+    [
+        *("gpt2", "llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "bamba", "bart", "opt"),
+        *("gemma4_text", "dots3_note_text", "cohere_compass_text", "lfm2_moe", "emu3"),
+    ],
 )
 def test_a_tiny_model_runs(model_type: str) -> None:
     config = tiny_config(model_type)
@@ -45,6 +53,7 @@ def test_what_tp_makes_of_the_model_stays(tp: int, heads: int, vocabulary: int) 
 def test_what_a_configuration_says_stays() -> None:
     config = AutoConfig.for_model("llama", hidden_act="gelu", tie_word_embeddings=True, mlp_bias=True, rms_norm_eps=0.5)
     tiny = shrink(config, 3)
+    assert shrink(AutoConfig.for_model("llama"), 3).rms_norm_eps == 0.01
     assert (type(tiny), tiny.hidden_act, tiny.tie_word_embeddings) == (type(config), "gelu", True)
     assert (tiny.mlp_bias, tiny.rms_norm_eps) == (True, 0.5)
     assert config.num_hidden_layers == 32
@@ -69,5 +78,60 @@ class Stubborn(LlamaConfig):
 def test_what_cannot_be_made_small() -> None:
     with pytest.raises(ModelError, match=r"^a llama configuration cannot be made small: too few layers$"):
         shrink(Stubborn(), 2)
-    with pytest.raises(ModelError, match=r"^'musicgen' has no defaults: Multiple valid text configs were found"):
+    with pytest.raises(ModelError, match=r"^a musicgen configuration holds more than one text model, and transformers"):
         tiny_config("musicgen")
+    with pytest.raises(
+        ModelError, match=r"^a blt configuration does not say .*; it holds several models \(patcher_con"
+    ):
+        tiny_config("blt")
+    with pytest.raises(ModelError, match=r"^'gemma4_assistant' has no defaults: hidden_size_per_layer_input must be 0"):
+        tiny_config("gemma4_assistant")
+
+
+def test_layers_differ_as_they_did() -> None:
+    gemma = tiny_config("gemma4_text")
+    assert [layer.head_dim for layer in gemma.per_layer_config] == [8, 8, 8, 16]
+    dots = tiny_config("dots3_note_text")
+    assert dots.layer_types == [*["indexed_attention"] * 2, *["sliding_attention"] * 2]
+    assert values_in_layers(dots, "num_attention_heads") == values_in_layers(dots, "num_key_value_heads") == [4, 2]
+    sliding = dots.per_layer_config[2]
+    assert sliding.head_dim == sliding.qk_nope_head_dim + sliding.qk_rope_head_dim == 20
+
+
+def test_layers_that_share_keys_stay() -> None:
+    config = AutoConfig.for_model("gemma4_text", num_kv_shared_layers=10)
+    tiny = shrink(config, 4)
+    assert tiny.num_kv_shared_layers == 2
+    assert tiny.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert tiny.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("deepseek_v3", 2), ("glm4_moe", 1)])
+def test_groups_of_experts_stay(model_type: str, groups: int) -> None:
+    tiny = tiny_config(model_type)
+    assert (tiny.n_group, tiny.topk_group, tiny.n_routed_experts, tiny.num_experts_per_tok) == (groups, 1, 4, 2)
+
+
+def test_what_defaults_leave_open() -> None:
+    assert default_config("bert").is_decoder
+    assert {*default_config("lfm2_moe").layer_types} == {"conv", "full_attention"}
+    assert default_config("cohere_compass_text").rope_parameters["full_attention"]["rope_theta"] == 10_000
+    assert default_config("qwen4_exp_text").indexer_budget == 8
+
+
+def test_other_models_beside_the_language_model_are_small_too() -> None:
+    config = tiny_config("emu3")
+    assert (type(config).__name__, config.get_text_config().num_hidden_layers) == ("Emu3Config", 4)
+    vision = tiny_config("phi4_multimodal").vision_config
+    assert (vision.hidden_size, vision.num_hidden_layers) == (32, 1)
+
+
+@pytest.mark.parametrize(("heads", "tp", "small"), [(16, 2, 8), (16, 4, 16), (12, 2, 12)])
+def test_heads_for_four_blocks(heads: int, tp: int, small: int) -> None:
+    config = AutoConfig.for_model("codegen", n_head=heads, n_embd=heads * 64)
+    plan, mesh = with_family(ParallelPlan(), "codegen"), MeshPlan(dp_shard=1, tp=tp)
+    if small == heads == 12:
+        with pytest.raises(PlanError, match=r"mesh\.tp = 2 does not divide the four blocks of 12 attention heads"):
+            make_subject(config, plan, mesh, attention="eager")
+    else:
+        assert make_subject(config, plan, mesh, attention="eager").hf_config.n_head == small
