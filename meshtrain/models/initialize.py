@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedModel, activations, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.errors import ModelError
@@ -109,10 +109,22 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if model.dtype == torch.float64 else torch.float32)
     try:
+        _initialize_activations(model)
         model.initialize_weights()
     finally:
         torch.set_default_dtype(default)
         del model.is_custom_code
+
+
+def _initialize_activations(model: nn.Module) -> None:
+    """Fill what an activation (xIELU) learns: transformers has no rule for it but its constructor."""
+    for module in model.modules():
+        kind = next((kind for kind in type(module).__mro__ if kind.__module__ == activations.__name__), None)
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        if kind is not None and own:
+            new = kind()
+            for name, tensor in own.items():
+                initialization.copy_(tensor, getattr(new, name))
 
 
 def _stock_class(model: nn.Module) -> Any:

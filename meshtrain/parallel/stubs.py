@@ -49,12 +49,15 @@ class Channel:
 class LayerStub(nn.Module):
     """Stands for a decoder layer of another stage, at its own index.
 
-    Plain attributes of the layer stay readable, since a model may ask a layer for its type.
+    Plain attributes of the layer stay readable, since a model may ask a layer for its type, and so do its parts, on
+    meta: Falcon-H1 initialises a buffer inside of every layer by a rule of the whole model.
     """
 
     def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
         self.as_tuple = as_tuple
+        # Past torch's registration: a stub has no parameters.
+        self.__dict__["parts"] = layer.parts if isinstance(layer, LayerStub) else dict(layer.named_children())
         for name, value in vars(layer).items():
             if (
                 not name.startswith("_")
@@ -62,6 +65,10 @@ class LayerStub(nn.Module):
                 and isinstance(value, (str, int, float, bool, type(None)))
             ):
                 setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        parts = self.__dict__.get("parts", {})
+        return parts[name] if name in parts else super().__getattr__(name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         hidden_states = self.transform(hidden_states)

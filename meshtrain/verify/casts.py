@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ def lift_float32_casts() -> None:
     twin = ModuleType("torch")
     vars(twin).update(vars(torch))
     vars(twin)["float32"] = vars(twin)["float"] = torch.float64
+    vars(twin)["full"] = _full
     for name, module in list(sys.modules.items()):
         if name.startswith(MODELLING) and vars(module).get("torch") is torch:
             vars(module)["torch"] = twin
@@ -27,3 +29,10 @@ def lift_float32_casts() -> None:
 
 def _keep_float64(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
     return self if self.dtype == torch.float64 else self.to(torch.float32, memory_format=memory_format)
+
+
+def _full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
+    """Fill as torch does, with float64 where nobody says the type: XGLM writes the least float64 into a float32."""
+    if isinstance(fill_value, float):
+        kwargs.setdefault("dtype", torch.float64)
+    return torch.full(size, fill_value, **kwargs)

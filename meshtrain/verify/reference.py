@@ -93,7 +93,7 @@ def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             if name not in outputs:
-                hidden = output[0] if isinstance(output, tuple) else output
+                hidden = output[0] if isinstance(output, (tuple, list)) else output
                 # Where a stream is no (batch, seq, hidden), its rows are no samples.
                 rows = MICRO_BATCH_SIZE if hidden.dim() == 3 else 0
                 outputs[name] = hidden[:rows].detach().clone()

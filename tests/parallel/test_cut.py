@@ -17,6 +17,7 @@ from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel.anatomy import examine, find_layers
 from meshtrain.parallel.balance import even_layers
 from meshtrain.parallel.cut import Stage, check_cut, cut
+from meshtrain.parallel.stubs import LayerStub
 from meshtrain.verify.tiny import tiny_config
 from tests.parity import GPT2, LLAMA
 
@@ -480,3 +481,13 @@ def test_a_model_without_a_list_of_layers() -> None:
     assert str(caught.value) == (
         "LlamaForCausalLM has no list of 7 decoder layers; it cannot be cut or sharded by layer"
     )
+
+
+def test_a_stub_shows_the_parts_of_its_layer() -> None:
+    model = build_model(tiny_config("llama"), dtype=torch.float32)
+    layer = find_layers(model)[1][0]
+    stub = LayerStub(LayerStub(layer, as_tuple=False), as_tuple=False)
+    assert stub.self_attn is layer.self_attn
+    assert not list(stub.parameters())
+    with pytest.raises(AttributeError, match="'LayerStub' object has no attribute 'mamba'"):
+        print(stub.mamba)

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
+from transformers.activations import XIELUActivation
 
 from meshtrain.models import initialize
-from meshtrain.models.build import load_hf_config
+from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.fused import FusedParameter, join_parts
+from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
 from meshtrain.verify.parallel import initialize_pipeline
+from meshtrain.verify.tiny import tiny_config
 from tests.parallel.test_parity import MESHES
 from tests.parity import MODELS, Case, build
 from tests.ranks import run_on_ranks
@@ -199,3 +202,12 @@ def test_any_shard_of_any_dimension_is_a_part_of_the_whole() -> None:
     for same in run_on_ranks(4, fill_sharded_tensors):
         assert len(same) == 4 + 9 + 16
         assert all(same)
+
+
+def test_what_an_activation_learns_begins_as_its_constructor_says() -> None:
+    model = build_model(tiny_config("apertus"), dtype=torch.float32)
+    materialize(model, torch.device("cpu"), tied={})
+    initialize_weights(model, seed=0, names={name: name for name, _ in model.named_parameters()})
+    for layer in model.model.layers:
+        for name, expected in XIELUActivation().state_dict().items():
+            assert torch.equal(layer.mlp.act_fn.state_dict()[name], expected), name

@@ -292,6 +292,11 @@ def test_a_class_that_differs_is_said_in_the_table(
     assert "tensor: 0 of 1 classes proven" in capsys.readouterr().out
 
 
+def break_down() -> None:
+    """Let the plan not run."""
+    raise RuntimeError("the copy is broken")
+
+
 def test_an_unknown_class_is_proven_before_its_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,13 +326,9 @@ def test_an_unknown_class_is_proven_before_its_first_run(
         "'model.layers.*.mlp'",
         "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",
     )
-    # Its embedding casts to float32 what does not fit into it.
-    (tmp_path / "xglm.toml").write_text(UNPROVABLE)
-    refusal = (
-        r"^XGLMForCausalLM cannot be proven, its tiny copy does not run: .*\nset model\.prove_unknown_class = false"
-    )
-    with pytest.raises(ModelError, match=refusal):
-        ensure_proven(load_run("xglm.toml"))
+    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, break_down))
+    with pytest.raises(ModelError, match=r"does not run: .*broken\n.*model\.prove_unknown_class = false"):
+        ensure_proven(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
 
 
 def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
