@@ -29,6 +29,16 @@ DEEPSEEK = {
 }
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CODEGEN = {"num_attention_heads": 8, "rotary_dim": 4}
+INKLING = {
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}
 OLD_FALCON = {"multi_query": False, "parallel_attn": False, "alibi": True, "num_kv_heads": 4, "ffn_hidden_size": 48}
 FAMILIES = [
@@ -62,6 +72,8 @@ MOES = [
     *(Family("deepseek_v3", DEEPSEEK, {"experts": experts}) for experts in ("tensor", "expert")),
     Family("deepseek_v2", DEEPSEEK),
     Family("granite_swa"),
+    Family("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("inkling_text", INKLING),
 ]
 PARTS = {"sequence_parallel": True}
 TOGETHER = [

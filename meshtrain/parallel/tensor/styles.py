@@ -1,5 +1,6 @@
 """The styles of a plan: what each does to a module."""
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -243,13 +244,17 @@ class _ExpertParallel(_Experts):
         self.first = group.rank() * module.num_experts  # type: ignore[operator]
         self.num_experts: int = module.num_experts  # type: ignore[assignment]
         module._is_expert_parallel = True  # type: ignore[assignment]
+        # A loop over experts that has no place for none of them (GPT-OSS) takes the first, which then weighs nothing.
+        forward = inspect.getsource(inspect.unwrap(type(module).forward))
+        loops = self.place.config._experts_implementation == "eager"
+        self.none = 0 if loops and "num_experts + 1" not in forward else self.num_experts
         return super()._apply(module, device_mesh)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         (hidden, index, weights, *rest), kwargs = super()._enter(module, args, kwargs)
         index = index - self.first
         elsewhere = (index < 0) | (index >= self.num_experts)
-        index = index.masked_fill(elsewhere, self.num_experts)
+        index = index.masked_fill(elsewhere, self.none)
         return (hidden, index, weights.masked_fill(elsewhere, 0.0), *rest), kwargs
 
 
