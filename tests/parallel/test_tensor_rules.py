@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshtrain.config.plan import MeshPlan, ParallelPlan
 from meshtrain.errors import PlanError
+from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize
+from meshtrain.parallel.derive import with_derived_rules
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.verify.parallel import initialize_pipeline
@@ -194,11 +197,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
         ),
         (
-            Family("inkling_text"),
-            2,
-            "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.shared_experts, which has no "
-            "meaning here; write the rules, or set mesh.tp = 1",
-        ),
         *(
             (
                 family,
@@ -222,6 +220,17 @@ def test_refusals(family: Family, tp: int, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, tp))
     assert message in caught.value.problems
+
+
+def test_a_word_of_transformers_that_is_not_known() -> None:
+    model = build_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
+    model._tp_plan["model.layers.*.mlp.up_proj"] = "all_reduce"
+    with pytest.raises(PlanError) as caught:
+        with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model)
+    assert caught.value.problems == (
+        "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.up_proj, which has no meaning "
+        "here; write the rules, or set mesh.tp = 1",
+    )
 
 
 def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:
