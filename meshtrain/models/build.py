@@ -77,6 +77,11 @@ def build_model(
         ) from error
     except AttributeError as error:
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
+    if getattr(model.config, "is_decoder", True) is False:
+        raise ModelError(
+            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it shall predict; set it "
+            "to true"
+        )
     model.train()
     return model
 

@@ -170,3 +170,11 @@ def test_a_class_that_transformers_itself_cannot_build() -> None:
 
 def test_files_lie_in_a_directory(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path
+
+
+def test_an_encoder_that_sees_what_it_shall_predict_is_refused() -> None:
+    model = ModelConfig(type="bert", config={"num_hidden_layers": 1})
+    with pytest.raises(ModelError, match=r"is_decoder = false: a bert then sees the tokens .*; set it to true"):
+        build_model(load_hf_config(model), dtype=torch.float32)
+    decoder = model.model_copy(update={"config": {**model.config, "is_decoder": True}})
+    assert build_model(load_hf_config(decoder), dtype=torch.float32).config.is_decoder

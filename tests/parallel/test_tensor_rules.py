@@ -196,7 +196,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "model.config.attn_config.attn_pdrop = 1: MptForCausalLM does not know the attention interface of "
             "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
         ),
-        (
         *(
             (
                 family,

@@ -234,7 +234,6 @@ def test_arguments_that_do_not_fit(
 
 
 UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
-UNPROVABLE = f'{RUN_TEXT}\n[model]\ntype = "xglm"\nattention = "eager"\n'
 
 
 def break_a_number() -> None:
