@@ -1,13 +1,16 @@
 """The doors: one function per verb, and the only place that prints an error and sets an exit code.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
-130 stopped by ctrl-C.
+3 another process of the run failed, vanished or is stuck (all say which), 75 asked to stop (SIGTERM, SIGUSR1 or
+`stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal. Under torchrun a run that
+was asked to stop ends with 0: torchrun would take anything else for a failure, and start it again.
 """
 
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,9 +20,10 @@ import typer
 from meshtrain import console
 from meshtrain.errors import ConfigError, UserError
 
-NOT_PROVEN = 1
+BUG = NOT_PROVEN = 1
 USER_MISTAKE = 2
 INTERRUPTED = 130
+COME_AGAIN = 75
 SECONDS_FOR_RANK_0 = 5.0
 
 # Neither rich's help panels nor its tracebacks: they take longer to load than everything else here together.
@@ -66,16 +70,27 @@ def _exit_code(arguments: list[str]) -> int:
     except typer.TyperException as mistake:
         return _tell_mistake([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
     except UserError as mistake:
-        return _tell_mistake(mistake.problems)
+        return _tell_mistake(mistake.problems, mistake.teller)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception:  # noqa: BLE001 - a bug; Python's own way out waits for process groups, or aborts
+        traceback.print_exc()
+        return BUG
     return 0
 
 
-def _tell_mistake(problems: Iterable[str]) -> int:
+def _tell_mistake(problems: Iterable[str], teller: int | None = None) -> int:
+    """Print the problems, unless another rank does.
+
+    Args:
+        problems: one per line.
+        teller: the rank that prints them; None: nothing was agreed.
+    """
     from meshtrain.runtime.environment import rank_from_environment
 
-    if rank_from_environment() != 0:
+    if teller is not None and teller != rank_from_environment():
+        return USER_MISTAKE
+    if teller is None and rank_from_environment() != 0:
         # Almost always rank 0 finds the same and says it, and torchrun ends this process meanwhile. What rank 0 does
         # not find (the disk of another machine, say) must not go unsaid.
         time.sleep(SECONDS_FOR_RANK_0)
@@ -105,11 +120,13 @@ def train(run: Run, overrides: Overrides = None) -> None:
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
+    from meshtrain.runtime.environment import is_under_torchrun
     from meshtrain.training.run import train as train_run
     from meshtrain.verify.trust import ensure_proven
 
     ensure_proven(config)
-    train_run(config)
+    if not train_run(config) and not is_under_torchrun():
+        raise typer.Exit(COME_AGAIN)
 
 
 @app.command()
@@ -197,10 +214,10 @@ def list_checkpoints(
     ],
 ) -> None:
     """Show the checkpoints of a run."""
-    from meshtrain.checkpoint.place import open_place
+    from meshtrain.checkpoint.location import open_location
     from meshtrain.checkpoint.show import show_checkpoints
 
-    show_checkpoints(open_place(directory))
+    show_checkpoints(open_location(directory))
 
 
 @checkpoint_app.command("verify")
@@ -211,10 +228,10 @@ def verify_checkpoints(
     ],
 ) -> None:
     """Read every file of checkpoints and compare it with what was written."""
-    from meshtrain.checkpoint.place import open_place
+    from meshtrain.checkpoint.location import open_location
     from meshtrain.checkpoint.show import verify_checkpoints as verify_them
 
-    verify_them(open_place(directory))
+    verify_them(open_location(directory))
 
 
 @checkpoint_app.command("convert")
@@ -229,9 +246,9 @@ def convert_checkpoint(
 ) -> None:
     """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint to train from."""
     from meshtrain.checkpoint.convert import convert
-    from meshtrain.checkpoint.place import open_place
+    from meshtrain.checkpoint.location import open_location
 
-    convert(open_place(source), open_place(target))
+    convert(open_location(source), open_location(target))
 
 
 @app.command()

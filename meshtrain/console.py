@@ -78,6 +78,12 @@ def error_lines(problems: Iterable[str]) -> None:
         _show_on_standard_error(f"error: {speaker}{problem}")
 
 
+def stop_lines(lines: Sequence[str]) -> None:
+    """Show on standard error why this process stops, whatever its rank: a line, and lines that belong to it."""
+    # In one piece: all processes say it at the same time.
+    sys.stderr.write("".join(f"{text}\n" for text in [f"rank {_screen.rank} stops: {lines[0]}", *lines[1:]]))
+
+
 def _show_on_standard_error(text: str) -> None:
     # Through sys.stderr, not through a rich console: while a bar is drawn, rich puts these lines above it.
     sys.stderr.write(" ".join(text.splitlines()) + "\n")

@@ -7,6 +7,7 @@ MeshtrainError
     ├── ModelError            the model cannot be built, cut, sharded or loaded
     ├── DataError             the data or the tokenizer is missing, broken or too small
     ├── CheckpointError       a checkpoint is missing, foreign, of another shape, or cannot be written
+    ├── HostError             a machine of the run cannot be reached by the others
     └── TrainingStopped       training went wrong while running (a loss that is not finite)
 
 Anything else that escapes is a bug in meshtrain: traceback, exit code 1.
@@ -25,10 +26,14 @@ class UserError(MeshtrainError):
 
     Args:
         problems: one message, or several found at once; each is printed on its own line.
+
+    Attributes:
+        teller: the rank that prints them, where the processes have agreed on one.
     """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.teller: int | None = None
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
@@ -53,6 +58,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, foreign, of another shape, or cannot be written."""
+
+
+class HostError(UserError):
+    """A machine of the run cannot be reached by the others, or never came."""
 
 
 class TrainingStopped(UserError):

@@ -9,7 +9,7 @@ import torch
 from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, checkpoint_directory
 from meshtrain.checkpoint.export import export_checkpoint
-from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.store import MODEL_PREFIX, save_checkpoint
 from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
@@ -22,13 +22,15 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import run_process
 
+LIMITS = Limits(first_step_seconds=1800.0, minimum_seconds=1800.0, factor=1.0)
 # Everything of a Hugging Face folder that is small: configurations, tokenizers, chat templates.
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
-def convert(source: Place, target: Place) -> None:
+def convert(source: Location, target: Location) -> None:
     """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint that holds weights alone.
 
     A checkpoint that was made so can be trained from (`model.path`), and not resumed: it has no optimizer state.
@@ -48,7 +50,7 @@ def convert(source: Place, target: Place) -> None:
         raise CheckpointError(f"{target} is a URL, but a Hugging Face folder is written to a local directory; give one")
 
 
-def _import(folder: Path, root: Place) -> None:
+def _import(folder: Path, root: Location) -> None:
     checkpoint = checkpoint_directory(root, 0)
     if (checkpoint / MANIFEST_NAME).is_file():
         raise CheckpointError(f"{checkpoint} exists; convert into another directory")
@@ -58,7 +60,7 @@ def _import(folder: Path, root: Place) -> None:
     model = build_model(hf_config, dtype=DTYPES[dtype], attention="eager")
     plan = resolve_plan(plan, model, BatchShape(1, 1, 1), world_size_from_environment())
     tied = dict(model.all_tied_weights_keys)
-    with run_process() as process:
+    with run_process(root if isinstance(root, Path) else Path.cwd(), LIMITS) as process:
         mesh = build_mesh(plan.mesh, process.device.type)
         pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=process.device)
         for stage in pipeline.stages:

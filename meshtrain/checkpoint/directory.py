@@ -25,7 +25,7 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from meshtrain import console
-from meshtrain.checkpoint.place import Place, SavedFile, children, files_below, is_local, remove_tree
+from meshtrain.checkpoint.location import Location, SavedFile, children, files_below, is_local, remove_tree
 from meshtrain.config.words import Words
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.fused import FusedParameter
@@ -110,23 +110,23 @@ class Retention:
     best: int = 0
 
 
-def checkpoint_directory(root: Place, step: int) -> Place:
+def checkpoint_directory(root: Location, step: int) -> Location:
     """Return where the checkpoint of a step lies."""
     return root / f"step-{step}"
 
 
-def draft_directory(root: Place, step: int) -> Place:
+def draft_directory(root: Location, step: int) -> Location:
     """Return where the checkpoint of a step is written before it is complete."""
     return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
 
 
-def list_checkpoints(root: Place) -> list[Place]:
+def list_checkpoints(root: Location) -> list[Location]:
     """Return the complete checkpoints under `root`, newest first; whether their files are whole is not looked at.
 
     Raises:
-        CheckpointError: if the place cannot be reached.
+        CheckpointError: if the location cannot be reached.
     """
-    found: dict[int, Place] = {}
+    found: dict[int, Location] = {}
     try:
         for path in children(root):  # "step-20" comes before "step-20.old"
             if _COMPLETE.fullmatch(path.name) and (path / MANIFEST_NAME).is_file():
@@ -136,7 +136,7 @@ def list_checkpoints(root: Place) -> list[Place]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def find_checkpoint(path: Place) -> Place:
+def find_checkpoint(path: Location) -> Location:
     """Return `path` if it is a checkpoint, or the newest one of the run directory or checkpoints root that it is.
 
     Raises:
@@ -149,7 +149,7 @@ def find_checkpoint(path: Place) -> Place:
     return find_checkpoints(path)[0]
 
 
-def find_checkpoints(path: Place) -> list[Place]:
+def find_checkpoints(path: Location) -> list[Location]:
     """Return the checkpoints of a run directory or checkpoints root, newest first.
 
     Raises:
@@ -162,7 +162,7 @@ def find_checkpoints(path: Place) -> list[Place]:
     raise CheckpointError(f"{path} is no checkpoint: it {found}; give a step-N directory or the run directory above it")
 
 
-def read_manifest(checkpoint: Place) -> Manifest:
+def read_manifest(checkpoint: Location) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -193,13 +193,13 @@ def read_manifest(checkpoint: Place) -> Manifest:
     return manifest
 
 
-def write_manifest(checkpoint: Place, manifest: Manifest) -> None:
+def write_manifest(checkpoint: Location, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint, last of all its files."""
     checked = manifest.model_copy(update={"checksum": _checksum(manifest)})
     (checkpoint / MANIFEST_NAME).write_text(checked.model_dump_json(indent=2) + "\n")
 
 
-def start_draft(draft: Place) -> None:
+def start_draft(draft: Location) -> None:
     """Make an empty directory to write a checkpoint into."""
     if draft.exists():
         # First what makes it a checkpoint, if it is one: this may be an object store.
@@ -208,7 +208,7 @@ def start_draft(draft: Place) -> None:
     draft.mkdir(parents=True, exist_ok=True)
 
 
-def publish_checkpoint(draft: Place, final: Place) -> None:
+def publish_checkpoint(draft: Location, final: Location) -> None:
     """Give a draft whose files are on the disk its name, whole at every moment.
 
     A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
@@ -226,7 +226,7 @@ def publish_checkpoint(draft: Place, final: Place) -> None:
     _sync(final.parent)
 
 
-def prune_checkpoints(root: Place, *, step: int, retention: Retention) -> None:
+def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> None:
     """Remove checkpoints up to `step` that need not stay, and what killed saves left behind.
 
     Later steps belong to a future that was rewound; the run will overwrite them when it gets there. A checkpoint with
@@ -246,7 +246,7 @@ def prune_checkpoints(root: Place, *, step: int, retention: Retention) -> None:
             _remove(path)
 
 
-def foreign_files(checkpoint: Place) -> list[str]:
+def foreign_files(checkpoint: Location) -> list[str]:
     """Return the names of the files that a checkpoint's manifest does not know; none if it cannot be read."""
     try:
         known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
@@ -261,7 +261,7 @@ def sync_tree(directory: Path) -> None:
         _sync(path)
 
 
-def step_of(checkpoint: Place) -> int:
+def step_of(checkpoint: Location) -> int:
     """Return the step that the name of a checkpoint says."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None
@@ -272,7 +272,7 @@ def _checksum(manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest(manifest.model_dump_json(exclude={"checksum"}).encode())
 
 
-def _kept(newest_first: list[Place], retention: Retention) -> list[Place]:
+def _kept(newest_first: list[Location], retention: Retention) -> list[Location]:
     kept = newest_first[: retention.newest]
     if retention.every is not None:
         kept += [path for path in newest_first if step_of(path) % retention.every == 0]
@@ -281,8 +281,8 @@ def _kept(newest_first: list[Place], retention: Retention) -> list[Place]:
     return kept
 
 
-def _best(checkpoints: Iterable[Place], number: int) -> list[Place]:
-    losses: list[tuple[float, Place]] = []
+def _best(checkpoints: Iterable[Location], number: int) -> list[Location]:
+    losses: list[tuple[float, Location]] = []
     for path in checkpoints:
         try:
             loss = read_manifest(path).evaluation_loss
@@ -294,14 +294,14 @@ def _best(checkpoints: Iterable[Place], number: int) -> list[Place]:
     return [path for _, path in sorted(losses, key=lambda item: item[0])[:number]]
 
 
-def _leftovers(root: Place, checkpoints: list[Place]) -> list[Place]:
+def _leftovers(root: Location, checkpoints: list[Location]) -> list[Location]:
     if is_local(root):
         return [path for path in children(root) if _LEFTOVER.fullmatch(path.name) and path not in checkpoints]
     unfinished = [path for path in children(root) if _COMPLETE.fullmatch(path.name) and path not in checkpoints]
     return [path for path in unfinished if any(child.name.endswith(".distcp") for child in children(path))]
 
 
-def _remove(directory: Place) -> None:
+def _remove(directory: Location) -> None:
     # Out of sight first: a removal that is killed half way must not leave a checkpoint with files missing.
     if not isinstance(directory, Path):
         (directory / MANIFEST_NAME).unlink(missing_ok=True)

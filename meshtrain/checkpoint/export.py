@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from meshtrain import console
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, find_checkpoint, read_manifest, sync_tree
 from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.place import Place, as_local
+from meshtrain.checkpoint.location import Location, as_local
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
@@ -51,7 +51,7 @@ class StockTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def export_checkpoint(checkpoint: Place, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
+def export_checkpoint(checkpoint: Location, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
     Args:
@@ -90,7 +90,7 @@ def export_checkpoint(checkpoint: Place, folder: Path, *, max_shard_bytes: int =
     console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
 
 
-def list_stock_tensors(source: Place, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
+def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
     """Return the tensors of the stock model in an order that does not depend on the mesh that saved them.
 
     Raises:
@@ -141,7 +141,7 @@ def _split_into_shards(tensors: Sequence[StockTensor], max_shard_bytes: int) -> 
     return shards
 
 
-def _copy_huggingface(source: Place, draft: Path, manifest: Manifest) -> None:
+def _copy_huggingface(source: Location, draft: Path, manifest: Manifest) -> None:
     with as_local(source / HUGGINGFACE_NAME) as directory:
         shutil.copytree(directory, draft)
     path = draft / "config.json"
@@ -151,7 +151,7 @@ def _copy_huggingface(source: Place, draft: Path, manifest: Manifest) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shards(source: Place, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
+def _write_shards(source: Location, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = sum(tensor.num_bytes for shard in shards for tensor in shard)
     with console.progress("export", total_bytes, unit="MB") as advance:
@@ -168,7 +168,7 @@ def _write_shards(source: Place, metadata: Metadata, shards: Sequence[Sequence[S
         (draft / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _read_stock_tensor(source: Place, metadata: Metadata, tensor: StockTensor) -> Tensor:
+def _read_stock_tensor(source: Location, metadata: Metadata, tensor: StockTensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     parts = (
         torch.split(whole, list(tensor.sizes), tensor.dim)

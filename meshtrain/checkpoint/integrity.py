@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
-from meshtrain.checkpoint.place import Place, SavedFile, hash_file
+from meshtrain.checkpoint.location import Location, SavedFile, hash_file
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import gather_objects
 
 
-def find_damage(checkpoint: Place) -> list[str]:
+def find_damage(checkpoint: Location) -> list[str]:
     """Name everything about a checkpoint that is not as it was written. Collective.
 
     Each rank reads its share of the files.
@@ -27,7 +27,7 @@ def find_damage(checkpoint: Place) -> list[str]:
     return list(dict.fromkeys(problem for answer in gather_objects(problems) for problem in answer))
 
 
-def newest_whole_checkpoint(root: Place) -> Place | None:
+def newest_whole_checkpoint(root: Location) -> Location | None:
     """Return the newest checkpoint that is whole, and say of those before it what is wrong. Collective.
 
     Raises:
@@ -50,7 +50,7 @@ def newest_whole_checkpoint(root: Place) -> Place | None:
     return None
 
 
-def _agreed(root: Place) -> list[Place]:
+def _agreed(root: Location) -> list[Location]:
     checkpoints, problems = [], []
     try:
         checkpoints = list_checkpoints(root)
@@ -69,7 +69,7 @@ def _share(files: Mapping[str, SavedFile]) -> list[str]:
     return by_size[rank::world_size]
 
 
-def _damage(file: Place, wanted: SavedFile) -> str | None:
+def _damage(file: Location, wanted: SavedFile) -> str | None:
     try:
         num_bytes = file.stat().st_size
         if num_bytes != wanted.num_bytes:

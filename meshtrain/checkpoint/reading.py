@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from meshtrain.checkpoint.place import Place, PlaceSystem
+from meshtrain.checkpoint.location import Location, LocationSystem
 from meshtrain.checkpoint.planner import BlockLoadPlanner
 from meshtrain.errors import CheckpointError
 
@@ -52,7 +52,7 @@ _BROKEN_PICKLE = (
 )
 
 
-def read_metadata(checkpoint: Place) -> Metadata:
+def read_metadata(checkpoint: Location) -> Metadata:
     """Read DCP's table of which block of which tensor is where.
 
     Raises:
@@ -81,7 +81,7 @@ def tensor_entries(metadata: Metadata, prefix: str = "") -> dict[str, TensorStor
 
 
 @torch.no_grad()
-def read_tensors(checkpoint: Place, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
     """Fill the local part of each tensor in place from the blocks that were saved.
 
     Args:
@@ -93,7 +93,7 @@ def read_tensors(checkpoint: Place, metadata: Metadata, tensors: Mapping[str, Te
         CheckpointError: naming the file that cannot be read.
     """
     reader, planner = FileSystemReader(""), BlockLoadPlanner()
-    reader.fs = PlaceSystem()  # type: ignore[assignment]
+    reader.fs = LocationSystem()  # type: ignore[assignment]
     reader.path = checkpoint  # type: ignore[assignment]
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain.checkpoint.directory import Manifest, Retention
-from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.planner import Block, block_of
 from meshtrain.checkpoint.store import HuggingFace, save_blocks
 
@@ -26,7 +26,7 @@ class Saved:
     """
 
     step: int
-    directory: Place
+    directory: Location
     seconds: float
 
 
@@ -42,7 +42,7 @@ class Saver:
         in_background: whether training goes on meanwhile.
     """
 
-    def __init__(self, root: Place, retention: Retention, *, in_background: bool) -> None:
+    def __init__(self, root: Location, retention: Retention, *, in_background: bool) -> None:
         self._root, self._retention, self._in_background = root, retention, in_background
         # A group of its own: with the training's, the collectives of the two threads would answer each other.
         self._group = dist.new_group(backend="gloo")

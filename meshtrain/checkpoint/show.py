@@ -9,48 +9,48 @@ from meshtrain.checkpoint.directory import (
     read_manifest,
 )
 from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.place import Place, shown_place
+from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.errors import CheckpointError, name_some
 
 COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
 
 
-def show_checkpoints(place: Place) -> None:
+def show_checkpoints(location: Location) -> None:
     """Print the checkpoints of a run directory or checkpoints directory as a table, newest first.
 
     Raises:
         CheckpointError: if there is none.
     """
-    console.table(str(place), COLUMNS, [_row(checkpoint) for checkpoint in _checkpoints(place)])
+    console.table(str(location), COLUMNS, [_row(checkpoint) for checkpoint in _checkpoints(location)])
 
 
-def verify_checkpoints(place: Place) -> None:
+def verify_checkpoints(location: Location) -> None:
     """Read every file of a checkpoint, or of all checkpoints of a directory, and compare it with its hash.
 
     Raises:
         CheckpointError: naming everything that is not as it was written.
     """
     problems: list[str] = []
-    for checkpoint in _checkpoints(place):
+    for checkpoint in _checkpoints(location):
         found = find_damage(checkpoint)
         if foreign := foreign_files(checkpoint):
             found.append(
-                f"{shown_place(checkpoint)} holds files that are not its own: {name_some(foreign)}; move them away"
+                f"{shown_location(checkpoint)} holds files that are not its own: {name_some(foreign)}; move them away"
             )
         problems += found
         if not found:
             files = read_manifest(checkpoint).files
             num_bytes = sum(file.num_bytes for file in files.values())
-            console.line(f"{shown_place(checkpoint)} is whole: {len(files)} files, {num_bytes:,} bytes")
+            console.line(f"{shown_location(checkpoint)} is whole: {len(files)} files, {num_bytes:,} bytes")
     if problems:
         raise CheckpointError(problems)
 
 
-def _checkpoints(place: Place) -> list[Place]:
-    return [place] if (place / MANIFEST_NAME).is_file() else find_checkpoints(place)
+def _checkpoints(location: Location) -> list[Location]:
+    return [location] if (location / MANIFEST_NAME).is_file() else find_checkpoints(location)
 
 
-def _row(checkpoint: Place) -> tuple[object, ...]:
+def _row(checkpoint: Location) -> tuple[object, ...]:
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:

@@ -36,7 +36,7 @@ from meshtrain.checkpoint.directory import (
     write_manifest,
 )
 from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.place import Place, PlaceSystem, SavedFile, remove_tree, write_hashed
+from meshtrain.checkpoint.location import Location, LocationSystem, SavedFile, remove_tree, write_hashed
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.errors import CheckpointError, name_some
@@ -49,8 +49,8 @@ HuggingFace = Callable[[Path], None] | Path | None
 
 
 def save_checkpoint(
-    root: Place, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
-) -> Place:
+    root: Location, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
+) -> Location:
     """Write the checkpoint of a step, publish it, and remove old ones. Collective.
 
     Args:
@@ -69,14 +69,14 @@ def save_checkpoint(
 
 
 def save_blocks(
-    root: Place,
+    root: Location,
     blocks: Mapping[str, Block],
     *,
     manifest: Manifest,
     huggingface: HuggingFace,
     retention: Retention,
     group: ProcessGroup | None = None,
-) -> Place:
+) -> Location:
     """Do `save_checkpoint`, from a thread of its own if need be.
 
     Args:
@@ -105,7 +105,7 @@ def save_blocks(
 
 
 def load_checkpoint(
-    directory: Place,
+    directory: Location,
     tensors: Mapping[str, Tensor],
     *,
     only: str | None = None,
@@ -141,16 +141,16 @@ def load_checkpoint(
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, into any place, and a full disk is called one.
+    """DCP's writer, into any location, and a full disk is called one.
 
     torch.save turns the OSError of the file below it into "RuntimeError: unexpected pos 704 vs 598". One thread: an
     error in a second one is lost, and the save counts as good.
     """
 
-    def __init__(self, directory: Place) -> None:
+    def __init__(self, directory: Location) -> None:
         # Files are flushed to the disk where they are written.
         super().__init__("", thread_count=1, sync_files=False)
-        self.system = PlaceSystem()
+        self.system = LocationSystem()
         self.fs = self.system  # type: ignore[assignment]
         self.path = directory  # type: ignore[assignment]
 
@@ -181,7 +181,7 @@ def _on_first_rank(work: Callable[[], None], failure: str, outcome: str, group: 
 
 
 def _write_blocks(
-    draft: Place, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+    draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
 ) -> dict[str, SavedFile]:
     """Write what every rank has, and return what all have written."""
     writer = _Writer(draft)
@@ -210,7 +210,7 @@ def _write_blocks(
 
 
 def _finish_draft(
-    draft: Place, final: Place, manifest: Manifest, written: Mapping[str, SavedFile], huggingface: HuggingFace
+    draft: Location, final: Location, manifest: Manifest, written: Mapping[str, SavedFile], huggingface: HuggingFace
 ) -> None:
     lost = [
         f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
@@ -225,7 +225,7 @@ def _finish_draft(
     publish_checkpoint(draft, final)
 
 
-def _write_huggingface(draft: Place, huggingface: HuggingFace) -> dict[str, SavedFile]:
+def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, SavedFile]:
     if huggingface is None:
         return {}
     files: dict[str, SavedFile] = {}
@@ -243,7 +243,7 @@ def _write_huggingface(draft: Place, huggingface: HuggingFace) -> dict[str, Save
     return files
 
 
-def _read_metadata_together(directory: Place) -> Metadata:
+def _read_metadata_together(directory: Location) -> Metadata:
     metadata, problems = None, []
     try:
         metadata = read_metadata(directory)
@@ -263,7 +263,7 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
 
 
 def _differences(
-    directory: Place, metadata: Metadata, wanted: Mapping[str, Description], only: str | None, *, casts: bool
+    directory: Location, metadata: Metadata, wanted: Mapping[str, Description], only: str | None, *, casts: bool
 ) -> list[str]:
     """Return what keeps the checkpoint from being loaded into `wanted`, one line per kind."""
     saved = {

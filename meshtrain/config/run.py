@@ -1,5 +1,6 @@
 """The run file: everything that is not the plan."""
 
+import re
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,25 @@ ScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def duration_seconds(text: str) -> int:
+    """Read a duration such as `3h30m`, `90m` or `45s`.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or not text:
+        raise ValueError(f'expected a duration such as "3h30m", "90m" or "45s", found {text!r}')
+    hours, minutes, seconds = (int(number or 0) for number in match.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def _checked_duration(text: str) -> str:
+    duration_seconds(text)
+    return text
 
 
 class ModelConfig(Words):
@@ -151,6 +171,17 @@ class LoggingConfig(Words):
     """Write TensorBoard events into the run directory."""
 
 
+class WatchdogConfig(Words):
+    """When somebody is called stuck: the run then ends, and says who it is and what all the others were doing."""
+
+    first_step_seconds: Positive = 1800.0
+    """The longest that the start, each of the first three steps, an evaluation or a checkpoint may take."""
+    minimum_seconds: Positive = 60.0
+    """The longest that any other step may take,"""
+    factor: Annotated[float, Field(ge=2.0)] = 10.0
+    """or so many times the median of the latest steps, whichever is longer."""
+
+
 class RunConfig(Words):
     """A training run. One TOML file."""
 
@@ -161,6 +192,8 @@ class RunConfig(Words):
     """The length of the run in optimizer steps; or `epochs`."""
     epochs: Count | None = None
     """The length of the run in passes over the training data; or `steps`."""
+    stop_after: Annotated[str, AfterValidator(_checked_duration)] | None = None
+    """Save and stop at the first step that ends so long after the start, such as "3h30m", for queues with a limit."""
     global_batch_size: Count
     """Sequences per optimizer step, over all processes."""
     micro_batch_size: Count = 1
@@ -172,6 +205,7 @@ class RunConfig(Words):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     self_checks: bool = True
     """At the start, and after a resume, check that all processes hold the parameters, inputs and gradients that they
     must, and write down a checksum of the parameters that is the same on every mesh."""

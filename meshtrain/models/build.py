@@ -1,6 +1,7 @@
 """A Hugging Face causal LM on the meta device: all of its structure, none of its bytes."""
 
 import difflib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def build_model(
         ) from error
     except AttributeError as error:
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
-    if getattr(model.config, "is_decoder", True) is False:
+    if _sees_what_comes(model):
         raise ModelError(
             f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it shall predict; set it "
             "to true"
@@ -150,6 +151,13 @@ def _change(config: PretrainedConfig, values: dict) -> None:
 
 def _refusal(model_type: str, error: Exception) -> ModelError:
     return ModelError(f"model.config: transformers refuses it for {model_type!r}: {refusal_reason(error)}")
+
+
+def _sees_what_comes(model: PreTrainedModel) -> bool:
+    """Whether a model is an encoder unless its configuration says otherwise, and it does not."""
+    # Some decoders have the value too, and never ask for it.
+    asks = "self.config.is_decoder" in inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
+    return asks and not model.config.is_decoder
 
 
 def _check_attention(config: PretrainedConfig, attention: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_size
+from meshtrain.runtime.place import Place
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From the logits and the labels (batch, seq) of a microbatch to a () loss; the losses of a step are summed."""
@@ -46,6 +48,7 @@ class Pipeline:
         router_loss: the auxiliary loss of routers, if the model has one.
         peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
             of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
+        place: where this process is, for who asks from outside.
     """
 
     stages: tuple[Stage, ...]
@@ -61,6 +64,7 @@ class Pipeline:
     streams: ForwardStreams
     router_loss: RouterLoss
     peers: dist.ProcessGroup | None
+    place: Place = field(default_factory=Place)
     _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
 
     @property
@@ -153,7 +157,9 @@ def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, lo
     never = pipeline.plan.shard.reshard_after_forward == "never"
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
         defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
+        pipeline.place.enter("forward", stage.index, number - 1)
         loss = loss_function(stage.model(**microbatch), targets)
+        pipeline.place.enter("backward", stage.index, number - 1)
         loss.backward()
         total += loss.detach()
     return total
@@ -194,11 +200,38 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     )
 
 
+class _WatchedStage(PipelineStage):
+    """A stage that says what it computes."""
+
+    def __init__(self, place: Place, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._place = place
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._place.enter("forward", self.stage_index, fwd_chunk_id)
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._place.enter("after forward", self.stage_index, fwd_chunk_id)
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._place.enter("backward", self.stage_index, bwd_chunk_id)
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._place.enter("after backward", self.stage_index, bwd_chunk_id)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._place.enter("backward of weights", self.stage_index, bwd_chunk_id)
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._place.enter("after backward of weights", self.stage_index, bwd_chunk_id)
+        return result
+
+
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
     ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
     hidden = _hidden_like(pipeline, labels, device="meta").requires_grad_()
     output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
-    return PipelineStage(
+    return _WatchedStage(
+        pipeline.place,
         stage.model,
         stage.index,
         stage.num_stages,

@@ -21,3 +21,40 @@ def local_rank_from_environment() -> int:
 def local_world_size_from_environment() -> int:
     """Return the number of processes of the run on this machine; 1 when not started by torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or something that does as it does, started this process."""
+    return "RANK" in os.environ
+
+
+def store_address_from_environment() -> tuple[str, int]:
+    """Return host and port of the store of the run."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def attempt_from_environment() -> str:
+    """Return the name of this start of the workers: another one after every restart by torchrun."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def agent_hosts_store() -> bool:
+    """Whether torchrun's agent keeps the store, so that it outlives the workers."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun watches over this process, and takes any exit code but 0 for a failure."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def num_hosts_from_environment() -> int:
+    """Return the number of machines of the run; 1 where nothing is said of machines."""
+    if "GROUP_WORLD_SIZE" in os.environ:
+        return int(os.environ["GROUP_WORLD_SIZE"])
+    return world_size_from_environment() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
+
+
+def host_number_from_environment() -> int:
+    """Return this machine's number among them."""
+    return int(os.environ.get("GROUP_RANK", "0"))

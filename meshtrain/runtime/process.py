@@ -1,15 +1,30 @@
 """One process of a run: its device and its process group, from start to end."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshtrain.errors import ConfigError
-from meshtrain.runtime.environment import local_rank_from_environment, local_world_size_from_environment
+from meshtrain.runtime.environment import (
+    is_launched,
+    local_rank_from_environment,
+    local_world_size_from_environment,
+    rank_from_environment,
+    world_size_from_environment,
+)
+from meshtrain.runtime.flight import switch_on_recorder
+from meshtrain.runtime.guard import Guard
+from meshtrain.runtime.hosts import check_hosts
+from meshtrain.runtime.place import Limits
+from meshtrain.runtime.signals import StopRequest, catch_stop_signals
+from meshtrain.runtime.store import hosts_store, open_store
+
+LONGEST_COLLECTIVE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -20,11 +35,15 @@ class Process:
         rank: its number in the run.
         world_size: the number of processes.
         device: the device it computes on.
+        guard: what watches over it.
+        stop: whether somebody wants it to stop.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    guard: Guard
+    stop: StopRequest
 
 
 def check_devices() -> None:
@@ -42,23 +61,53 @@ def check_devices() -> None:
 
 
 @contextmanager
-def run_process() -> Iterator[Process]:
-    """Join the process group, and leave it when the block ends well.
+def run_process(directory: Path, limits: Limits) -> Iterator[Process]:
+    """Join the process group, watch over it, and leave it when the block ends well.
 
     Tensors on either device can be reduced: gloo serves the CPU, NCCL the GPU. Started without torchrun, the process
-    is alone.
+    is alone. A block that raises ends all processes, see `meshtrain.runtime.guard`.
+
+    Args:
+        directory: of the run, where the reason of a failure is written.
+        limits: how long things may take.
+
+    Raises:
+        HostError: if the machines of the run cannot reach each other.
     """
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield Process(dist.get_rank(), dist.get_world_size(), device)
-    # Without the barrier a rank that is done early is aborted at random by gloo's threads, exit code -6. After an
-    # exception nobody is there to meet: the process just ends and its peers see the closed connection.
-    dist.barrier()
-    dist.destroy_process_group()
+    rank, world_size = rank_from_environment(), world_size_from_environment()
+    switch_on_recorder()
+    store = open_store(limits.first_step_seconds) if is_launched() else dist.HashStore()
+    check_hosts(store, limits.first_step_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    # Not before: a process that waits for others to join has nothing to save, and should end at once.
+    with catch_stop_signals() as stop:
+        guard = Guard(
+            open_store(limits.first_step_seconds) if is_launched() else store,
+            rank,
+            world_size,
+            directory=directory,
+            limits=limits,
+            hosts_store=hosts_store(),
+            is_stopping=stop.is_asked,
+        )
+        with guard.watching():
+            yield Process(rank, world_size, device, guard, stop)
+            guard.expect_end()
+            # Without the barrier a rank that is done early is aborted at random by gloo's threads, exit code -6. After
+            # an exception nobody is there to meet: the process just ends.
+            dist.barrier()
+        dist.destroy_process_group()
+
+
+def lift_timeouts() -> None:
+    """Leave it to the guard to say that something takes too long: torch's own timeouts name nobody."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+            getattr(backend, "wrapped_pg", backend)._set_default_timeout(LONGEST_COLLECTIVE)
 
 
 def _device() -> torch.device:

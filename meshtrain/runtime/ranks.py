@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshtrain.runtime.failure import has_echo
+
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -23,7 +25,6 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "transformers.models.auto.modeling_auto",
 )
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -125,7 +126,7 @@ def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args
                     failures.append(failure)
         if failures:
             # A rank that lost its peer only echoes the cause.
-            raise min(failures, key=lambda failure: any(echo in str(failure) for echo in ECHOES))
+            raise min(failures, key=lambda failure: has_echo(str(failure)))
         for process in processes:
             process.join(timeout)
         return [results[rank] for rank in range(world_size)]

@@ -4,6 +4,8 @@ RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/tensorboard/        the same for TensorBoard
+RUN/failure.json        why the run ended, if it failed; gone once it trains again
+RUN/flight_recorder/    the latest collectives of every process, if one was gone or stuck
 RUN/checkpoints/step-N  see meshtrain.checkpoint.directory; elsewhere, if checkpoint.directory says so
 """
 
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
-from meshtrain.checkpoint.place import Place, open_place
+from meshtrain.checkpoint.location import Location, open_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
@@ -33,6 +35,8 @@ FREE = (
     "evaluation",
     "checkpoint",
     "logging",
+    "stop_after",
+    "watchdog",
     "self_checks",
     "plan",
     "data.cache_directory",
@@ -62,7 +66,7 @@ def check_directory(config: RunConfig) -> None:
         )
 
 
-def checkpoints_root(config: RunConfig) -> Place:
+def checkpoints_root(config: RunConfig) -> Location:
     """Return where the checkpoints of a run lie.
 
     Raises:
@@ -70,7 +74,7 @@ def checkpoints_root(config: RunConfig) -> Place:
     """
     if config.checkpoint.directory is None:
         return Path(config.run_directory) / CHECKPOINTS_NAME
-    return open_place(config.checkpoint.directory)
+    return open_location(config.checkpoint.directory)
 
 
 def changed_length(config: RunConfig) -> str | None:

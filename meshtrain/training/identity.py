@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
 from meshtrain.checkpoint.export import list_stock_tensors
-from meshtrain.checkpoint.place import Place, as_local, shown_place
+from meshtrain.checkpoint.location import Location, as_local, shown_location
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.reading import shown
@@ -82,7 +82,7 @@ class Identity:
         generation.save_pretrained(directory)
         tokenizer.copy(directory)
 
-    def check(self, checkpoint: Place) -> Manifest:
+    def check(self, checkpoint: Location) -> Manifest:
         """Refuse a checkpoint that this run cannot go on from.
 
         Returns:
@@ -113,19 +113,19 @@ class Identity:
         if problems:
             raise CheckpointError(
                 [
-                    *(f"{shown_place(checkpoint)}: {problem}" for problem in problems),
+                    *(f"{shown_location(checkpoint)}: {problem}" for problem in problems),
                     f"{shown(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
                     "give this one back what it was started with",
                 ]
             )
         return manifest
 
-    def _model_values(self, checkpoint: Place) -> dict[str, Any]:
+    def _model_values(self, checkpoint: Location) -> dict[str, Any]:
         with as_local(checkpoint / HUGGINGFACE_NAME) as directory:
             saved = ModelConfig(path=str(directory), trust_remote_code=self.config.model.trust_remote_code)
             return _values(load_hf_config(saved))
 
-    def _tensor_differences(self, checkpoint: Place, manifest: Manifest) -> list[str]:
+    def _tensor_differences(self, checkpoint: Location, manifest: Manifest) -> list[str]:
         tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
         there = {tensor.name: tensor.shape for tensor in tensors}
         here = {name: tuple(parameter.shape) for name, parameter in self.resolved.model.named_parameters()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.checkpoint.place import shown_place
+from meshtrain.checkpoint.location import shown_location
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
@@ -19,6 +19,7 @@ from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.runtime.signals import StopRequest, describe_reason
 from meshtrain.training.directory import METRICS_NAME
 from meshtrain.training.metrics import MetricsWriter, memory_bytes
 from meshtrain.training.step import Trainer, evaluate, train_step
@@ -38,6 +39,7 @@ class Run:
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
         flops_per_token: of the model, forward and backward.
         parameters_checksum: of the parameters that the first step finds; None without self-checks.
+        stop: whether this process was asked to stop; what any was asked, all do.
     """
 
     config: RunConfig
@@ -53,10 +55,14 @@ class Run:
     unigram_entropy: float
     flops_per_token: float
     parameters_checksum: str | None
+    stop: StopRequest
 
 
-def run_loop(run: Run) -> None:
+def run_loop(run: Run) -> bool:
     """Train to the last step; evaluate and save on the way and at the end.
+
+    Returns:
+        Whether the last step is done; otherwise training was asked to stop, and has saved.
 
     Raises:
         TrainingStopped: if loss or gradient is not finite.
@@ -64,14 +70,19 @@ def run_loop(run: Run) -> None:
     """
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
-        return
-    evaluation_loss, evaluated = None, 0
+        return True
+    evaluation_loss, evaluated, place = None, 0, run.trainer.pipeline.place
     with _open_metrics(run) as metrics:
         if run.parameters_checksum is not None:
             metrics.write_text(run.first_step, "parameters_checksum", run.parameters_checksum)
-        for batch, data_seconds in _timed(run.train_batches):
+        for batch, data_seconds in _timed(run):
             step = batch.step + 1
-            metrics.write(step, _one_step(run, batch, data_seconds, metrics))
+            values, stop_reason = _one_step(run, batch, data_seconds, metrics)
+            metrics.write(step, values)
+            place.end_step()
+            if stop_reason and step < run.num_steps:
+                _stop(run, step, metrics, stop_reason)
+                return False
             if step % run.steps_per_epoch == 0 or step == run.num_steps:
                 metrics.write_epoch(step)
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
@@ -82,6 +93,7 @@ def run_loop(run: Run) -> None:
         _show_saved(run, metrics)
         _check_written(metrics)
     _show_end(run, evaluation_loss)
+    return True
 
 
 def _open_metrics(run: Run) -> MetricsWriter:
@@ -93,14 +105,13 @@ def _open_metrics(run: Run) -> MetricsWriter:
     )
 
 
-def _timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
+def _timed(run: Run) -> Iterator[tuple[Batch, float]]:
     """Yield each batch with the seconds that were spent waiting for it."""
-    iterator = iter(batches)
-    while True:
+    iterator = iter(run.train_batches)
+    for step in range(run.first_step, run.num_steps):
+        run.trainer.pipeline.place.begin_step(step + 1)
         begin = time.perf_counter()
-        batch = next(iterator, None)
-        if batch is None:
-            return
+        batch = next(iterator)
         yield batch, time.perf_counter() - begin
 
 
@@ -108,22 +119,25 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
 
 
-def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter) -> dict[str, float]:
+def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter) -> tuple[dict[str, float], int]:
+    """Return the metrics of a step, and why to stop after it, if any process was asked to."""
     begin = time.perf_counter()
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
     if batch.step == run.first_step:
         _show_without_gradient(result.without_gradient)
     _show_saved(run, metrics)
-    state = [memory_bytes(run.device), metrics.problem is not None, run.saver.has_failed]
+    run.trainer.pipeline.place.enter("metrics")
+    state = [memory_bytes(run.device), metrics.problem is not None, run.saver.has_failed, run.stop.reason()]
     most = torch.tensor(state, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if most[1]:
+    memory, is_unwritten, is_unsaved, stop_reason = most.tolist()
+    if is_unwritten:
         _check_written(metrics)
-    if most[2]:
+    if is_unsaved:
         run.saver.finish()
     seconds = data_seconds + time.perf_counter() - begin
     tokens_per_step = run.config.global_batch_size * run.config.data.sequence_length
-    return {
+    values = {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
         "grad_norm": result.gradient_norm,
@@ -132,7 +146,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
         "teraflops_per_second": run.flops_per_token * tokens_per_step / seconds / dist.get_world_size() / 1e12,
-        "memory_bytes": int(most[0]),
+        "memory_bytes": int(memory),
         "seconds": seconds,
         "data_seconds": data_seconds,
         "forward_backward_seconds": result.forward_backward_seconds,
@@ -140,6 +154,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         **result.router,
         **result.scaling,
     }
+    return values, int(stop_reason)
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:
@@ -156,6 +171,7 @@ def _check_written(metrics: MetricsWriter) -> None:
 
 def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
     assert run.evaluation_batches is not None
+    run.trainer.pipeline.place.begin("evaluation")
     begin = time.perf_counter()
     loss = evaluate(run.trainer, (_on_device(batch, run.device) for batch in run.evaluation_batches()))
     if not math.isfinite(loss):
@@ -167,7 +183,18 @@ def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
     return loss
 
 
+def _stop(run: Run, step: int, metrics: MetricsWriter, reason: int) -> None:
+    """Save and say how to go on."""
+    _checkpoint(run, step, None, metrics)
+    run.saver.finish()
+    _show_saved(run, metrics)
+    _check_written(metrics)
+    done = f"{step:,} of {run.num_steps:,} steps are done"
+    console.line(f"Stopped by {describe_reason(reason)}: {done}; the same command goes on from there")
+
+
 def _checkpoint(run: Run, step: int, evaluation_loss: float | None, metrics: MetricsWriter) -> None:
+    run.trainer.pipeline.place.begin("checkpoint")
     begin = time.perf_counter()
     run.save(step, evaluation_loss)
     metrics.write(step, {"checkpoint_seconds": time.perf_counter() - begin})
@@ -179,7 +206,7 @@ def _show_saved(run: Run, metrics: MetricsWriter) -> None:
     for saved in run.saver.published():
         if run.config.checkpoint.in_background:
             metrics.write(saved.step, {"checkpoint_background_seconds": saved.seconds})
-        console.line(f"Saved {shown_place(saved.directory)}")
+        console.line(f"Saved {shown_location(saved.directory)}")
 
 
 def _is_due(step: int, every: int | None, num_steps: int) -> bool:

@@ -1,6 +1,7 @@
 """A training run from its configuration to its end: the one path."""
 
 import socket
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention
 from meshtrain.checkpoint.integrity import newest_whole_checkpoint
-from meshtrain.checkpoint.place import Place, shown_place
+from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
-from meshtrain.config.run import RunConfig
+from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.loader import Batch, build_loader
 from meshtrain.data.prepare import (
     PreparedData,
@@ -32,7 +33,8 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
-from meshtrain.runtime.process import Process, check_devices, run_process
+from meshtrain.runtime.place import Limits
+from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
 from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
@@ -52,16 +54,20 @@ from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import check_finite, load_state, load_weights_of, saved_tensors
 from meshtrain.training.step import Trainer, no_inspection
 
-Found = tuple[Place, Manifest]
+Found = tuple[Location, Manifest]
 """A checkpoint and what it says of itself."""
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig) -> bool:
     """Train a run, or go on with it where its newest checkpoint is.
+
+    Returns:
+        Whether it is done; otherwise it was asked to stop, and has saved.
 
     Raises:
         UserError: before any process group is joined, wherever the mistake can be known there.
     """
+    started = time.monotonic()
     check_devices()
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
@@ -72,11 +78,13 @@ def train(config: RunConfig) -> None:
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
     hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
     identity = Identity(config, data, resolved, hf_config)
-    with run_process() as process:
+    with run_process(Path(config.run_directory), Limits(**config.watchdog.model_dump())) as process:
+        if config.stop_after is not None:
+            process.stop.deadline = started + duration_seconds(config.stop_after)
         _agree_on_data(data)
         found = _find_checkpoint(identity)
         _show_head(config, resolved, num_steps)
-        run_loop(_build(identity, num_steps, found, process))
+        return run_loop(_build(identity, num_steps, found, process))
 
 
 def _find_checkpoint(identity: Identity) -> Found | None:
@@ -134,6 +142,8 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
         Retention(newest=kept.keep, every=kept.keep_every, best=kept.keep_best),
         in_background=kept.in_background,
     )
+    process.guard.follow(pipeline.place)
+    lift_timeouts()
     return Run(
         config=config,
         trainer=trainer,
@@ -148,6 +158,7 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=flops,
         parameters_checksum=report.checksum if report is not None else None,
+        stop=process.stop,
     )
 
 
@@ -175,7 +186,7 @@ def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
             restore_buffers(stage.model)
         load_state(checkpoint, pipeline, trainer.optimizer)
         trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
-        console.line(f"Resumed from {shown_place(checkpoint)}: step {manifest.step:,} done")
+        console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
         return manifest.step

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from meshtrain.checkpoint.place import Place
+from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
@@ -25,7 +25,7 @@ def saved_tensors(pipeline: Pipeline, optimizer: ShardedAdamW) -> dict[str, Tens
 
 
 @torch.no_grad()
-def load_state(checkpoint: Place, pipeline: Pipeline, optimizer: ShardedAdamW) -> None:
+def load_state(checkpoint: Location, pipeline: Pipeline, optimizer: ShardedAdamW) -> None:
     """Fill parameters and moments from a whole checkpoint. Collective.
 
     Raises:
@@ -39,7 +39,7 @@ def load_state(checkpoint: Place, pipeline: Pipeline, optimizer: ShardedAdamW) -
 
 
 @torch.no_grad()
-def load_weights_of(checkpoint: Place, pipeline: Pipeline) -> None:
+def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     """Fill the parameters alone from a checkpoint, and cast them to the number format that they have here. Collective.
 
     Raises:

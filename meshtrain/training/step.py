@@ -99,6 +99,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         # Its work is only queued so far. The norm waits for it anyway, and the seconds would be counted there.
         torch.cuda.current_stream().synchronize()
     forward_backward_done = time.perf_counter()
+    pipeline.place.enter("gradients")
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     # Experts may be used on one process of a tp group only.
@@ -117,6 +118,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         _scale(trainer, norm)
         # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
         unused = forget_unused(pipeline, filled) if num_filled.item() else ()
+        pipeline.place.enter("optimizer")
         trainer.optimizer.step(learning_rate)
     trainer.loss_scale.update(overflowed=overflowed)
     return StepResult(

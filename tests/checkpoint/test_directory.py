@@ -15,7 +15,7 @@ from meshtrain.checkpoint.directory import (
     read_manifest,
     write_manifest,
 )
-from meshtrain.checkpoint.place import hash_file
+from meshtrain.checkpoint.location import hash_file
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of

@@ -21,7 +21,7 @@ from meshtrain.config.reading import shown
 from meshtrain.config.words import Words
 from meshtrain.errors import CheckpointError
 
-Place = Path | UPath
+Location = Path | UPath
 """A file or directory: a Path on this machine, a UPath behind a URL."""
 
 _BLOCK = 2**20
@@ -36,8 +36,8 @@ class SavedFile(Words):
     """The hash of its content, in hexadecimal."""
 
 
-def open_place(where: str) -> Place:
-    """Return the place that a path or URL names.
+def open_location(where: str) -> Location:
+    """Return the location that a path or URL names.
 
     Raises:
         CheckpointError: if nothing installed can reach it.
@@ -52,24 +52,24 @@ def open_place(where: str) -> Place:
     return found
 
 
-def is_local(place: Place) -> bool:
-    """Whether a place is a directory or file of this machine, which can be renamed."""
-    return isinstance(place, Path)
+def is_local(location: Location) -> bool:
+    """Whether a location is a directory or file of this machine, which can be renamed."""
+    return isinstance(location, Path)
 
 
-def shown_place(place: Place) -> str:
-    """Return a place as a person in the current directory would say it."""
-    return shown(place) if isinstance(place, Path) else str(place)
+def shown_location(location: Location) -> str:
+    """Return a location as a person in the current directory would say it."""
+    return shown(location) if isinstance(location, Path) else str(location)
 
 
 @contextmanager
-def write_hashed(place: Place, record: Callable[[SavedFile], None]) -> Iterator["HashedFile"]:
+def write_hashed(location: Location, record: Callable[[SavedFile], None]) -> Iterator["HashedFile"]:
     """Open a file for writing; when it is on the disk, `record` is given what it must be."""
-    with place.open("wb") as stream:
+    with location.open("wb") as stream:
         file = HashedFile(stream)
         yield file
         stream.flush()
-        if is_local(place):
+        if is_local(location):
             os.fsync(stream.fileno())
     record(file.saved())
 
@@ -100,17 +100,17 @@ class HashedFile(io.RawIOBase):
         return SavedFile(num_bytes=self._num_bytes, xxh3_128=self._hash.hexdigest())
 
 
-def hash_file(place: Place) -> SavedFile:
+def hash_file(location: Location) -> SavedFile:
     """Read a file and return what it is."""
     digest, num_bytes = xxhash.xxh3_128(), 0
-    with place.open("rb") as stream:
+    with location.open("rb") as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
             num_bytes += len(block)
     return SavedFile(num_bytes=num_bytes, xxh3_128=digest.hexdigest())
 
 
-def children(directory: Place) -> list[Place]:
+def children(directory: Location) -> list[Location]:
     """List a directory by name, as it is now; nothing if there is none."""
     if isinstance(directory, UPath):
         # Some file systems remember what they have listed before.
@@ -120,7 +120,7 @@ def children(directory: Place) -> list[Place]:
     return sorted(directory.iterdir(), key=lambda child: child.name)
 
 
-def files_below(directory: Place) -> Iterator[tuple[str, Place]]:
+def files_below(directory: Location) -> Iterator[tuple[str, Location]]:
     """Yield every file under a directory with its name relative to it, as in `huggingface/config.json`."""
     for child in children(directory):
         if child.is_dir():
@@ -130,7 +130,7 @@ def files_below(directory: Place) -> Iterator[tuple[str, Place]]:
             yield child.name, child
 
 
-def remove_tree(directory: Place) -> None:
+def remove_tree(directory: Location) -> None:
     """Remove a directory and everything in it."""
     if isinstance(directory, UPath):
         directory.fs.rm(directory.path, recursive=True)
@@ -139,7 +139,7 @@ def remove_tree(directory: Place) -> None:
 
 
 @contextmanager
-def as_local(directory: Place) -> Iterator[Path]:
+def as_local(directory: Location) -> Iterator[Path]:
     """Give a directory as one of this machine: itself, or a copy for as long as it is needed."""
     if isinstance(directory, Path):
         yield directory
@@ -152,8 +152,8 @@ def as_local(directory: Place) -> Iterator[Path]:
         yield copy
 
 
-class PlaceSystem(FileSystemBase):
-    """What DCP's reader and writer do to files, for both kinds of place.
+class LocationSystem(FileSystemBase):
+    """What DCP's reader and writer do to files, for both kinds of location.
 
     Attributes:
         written: name -> what was written, of every file.
@@ -191,7 +191,7 @@ class PlaceSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Every place may hold a checkpoint."""
+        """Every location may hold a checkpoint."""
         return isinstance(checkpoint_id, Path | UPath)
 
     def exists(self, path: Any) -> bool:

@@ -1,0 +1,34 @@
+"""torch's flight recorder: the latest collectives of this process, for who wants to know which one never ended."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLIGHT_NAME = "flight_recorder"
+COLLECTIVES_KEPT = "2000"
+
+
+def switch_on_recorder() -> None:
+    """Let torch keep the latest collectives, unless the environment says how many; before any process group."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", COLLECTIVES_KEPT)
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", os.environ["TORCH_FR_BUFFER_SIZE"])
+
+
+def write_recorder(directory: Path, rank: int) -> None:
+    """Write what was kept as RUN/flight_recorder/rank_N, which torch's `torchfrtrace` reads."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return
+    folder = directory / FLIGHT_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    c10d: Any = torch._C._distributed_c10d
+    dump = c10d._dump_nccl_trace if torch.cuda.is_available() else c10d._dump_fr_trace
+    (folder / f"rank_{rank}").write_bytes(dump())
+
+
+def forget_recorders(directory: Path) -> None:
+    """Remove what an earlier failure left."""
+    if (directory / FLIGHT_NAME).exists():
+        shutil.rmtree(directory / FLIGHT_NAME)

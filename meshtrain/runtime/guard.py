@@ -1,0 +1,318 @@
+"""One process fails, all stop within seconds, and every one of them says the cause.
+
+A thread in every process looks into the store twice a second, through a connection of its own: the main thread may be
+blocked in a collective, or in the store. There it finds the reason why all must stop, if there is one; the first that
+is written counts. It also writes that its process is alive, watches that its neighbour does so too, and, when its own
+main thread takes too long, asks all processes where they are.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from meshtrain import console
+from meshtrain.errors import UserError
+from meshtrain.runtime.failure import (
+    FAILURE_NAME,
+    PEER_FAILED,
+    Failure,
+    Report,
+    failure_from_json,
+    is_echo,
+    kind_of,
+    message_of,
+    trace_of,
+)
+from meshtrain.runtime.flight import forget_recorders, write_recorder
+from meshtrain.runtime.place import Limits, Place
+from meshtrain.runtime.stuck import describe, innermost_frames, is_waiting, stuck_failure
+
+POLL_SECONDS = 0.5
+STORE_SECONDS = 10.0
+ECHO_SECONDS = 3.0
+"""A process whose peer is gone waits so long for a cause before it looks who is missing."""
+TELLER_SECONDS = 3.0
+"""A process that meets a mistake waits so long for rank 0 to meet it too and say it."""
+LINGER_SECONDS = 3.0
+"""The process that hosts the store waits so long for the others to read the cause."""
+REPORT_SECONDS = 3.0
+SILENT_POLLS = 16
+"""So often a neighbour's pulse may stand still. Polls, not seconds: a machine that sleeps stops both."""
+SILENT_POLLS_WHEN_STOPPING = 4
+"""torchrun sends SIGTERM to all others when one is gone, and the process waits for no step then."""
+EXIT_CODES = {"mistake": 2, "interrupted": 130}
+
+REASON, ASK = "reason", "ask"
+
+
+@dataclass
+class _Neighbour:
+    """The next process: when its pulse was seen last to change, in polls."""
+
+    rank: int
+    pulse: bytes = b""
+    silent_polls: int = 0
+
+
+class Guard:
+    """Watches over this process on behalf of all others, and over them on behalf of this one.
+
+    Args:
+        store: a connection that nobody else uses.
+        rank: of this process.
+        world_size: the number of processes.
+        directory: of the run, where failure.json goes.
+        limits: how long things may take.
+        hosts_store: whether the store ends with this process.
+        is_stopping: whether this process was asked to stop.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        directory: Path,
+        limits: Limits,
+        hosts_store: bool,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self.place = Place()
+        self._is_stopping = is_stopping
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._directory, self._limits, self._hosts_store = directory, limits, hosts_store
+        self._host = socket.gethostname()
+        self._is_ending = threading.Event()
+        self._is_failing = threading.Event()
+        self._pulse = 0
+        self._neighbour = _Neighbour((rank + 1) % world_size)
+        self._has_answered = False
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        store.set(f"host/{rank}", self._host)
+        self._beat()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the block runs; what it raises is told to all processes before it goes on its way."""
+        self._thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._is_ending.set()
+            self._thread.join(STORE_SECONDS)
+
+    def follow(self, place: Place) -> None:
+        """Take from now on another place for that of the main thread; what an earlier failure left is removed."""
+        self.place = place
+        if self._rank == 0:
+            (self._directory / FAILURE_NAME).unlink(missing_ok=True)
+            forget_recorders(self._directory)
+
+    def expect_end(self) -> None:
+        """Take it no longer for a failure if others are gone: the block is about to end well."""
+        self._is_ending.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Find out the reason together with the others; return only if this process's own exception is it."""
+        self._is_failing.set()
+        try:
+            reason = self._agreed_reason(error)
+        except dist.DistError:
+            self._end(self._store_gone())
+        is_own = reason.rank == self._rank
+        if not is_own and not (reason.is_told_by_its_rank and isinstance(error, UserError | KeyboardInterrupt)):
+            self._end(reason)
+        if isinstance(error, UserError):
+            error.teller = reason.rank
+        if is_own and reason.kind == "exception":
+            console.stop_lines(reason.lines())
+        self._let_read(is_own=is_own)
+
+    def _agreed_reason(self, error: BaseException) -> Failure:
+        if is_echo(error):
+            pulses = self._pulses()
+            reason = self._wait_for_reason(ECHO_SECONDS)
+            gone = [rank for rank, pulse in self._pulses().items() if pulse == pulses.get(rank) and rank != self._rank]
+            if reason is None and gone:
+                reason = self._publish(self._gone(gone))
+        else:
+            waits = isinstance(error, UserError) and self._rank != 0
+            reason = self._wait_for_reason(TELLER_SECONDS) if waits else None
+        return reason or self._publish(self._own(error))
+
+    def _wait_for_reason(self, seconds: float) -> Failure | None:
+        end = time.monotonic() + seconds
+        while (reason := self._read_reason()) is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 5)
+        return reason
+
+    def _own(self, error: BaseException) -> Failure:
+        place = self.place
+        kind = kind_of(error)
+        return Failure(
+            kind,
+            self._rank,
+            self._host,
+            "was stopped by ctrl-C" if kind == "interrupted" else message_of(error),
+            place=place.words(),
+            step=place.step,
+            phase=place.phase,
+            stage=place.stage,
+            microbatch=place.microbatch,
+            exception=type(error).__name__,
+            trace=trace_of(error),
+        )
+
+    def _gone(self, ranks: list[int]) -> Failure:
+        place = self._last_place_of(ranks[0])
+        others = f" (and so {'is rank' if len(ranks) == 2 else 'are ranks'} {', '.join(map(str, ranks[1:]))})"
+        return Failure(
+            "gone",
+            ranks[0],
+            self._host_of(ranks[0]),
+            f"is gone{others if len(ranks) > 1 else ''}, last seen in {place}: killed from outside, out of memory, or "
+            "its machine is down",
+            place=place,
+        )
+
+    def _store_gone(self) -> Failure:
+        host = os.environ.get("MASTER_ADDR", self._host)
+        message = "is gone, with the store through which the processes speak, or torchrun on its machine is"
+        return Failure("gone", 0, host, message)
+
+    def _watch(self) -> None:
+        while not self._is_ending.wait(POLL_SECONDS):
+            try:
+                self._look_around()
+            except dist.DistError:
+                # The end of the run may come between any two lines.
+                if not self._is_ending.is_set() and not self._is_failing.is_set():
+                    self._end(self._store_gone())
+
+    def _look_around(self) -> None:
+        self._beat()
+        reason = self._read_reason()
+        if self._is_failing.is_set():
+            # The main thread is about to say it.
+            return
+        if reason is not None:
+            self._end(reason)
+        self._look_at_neighbour()
+        self._answer()
+        self._look_at_clock()
+
+    def _beat(self) -> None:
+        self._pulse += 1
+        self._store.set(f"alive/{self._rank}", f"{self._pulse} {self.place.words()}")
+
+    def _look_at_neighbour(self) -> None:
+        neighbour = self._neighbour
+        if neighbour.rank == self._rank or not self._store.check([f"alive/{neighbour.rank}"]):
+            return
+        pulse = self._store.get(f"alive/{neighbour.rank}")
+        neighbour.silent_polls = neighbour.silent_polls + 1 if pulse == neighbour.pulse else 0
+        neighbour.pulse = pulse
+        if neighbour.silent_polls >= (SILENT_POLLS_WHEN_STOPPING if self._is_stopping() else SILENT_POLLS):
+            self._end(self._publish(self._gone([neighbour.rank])))
+
+    def _look_at_clock(self) -> None:
+        limit, seconds = self.place.limit_seconds(self._limits), self.place.seconds_in_part()
+        if seconds <= limit or self._store.compare_set(ASK, "", str(self._rank)) != str(self._rank).encode():
+            return
+        self._answer()
+        end = time.monotonic() + REPORT_SECONDS
+        keys = [f"report/{rank}" for rank in range(self._world_size)]
+        while not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 5)
+        reports = [self._report_of(rank) for rank in range(self._world_size)]
+        self._end(self._publish(stuck_failure(reports, reports[self._rank], seconds, limit)))
+
+    def _answer(self) -> None:
+        if not self._has_answered and self._store.check([ASK]):
+            self._has_answered = True
+            frames = innermost_frames()
+            described = tuple(map(describe, frames))
+            report = Report(self._rank, self._host, self.place.words(), described, is_waiting(frames))
+            self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
+
+    def _report_of(self, rank: int) -> Report:
+        if not self._store.check([f"report/{rank}"]):
+            return Report(rank, self._host_of(rank), self._last_place_of(rank), (), is_waiting=False)
+        values = json.loads(self._store.get(f"report/{rank}"))
+        return Report(**{**values, "frames": tuple(values["frames"])})
+
+    def _host_of(self, rank: int) -> str:
+        return self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else "an unknown host"
+
+    def _last_place_of(self, rank: int) -> str:
+        """Return what the last sign of life of another process said."""
+        alive = f"alive/{rank}"
+        return self._store.get(alive).decode().partition(" ")[2] if self._store.check([alive]) else "unknown place"
+
+    def _pulses(self) -> dict[int, bytes]:
+        keys = {rank: f"alive/{rank}" for rank in range(self._world_size)}
+        there = [rank for rank, key in keys.items() if self._store.check([key])]
+        return {rank: self._store.get(keys[rank]) for rank in there}
+
+    def _read_reason(self) -> Failure | None:
+        return failure_from_json(self._store.get(REASON)) if self._store.check([REASON]) else None
+
+    def _publish(self, failure: Failure) -> Failure:
+        """Offer a reason, and return the one that counts: the first."""
+        text = failure.to_json()
+        counts = self._store.compare_set(REASON, "", text).decode()
+        if counts == text:
+            self._write_failure(failure)
+        return failure_from_json(counts)
+
+    def _write_failure(self, failure: Failure) -> None:
+        is_mistake = failure.kind == "mistake"
+        if is_mistake and not self._directory.exists():
+            # Nothing has begun, and nothing should be left.
+            return
+        # Of a mistake the screen says all; that it cannot be written is most likely the mistake itself.
+        self._write(failure.write, tells_problem=not is_mistake)
+
+    def _write(self, write: Callable[[Path], None], *, tells_problem: bool = True) -> None:
+        try:
+            write(self._directory)
+        except OSError as error:
+            if tells_problem:
+                sys.stderr.write(f"rank {self._rank} cannot write into {self._directory}: {error.strerror}\n")
+
+    def _end(self, reason: Failure) -> NoReturn:
+        """End this process because of another one, and say why."""
+        if not reason.is_told_by_its_rank:
+            console.stop_lines(reason.lines())
+            self._write(lambda directory: write_recorder(directory, self._rank))
+        with suppress(dist.DistError):
+            self._let_read(is_own=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODES.get(reason.kind, PEER_FAILED))
+
+    def _let_read(self, *, is_own: bool) -> None:
+        """Note that the reason is known here; with the store in this process, let the others read it too."""
+        if not is_own:
+            self._store.add("told", 1)
+        if not self._hosts_store:
+            return
+        end = time.monotonic() + LINGER_SECONDS
+        while self._store.add("told", 0) < self._world_size - 1 and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 5)

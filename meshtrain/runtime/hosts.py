@@ -1,0 +1,187 @@
+"""Before the first collective: does every machine of the run see every other? The one that is not seen is named.
+
+One process per machine listens on the address that it uses towards the others, and connects to all others; who answers
+says who he is. gloo and NCCL would wait for minutes, and name nobody.
+"""
+
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from meshtrain.errors import HostError
+from meshtrain.runtime.environment import (
+    host_number_from_environment,
+    local_rank_from_environment,
+    num_hosts_from_environment,
+    store_address_from_environment,
+)
+
+CONNECT_SECONDS = 5.0
+ATTEMPTS = 2
+GLANCE_SECONDS = 0.1
+CONNECTIONS_AT_ONCE = 32
+SIOCGIFADDR = 0x8915
+# Reserved for documentation: nothing is sent, the system only says which of its addresses it would use.
+ELSEWHERE = ("192.0.2.1", 9)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of the run, as it presents itself.
+
+    Attributes:
+        number: its place among the machines.
+        name: its hostname.
+        address: where it listens.
+        port: where it listens.
+    """
+
+    number: int
+    name: str
+    address: str
+    port: int
+
+    def words(self) -> str:
+        """Name it."""
+        return f"{self.name} ({self.address})"
+
+
+def check_hosts(store: dist.Store, patience_seconds: float) -> None:
+    """Check that all machines of a run reach each other; with a single one there is nothing to check.
+
+    Also tells gloo which interface to take, where it would take the loopback, which nobody reaches.
+
+    Raises:
+        HostError: on all machines alike: who never came, or who cannot reach whom.
+    """
+    num_hosts = num_hosts_from_environment()
+    if num_hosts == 1:
+        return
+    address = address_towards(store_address_from_environment())
+    _choose_interface(address)
+    if local_rank_from_environment() == 0:
+        _check_as_leader(store, address, num_hosts, patience_seconds)
+
+
+def _check_as_leader(store: dist.Store, address: str, num_hosts: int, patience_seconds: float) -> None:
+    number = host_number_from_environment()
+    with socket.create_server((address, 0), backlog=num_hosts) as server:
+        here = Host(number, socket.gethostname(), address, server.getsockname()[1])
+        threading.Thread(target=_answer, args=(server, number), name="hosts", daemon=True).start()
+        store.set(f"hosts/{number}", json.dumps(asdict(here)))
+        hosts = _wait_for(store, "hosts", num_hosts, patience_seconds)
+        problems = _missing(hosts, num_hosts, "never came: look at its log, or start it")
+        others = [Host(**json.loads(text)) for other, text in hosts.items() if other != number]
+        with ThreadPoolExecutor(CONNECTIONS_AT_ONCE) as pool:
+            problems += filter(None, pool.map(lambda other: _problem_with(here, other), others))
+        store.set(f"seen/{number}", json.dumps(problems))
+        # Whoever is done must stay until all others have called.
+        answers = _wait_for(store, "seen", num_hosts, 2 * ATTEMPTS * CONNECT_SECONDS)
+    found = dict.fromkeys(problem for text in answers.values() for problem in json.loads(text))
+    if found:
+        error = HostError(found)
+        error.teller = 0 if 0 in answers else None
+        raise error
+
+
+def _wait_for(store: dist.Store, prefix: str, num_hosts: int, seconds: float) -> dict[int, bytes]:
+    """Return number -> value of all machines that wrote something in time."""
+    keys = {number: f"{prefix}/{number}" for number in range(num_hosts)}
+    end = time.monotonic() + seconds
+    while not store.check(list(keys.values())) and time.monotonic() < end:
+        time.sleep(GLANCE_SECONDS)
+    return {number: store.get(key) for number, key in keys.items() if store.check([key])}
+
+
+def _missing(hosts: Iterable[int], num_hosts: int, what: str) -> list[str]:
+    missing = [number for number in range(num_hosts) if number not in hosts]
+    return [f"machine {number} (GROUP_RANK) of {num_hosts} {what}" for number in missing]
+
+
+def _answer(server: socket.socket, number: int) -> None:
+    """Say to everybody who connects which machine this is."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            # Closed: all have called.
+            return
+        with connection:
+            connection.sendall(f"{number}\n".encode())
+
+
+def _problem_with(here: Host, other: Host) -> str | None:
+    """Say why another machine cannot be reached, if so."""
+    for attempt in range(ATTEMPTS):
+        try:
+            with socket.create_connection((other.address, other.port), timeout=CONNECT_SECONDS) as connection:
+                answer = connection.makefile().readline().strip()
+        except OSError as error:
+            reason = str(error.strerror or error)
+            if attempt + 1 < ATTEMPTS:
+                time.sleep(GLANCE_SECONDS)
+            continue
+        if answer == str(other.number):
+            return None
+        reason = "another machine answers there"
+    return (
+        f"{here.words()} cannot reach {other.words()}: {reason}; look at the firewall between them and at the address "
+        "that the hostname has, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that joins them"
+    )
+
+
+def address_towards(store: tuple[str, int]) -> str:
+    """Return this machine's address towards the host of the store; never the loopback, if it has another."""
+    address = _own_address(store)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    try:
+        return _own_address(ELSEWHERE)
+    except OSError:
+        # Not connected to anything: all the "machines" are this one.
+        return address
+
+
+def _own_address(target: tuple[str, int]) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _choose_interface(address: str) -> None:
+    """Set GLOO_SOCKET_IFNAME where gloo would take the loopback: it goes by the address of the hostname."""
+    is_chosen = "GLOO_SOCKET_IFNAME" in os.environ or ipaddress.ip_address(address).is_loopback
+    if not is_chosen and _hostname_is_loopback() and (name := interface_of(address)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _hostname_is_loopback() -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback
+    except OSError:
+        # gloo takes the loopback then too.
+        return True
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 address, such as eth0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # It has no address.
+                continue
+            if socket.inet_ntoa(packed[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,84 @@
+"""Stop signals: the first is a wish, heard at the next step; the second ends the process at once.
+
+The main thread may be blocked in a collective, where no Python handler runs. What Python does at once, whatever the
+main thread is in, is to write the number of a signal into a pipe; a thread reads it there.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+TIME_IS_UP = 1
+"""As a reason to stop: less than any signal's number, so that among several reasons the signal is named."""
+
+
+@dataclass
+class StopRequest:
+    """Whether this process was asked to stop.
+
+    Attributes:
+        deadline: when it shall stop by itself, on the clock of `time.monotonic`; None: never.
+    """
+
+    deadline: float | None = None
+    _signal: int | None = field(default=None)
+
+    def is_asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._signal is not None
+
+    def reason(self) -> int:
+        """Return 0, TIME_IS_UP or the number of the signal: a number, for processes to agree on the largest."""
+        if self._signal is not None:
+            return self._signal
+        return TIME_IS_UP if self.deadline is not None and time.monotonic() >= self.deadline else 0
+
+    def take(self, number: int) -> None:
+        """Note a signal; the second one ends the process."""
+        if self._signal is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self._signal = number
+
+
+def describe_reason(reason: int) -> str:
+    """Say what `StopRequest.reason` returned."""
+    return "stop_after" if reason == TIME_IS_UP else signal.Signals(reason).name
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Let SIGTERM and SIGUSR1 be requests while the block runs. In the main thread only."""
+    request = StopRequest()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
+    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reading, request), name="signals", daemon=True).start()
+    try:
+        yield request
+    finally:
+        signal.set_wakeup_fd(wakeup_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writing)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Stand in for the default action, which would end the process."""
+
+
+def _listen(pipe: int, request: StopRequest) -> None:
+    # Empty: the other end is closed.
+    while numbers := os.read(pipe, 64):
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                request.take(number)
+    os.close(pipe)

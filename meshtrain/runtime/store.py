@@ -1,0 +1,57 @@
+"""The key-value store where the processes of a run meet."""
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshtrain.errors import HostError
+from meshtrain.runtime.environment import (
+    agent_hosts_store,
+    attempt_from_environment,
+    is_launched,
+    rank_from_environment,
+    store_address_from_environment,
+    world_size_from_environment,
+)
+
+CONNECT_SECONDS = 60.0
+
+
+def open_store(patience_seconds: float) -> dist.Store:
+    """Connect to the store of the run once more, and host it if this process is the one that must.
+
+    What is written belongs to this start of the workers: where torchrun keeps its store over a restart, the addresses
+    of the workers before would be found in it, and nobody answers there.
+
+    Args:
+        patience_seconds: how long a read waits for what others write, and a connection for a store that is hosted by a
+            process of the run, which may come late.
+
+    Raises:
+        HostError: if it cannot be reached.
+    """
+    host, port = store_address_from_environment()
+    connect_seconds = CONNECT_SECONDS if agent_hosts_store() else patience_seconds
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=hosts_store(),
+            timeout=timedelta(seconds=connect_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise HostError(
+            f"rank {rank_from_environment()} on {socket.gethostname()} cannot reach the store of the run at "
+            f"{host}:{port} within {connect_seconds:.0f} s: look at MASTER_ADDR, MASTER_PORT and the firewall of {host}"
+        ) from error
+    store.set_timeout(timedelta(seconds=patience_seconds))
+    return dist.PrefixStore(f"meshtrain/{attempt_from_environment()}/{world_size_from_environment()}", store)
+
+
+def hosts_store() -> bool:
+    """Whether the store ends with this process."""
+    return is_launched() and not agent_hosts_store() and rank_from_environment() == 0

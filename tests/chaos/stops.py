@@ -1,0 +1,123 @@
+"""One process fails in one of many ways: who says what, and how long until the last one has ended.
+
+`python -m tests.chaos.stops [TIMES]` shows a line for each.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.plan import PrecisionPlan
+from meshtrain.config.run import WatchdogConfig
+from meshtrain.config.toml import dump_toml
+from tests.training.runs import Mesh, build_plan, build_run
+from tests.training.test_resume import without_torchrun
+
+FAULTS = ("raise", "mistake", "kill", "leave", "sleep", "freeze")
+FAULTY = Path(__file__).with_name("faulty.py")
+QUICK = WatchdogConfig(first_step_seconds=60.0, minimum_seconds=3.0)
+SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run with a fault ended.
+
+    Attributes:
+        seconds: from the fault to the end of the last worker that can end by itself.
+        error: all of standard error.
+        exit_codes: rank -> exit code, as torchrun tells it.
+        failure: what failure.json holds, if it is there.
+    """
+
+    seconds: float
+    error: str
+    exit_codes: dict[int, int]
+    failure: dict[str, Any] | None
+
+    def stops(self) -> list[str]:
+        """Return the lines that say why a rank stops."""
+        return [line for line in self.error.splitlines() if re.match(r"rank \d+ stops: ", line)]
+
+
+def write_run(directory: Path, mesh: Mesh = (2, 1, 1, 1), **changes: Any) -> Path:
+    """Write the file of a run in float32, whose process may be found stuck after 3 s."""
+    plan = build_plan(mesh).model_copy(update={"precision": PrecisionPlan()})
+    changes = {"steps": 12, "watchdog": QUICK, **changes}
+    path = directory / "run.toml"
+    path.write_text(dump_toml(build_run(directory / "out", "gpt2-dropout", plan, **changes)))
+    return path
+
+
+def torchrun(*arguments: str, processes: int = 2) -> list[str]:
+    """Return the command that starts processes on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
+        *arguments,
+    ]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, oldest first."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that is frozen cannot."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZTX"
+
+
+def strike(directory: Path, fault: str, *, rank: int = 1, step: int = 6, microbatch: int = 2) -> Outcome:
+    """Run with a fault, to the end."""
+    command = torchrun(str(FAULTY), fault, str(rank), str(step), str(microbatch), "train", str(directory / "run.toml"))
+    path = directory / "stderr"
+    with path.open("wb") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=without_torchrun())
+    struck = None
+    end = time.monotonic() + SECONDS
+    while struck is None and time.monotonic() < end:
+        time.sleep(0.02)
+        struck = re.search(r"^FAULT \w+ at ([\d.]+)$", path.read_text(), re.M)
+    assert struck, path.read_text()
+    workers = children_of(process.pid)
+    while any(map(is_running, workers)) and time.monotonic() < end:
+        time.sleep(0.02)
+    seconds = time.time() - float(struck[1])
+    if fault == "freeze":
+        process.kill()
+        subprocess.run(["kill", "-KILL", *map(str, workers)], stderr=subprocess.DEVNULL)
+    process.wait(SECONDS)
+    error = path.read_text()
+    codes = {int(rank): int(code) for rank, code in re.findall(r"rank +: (\d+) .*\n  exitcode +: (-?\d+)", error)}
+    failure = directory / "out" / "failure.json"
+    return Outcome(seconds, error, codes, json.loads(failure.read_text()) if failure.exists() else None)
+
+
+def main(times: int) -> None:
+    """Show a line for each fault and each rank."""
+    for fault in FAULTS:
+        for rank in (0, 1):
+            outcomes = []
+            for _ in range(times):
+                with tempfile.TemporaryDirectory() as directory:
+                    write_run(Path(directory))
+                    outcomes.append(strike(Path(directory), fault, rank=rank))
+            seconds = sorted(outcome.seconds for outcome in outcomes)
+            named = sum((outcome.failure or {}).get("rank") == rank for outcome in outcomes)
+            span = f"{seconds[0]:.1f} to {seconds[-1]:.1f} s to the end"
+            print(f"{fault} on rank {rank}: {named} of {times} name it; {span}")
+            print(*(f"    {line}\n" for line in outcomes[0].stops() or [outcomes[0].error[-2000:]]), sep="")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

@@ -1,0 +1,176 @@
+"""One process fails, and all stop with the same words: the words here, real processes and real kills at the end."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from meshtrain.errors import DataError
+from meshtrain.runtime.failure import (
+    ECHOES,
+    Failure,
+    Report,
+    failure_from_json,
+    is_echo,
+    kind_of,
+    message_of,
+)
+from meshtrain.runtime.place import STEPS_TO_JUDGE_BY, Limits, Place
+from meshtrain.runtime.stuck import describe, find_stuck, innermost_frames, is_waiting, stuck_failure
+from tests.chaos.stops import FAULTS, Outcome, strike, write_run
+
+LIMITS = Limits(first_step_seconds=100.0, minimum_seconds=1.0, factor=10.0)
+
+
+def report(rank: int, *frames: str, waiting: bool = True) -> Report:
+    return Report(rank, f"host{rank}", "step 5, forward", frames, waiting)
+
+
+def test_a_place_says_where_it_is():
+    place = Place()
+    assert place.words() == "start"
+    place.begin_step(5)
+    place.enter("forward", stage=0, microbatch=2)
+    assert place.words() == "step 5, stage 0, microbatch 2, forward"
+    place.begin("checkpoint")
+    assert place.words() == "step 5, checkpoint"
+
+
+def test_the_limit_is_long_at_first_and_follows_the_median():
+    place = Place()
+    for step in range(STEPS_TO_JUDGE_BY):
+        place.begin_step(step)
+        assert place.limit_seconds(LIMITS) == 100.0
+        time.sleep(0.2)
+        place.end_step()
+    place.begin_step(STEPS_TO_JUDGE_BY)
+    assert 2.0 <= place.limit_seconds(LIMITS) < 20.0
+    assert place.limit_seconds(Limits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
+    assert place.seconds_in_part() < 0.2
+    place.begin("evaluation")
+    assert place.limit_seconds(LIMITS) == 100.0
+
+
+def test_the_first_cause_is_told():
+    wrapped = RuntimeError("[Stage 1] failed")
+    wrapped.__cause__ = ValueError("bad\nvalue")
+    assert message_of(wrapped) == "ValueError: bad value"
+    assert message_of(KeyError()) == "KeyError"
+    assert [kind_of(error) for error in (DataError("x"), KeyboardInterrupt(), OSError())] == [
+        "mistake",
+        "interrupted",
+        "exception",
+    ]
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+def test_an_echo_is_no_cause(echo):
+    assert is_echo(RuntimeError(f"gloo: {echo} [127.0.0.1]:123"))
+    assert not is_echo(RuntimeError("out of memory"))
+
+
+def test_a_failure_survives_its_file(tmp_path):
+    failure = Failure("stuck", 1, "h", "is stuck", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
+    failure.write(tmp_path / "new")
+    assert failure_from_json((tmp_path / "new" / "failure.json").read_text()) == failure
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["failure.json"]
+
+
+def test_of_many_reports_some_are_shown():
+    failure = Failure("stuck", 1, "h", "is stuck", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
+    lines = failure.lines()
+    assert lines[0] == "rank 1 on h is stuck"
+    assert lines[1] == "  rank 0 on host0: step 5, forward, waiting, at a.py:1 in f"
+    assert (len(lines), lines[-1]) == (18, "  and 2 more, in failure.json")
+
+
+def test_who_waits_for_nobody_is_stuck():
+    waits, works, silent = report(0, "torch"), report(1, "model", waiting=False), report(2, waiting=False)
+    assert find_stuck([waits, works, silent]) == [silent]
+    assert find_stuck([waits, works]) == [works]
+    assert find_stuck([waits]) == [waits]
+
+    def message(*reports: Report) -> str:
+        return stuck_failure(list(reports), waits, 31.0, 30.0).message
+
+    over = "rank 0 has been in step 5, forward for 31 s, the limit is 30 s"
+    assert message(waits, works) == f"is stuck in step 5, forward, at model: {over}"
+    assert message(waits, silent) == f"is stuck in step 5, forward, and does not answer: {over}"
+    assert message(waits, works, works) == f"is stuck in step 5, forward, at model; so is rank 1 on host1: {over}"
+    assert message(waits, waits) == f"and all others wait for each other: {over}"
+
+
+def test_a_main_thread_is_seen_from_outside():
+    frames = innermost_frames()
+    assert describe(frames[1]).endswith("in test_a_main_thread_is_seen_from_outside")
+    assert describe(frames[0]).startswith("meshtrain/runtime/stuck.py:")
+    assert not is_waiting(frames)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Let rank 1 fail in all ways, at once."""
+    directories = {fault: tmp_path_factory.mktemp(fault) for fault in FAULTS}
+    for directory in directories.values():
+        write_run(directory)
+    with ThreadPoolExecutor(len(FAULTS)) as pool:
+        return dict(zip(FAULTS, pool.map(strike, directories.values(), FAULTS), strict=True))
+
+
+WHERE = "step 6, stage 1, microbatch 2, forward"
+
+
+@pytest.mark.parametrize(
+    ("fault", "who_speaks", "words", "code"),
+    [
+        ("raise", {0, 1}, f"failed in {WHERE}: ValueError: the fault of the test", 1),
+        ("kill", {0}, "is gone, last seen in step ", -9),
+        ("leave", {0}, "is gone, last seen in step ", 7),
+        ("sleep", {0, 1}, f"is stuck in {WHERE}, at tests/chaos/faulty.py:", 3),
+    ],
+)
+def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, words, code):
+    outcome = outcomes[fault]
+    assert outcome.seconds < 10.0
+    assert {int(line.split()[1]) for line in outcome.stops()} == who_speaks
+    assert all(" stops: rank 1 on " in line and words in line for line in outcome.stops())
+    assert outcome.exit_codes == {0: 3, 1: code}
+    assert outcome.failure["rank"] == 1
+
+
+def test_what_an_exception_leaves(outcomes):
+    outcome = outcomes["raise"]
+    place = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
+    assert place == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
+    assert outcome.failure["trace"].count("ValueError: the fault of the test") == 1
+    # Only the rank that failed shows a traceback.
+    assert outcome.error.count("ValueError: the fault of the test\n\nThe above exception") == 1
+
+
+def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
+    outcome = outcomes["mistake"]
+    assert outcome.seconds < 10.0
+    lines = [line for line in outcome.error.splitlines() if line.startswith("error:")]
+    assert lines == ["error: rank 1: a file of this machine is broken; mend it"]
+    assert outcome.stops() == []
+    assert outcome.exit_codes == {0: 2, 1: 2}
+    assert outcome.failure["kind"] == "mistake"
+
+
+def test_a_stuck_run_leaves_what_all_were_doing(outcomes, tmp_path_factory):
+    reports = outcomes["sleep"].failure["reports"]
+    assert [(each["rank"], each["is_waiting"]) for each in reports] == [(0, True), (1, False)]
+    assert reports[1]["frames"][0].endswith("in strike")
+    assert "\n  rank 0 on " in outcomes["sleep"].error
+    folder = tmp_path_factory.getbasetemp() / "sleep0" / "out" / "flight_recorder"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
+    assert all(path.stat().st_size > 100 for path in folder.iterdir())
+
+
+def test_a_frozen_rank_is_named_by_those_that_are_not(outcomes):
+    outcome = outcomes["freeze"]
+    (line,) = outcome.stops()
+    assert "rank 0 stops: rank 1 on " in line
+    assert "does not answer" in line or "is gone, last seen in" in line
+    assert json.dumps(outcome.failure["rank"]) == "1"

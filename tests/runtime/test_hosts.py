@@ -1,0 +1,99 @@
+"""Machines that do not see each other are named; here two that are the same one, with real sockets."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from meshtrain.errors import HostError
+from meshtrain.runtime import hosts, store
+from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.runtime.hosts import Host, address_towards, check_hosts, interface_of
+from meshtrain.runtime.store import open_store
+from tests.ranks import run_on_ranks
+
+Answer = tuple[tuple[str, ...], int | None] | None
+
+
+def be_host(present: Callable[[Host], Host], patience_seconds: float, absent: int | None) -> Answer:
+    """Be a machine of two; the second presents itself to the others as it is told."""
+    rank = rank_from_environment()
+    os.environ.update(GROUP_WORLD_SIZE="2", GROUP_RANK=str(rank), LOCAL_RANK="0")
+    hosts.CONNECT_SECONDS = 1.0
+    if rank == 1:
+        hosts.Host = lambda *values, **named: present(Host(*values, **named))
+    store = open_store(patience_seconds)
+    if rank == absent:
+        return None
+    try:
+        check_hosts(store, patience_seconds)
+    except HostError as error:
+        return error.problems, error.teller
+    return None
+
+
+def as_it_is(host: Host) -> Host:
+    return host
+
+
+def at_a_closed_port(host: Host) -> Host:
+    return replace(host, port=1) if host.number == 1 else host
+
+
+def with_the_number_of_another(host: Host) -> Host:
+    return replace(host, number=7) if host.number == 1 else host
+
+
+def answers(present: Callable[[Host], Host], *, patience_seconds: float = 20.0, absent: int | None = None) -> list:
+    return run_on_ranks(2, be_host, present, patience_seconds, absent, joins=False)
+
+
+def test_hosts_that_see_each_other_go_on() -> None:
+    assert answers(as_it_is) == [None, None]
+
+
+def test_a_host_that_cannot_be_reached_is_named_by_all_and_said_by_one() -> None:
+    first, second = answers(at_a_closed_port)
+    assert first == second
+    (problem,), teller = first
+    name = socket.gethostname()
+    assert problem.startswith(f"{name} (")
+    assert f" cannot reach {name} (" in problem
+    assert "Connection refused; look at the firewall between them" in problem
+    assert teller == 0
+
+
+def test_another_machine_that_answers_is_not_the_one() -> None:
+    (problem,), _ = answers(with_the_number_of_another)[0]
+    assert "another machine answers there" in problem
+
+
+def test_a_host_that_never_comes_is_named() -> None:
+    first, second = answers(as_it_is, patience_seconds=1.0, absent=1)
+    assert first == (("machine 1 (GROUP_RANK) of 2 never came: look at its log, or start it",), 0)
+    assert second is None
+
+
+def test_one_machine_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check_hosts(dist.HashStore(), 0.0)
+
+
+def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(store, "CONNECT_SECONDS", 1.0)
+    with pytest.raises(HostError, match=rf"rank 0 on \S+ cannot reach the store of the run at localhost:{port} within"):
+        open_store(1.0)
+
+
+def test_addresses_have_interfaces() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") is None
+    assert interface_of(address_towards(("localhost", 1))) is not None

@@ -1,0 +1,56 @@
+"""The first signal is a wish, the second an end, even while the main thread is blocked in C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshtrain.runtime.signals import TIME_IS_UP, StopRequest, catch_stop_signals, describe_reason
+
+BLOCKED = """
+import threading, time
+import torch.distributed as dist
+from meshtrain.runtime.signals import catch_stop_signals
+with catch_stop_signals() as stop:
+    def tell():
+        print("ready", flush=True)
+        while not stop.is_asked():
+            time.sleep(0.01)
+        print(stop.reason(), flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    dist.HashStore().get("never")
+"""
+
+
+def test_a_blocked_process_hears_the_first_and_ends_at_the_second():
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+        assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(10) == 128 + signal.SIGUSR1
+
+
+def test_what_was_there_before_is_there_again():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with catch_stop_signals() as stop:
+        assert (stop.is_asked(), stop.reason()) == (False, 0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not stop.is_asked():
+            time.sleep(0.01)
+        assert stop.reason() == signal.SIGUSR1
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(("late", "reason"), [(-1.0, TIME_IS_UP), (60.0, 0)])
+def test_a_deadline_is_a_reason_too(late, reason):
+    assert StopRequest(deadline=time.monotonic() + late).reason() == reason
+
+
+def test_reasons_have_names():
+    assert [describe_reason(reason) for reason in (TIME_IS_UP, signal.SIGTERM)] == ["stop_after", "SIGTERM"]

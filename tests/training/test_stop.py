@@ -1,0 +1,94 @@
+"""Stop, restart, fail: real processes, real signals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.config.run import CheckpointConfig, RunConfig
+from meshtrain.config.toml import dump_toml
+from tests.chaos.stops import FAULTY, children_of, torchrun
+from tests.training.runs import build_run
+from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
+
+ALONE = [sys.executable, "-m", "meshtrain"]
+COME_AGAIN = 75
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> RunConfig:
+    """Return a run on two ranks that nobody disturbed."""
+    config = build_run(
+        tmp_path / "whole", "gpt2-dropout", in_float32((2, 1, 1, 1)), steps=16, checkpoint=CheckpointConfig(every=3)
+    )
+    go(config)
+    return config
+
+
+def disturbed(whole: RunConfig, name: str, **changes: Any) -> tuple[RunConfig, str]:
+    """Return the same run in another directory, and its file."""
+    directory = Path(whole.run_directory).with_name(name)
+    config = whole.model_copy(update={"run_directory": str(directory), **changes})
+    file = directory.with_suffix(".toml")
+    file.write_text(dump_toml(config))
+    return config, str(file)
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**without_torchrun(), **environment}
+    )
+
+
+def test_one_rank_is_asked_and_all_save_the_same_step(whole: RunConfig) -> None:
+    config, file = disturbed(whole, "asked")
+    command = torchrun("-m", "meshtrain", "train", file)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=without_torchrun()
+    )
+    wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
+    os.kill(children_of(process.pid)[1], signal.SIGUSR1)
+    shown, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, shown
+    found = re.search(r"Saved (\S+step-(\d+))\nStopped by SIGUSR1: (\d+) of 16 steps are done; .* from there\n$", shown)
+    assert found, shown
+    assert found[2] == found[3]
+    assert Path(found[1]).is_dir()
+    again = run(*command)
+    assert again.returncode == 0, again.stderr
+    assert f"step {found[2]} done" in again.stdout
+    assert_same_bits(whole, config)
+
+
+def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", in_float32((1, 1, 1, 1)), stop_after="0s")
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    stopped = run(*ALONE, "train", str(tmp_path / "run.toml"))
+    assert (stopped.returncode, stopped.stderr) == (COME_AGAIN, "")
+    assert stopped.stdout.endswith(
+        "step-1\nStopped by stop_after: 1 of 6 steps are done; the same command goes on from there\n"
+    )
+    ended = run(*ALONE, "train", str(tmp_path / "run.toml"), "stop_after=1h")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "step 1 done" in ended.stdout
+
+
+@pytest.mark.parametrize("share", ["0", "1"])
+def test_torchrun_starts_a_run_again_that_lost_a_rank(whole: RunConfig, share: str) -> None:
+    """With the store that torchrun keeps over a restart, and with a new one."""
+    config, file = disturbed(whole, "killed")
+    (*options, script), fault = torchrun(str(FAULTY)), ("kill", "1", "8", "1", "train", file)
+    restarted = run(*options, "--max-restarts", "2", script, *fault, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share)
+    assert restarted.returncode == 0, restarted.stderr
+    assert "rank 0 stops: rank 1 on" in restarted.stderr
+    assert restarted.stdout.count("Resumed from") == 1
+    assert "step 6 done" in restarted.stdout
+    assert not (Path(config.run_directory) / "failure.json").exists()
+    assert_same_bits(whole, config)
