@@ -47,9 +47,9 @@ TELLER_SECONDS = 3.0
 LINGER_SECONDS = 3.0
 """The process that hosts the store waits so long for the others to read the cause."""
 REPORT_SECONDS = 3.0
-SILENT_POLLS = 16
+SILENT_POLLS = 14
 """So often a neighbour's pulse may stand still. Polls, not seconds: a machine that sleeps stops both."""
-SILENT_POLLS_WHEN_STOPPING = 4
+SILENT_POLLS_WHEN_STOPPING = 6
 """torchrun sends SIGTERM to all others when one is gone, and the process waits for no step then."""
 EXIT_CODES = {"mistake": 2, "interrupted": 130}
 
@@ -95,6 +95,7 @@ class Guard:
         self._directory, self._limits, self._hosts_store = directory, limits, hosts_store
         self._host = socket.gethostname()
         self._is_ending = threading.Event()
+        self._is_over = threading.Event()
         self._is_failing = threading.Event()
         self._pulse = 0
         self._neighbour = _Neighbour((rank + 1) % world_size)
@@ -114,7 +115,7 @@ class Guard:
             self._fail(error)
             raise
         finally:
-            self._is_ending.set()
+            self._is_over.set()
             self._thread.join(STORE_SECONDS)
 
     def follow(self, place: Place) -> None:
@@ -125,7 +126,7 @@ class Guard:
             forget_recorders(self._directory)
 
     def expect_end(self) -> None:
-        """Take it no longer for a failure if others are gone: the block is about to end well."""
+        """Take it no longer for a failure if the store is gone: the block is about to end well, and so are others."""
         self._is_ending.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -197,13 +198,13 @@ class Guard:
         return Failure("gone", 0, host, message)
 
     def _watch(self) -> None:
-        while not self._is_ending.wait(POLL_SECONDS):
+        while not self._is_over.wait(POLL_SECONDS):
             try:
                 self._look_around()
             except dist.DistError:
-                # The end of the run may come between any two lines.
-                if not self._is_ending.is_set() and not self._is_failing.is_set():
-                    self._end(self._store_gone())
+                if self._is_ending.is_set() or self._is_failing.is_set():
+                    return
+                self._end(self._store_gone())
 
     def _look_around(self) -> None:
         self._beat()

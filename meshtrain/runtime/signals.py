@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from meshtrain.runtime.environment import is_under_torchrun
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+COPY_SECONDS = 3.0
 TIME_IS_UP = 1
 """As a reason to stop: less than any signal's number, so that among several reasons the signal is named."""
 
@@ -24,10 +27,14 @@ class StopRequest:
 
     Attributes:
         deadline: when it shall stop by itself, on the clock of `time.monotonic`; None: never.
+        copy_seconds: so long after a signal another one is the same: a queue sends it to all processes, torchrun
+            included, and torchrun hands it on.
     """
 
     deadline: float | None = None
-    _signal: int | None = field(default=None)
+    copy_seconds: float = 0.0
+    _signal: int | None = None
+    _taken: float = 0.0
 
     def is_asked(self) -> bool:
         """Whether a signal has come."""
@@ -41,11 +48,13 @@ class StopRequest:
 
     def take(self, number: int) -> None:
         """Note a signal; the second one ends the process."""
-        if self._signal is not None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._taken = number, now
+        elif now - self._taken >= self.copy_seconds:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(128 + number)
-        self._signal = number
 
 
 def describe_reason(reason: int) -> str:
@@ -56,7 +65,7 @@ def describe_reason(reason: int) -> str:
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Let SIGTERM and SIGUSR1 be requests while the block runs. In the main thread only."""
-    request = StopRequest()
+    request = StopRequest(copy_seconds=COPY_SECONDS if is_under_torchrun() else 0.0)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}

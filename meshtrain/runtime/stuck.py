@@ -59,7 +59,7 @@ def stuck_failure(reports: list[Report], asker: Report, seconds: float, limit: f
     """
     found = find_stuck(reports)
     first, others = found[0], [f"rank {report.rank} on {report.host}" for report in found[1:]]
-    over = f"rank {asker.rank} has been in {asker.place} for {seconds:.0f} s, the limit is {limit:.0f} s"
+    over = f"it takes {seconds:.1f} s so far on rank {asker.rank}, the limit is {limit:.1f} s"
     if len(found) == len(reports) > 1:
         message = f"and all others wait for each other: {over}"
     else:

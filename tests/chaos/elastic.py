@@ -36,6 +36,12 @@ def agent(port: int, run: Path, log: Path, share: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
+def is_open(port: int) -> bool:
+    """Whether somebody listens."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 def lose_a_machine(directory: Path, *, share: str = "1") -> float:
     """Kill the second agent and its worker; return the seconds until the other has trained a step alone."""
     plan = build_plan((1, 1, 2, 1))
@@ -50,8 +56,9 @@ def lose_a_machine(directory: Path, *, share: str = "1") -> float:
         port = server.getsockname()[1]
     out = Path(elastic.run_directory)
     first = agent(port, directory / "run.toml", directory / "first.log", share)
-    # The first hosts the rendezvous, and torchrun cannot lose that one.
-    time.sleep(1.0)
+    # The first must host the rendezvous: torchrun cannot lose the machine that does.
+    while not is_open(port):
+        time.sleep(0.1)
     second = agent(port, directory / "run.toml", directory / "second.log", share)
     wait_for(out / CHECKPOINTS_NAME / "step-10", process=first)
     workers = children_of(second.pid)

@@ -20,6 +20,7 @@ from tests.training.runs import Mesh, build_plan, build_run
 from tests.training.test_resume import without_torchrun
 
 FAULTS = ("raise", "mistake", "kill", "leave", "sleep", "freeze")
+PATIENT = WatchdogConfig()
 FAULTY = Path(__file__).with_name("faulty.py")
 QUICK = WatchdogConfig(first_step_seconds=60.0, minimum_seconds=3.0)
 SECONDS = 90.0
@@ -105,17 +106,18 @@ def strike(directory: Path, fault: str, *, rank: int = 1, step: int = 6, microba
 
 def main(times: int) -> None:
     """Show a line for each fault and each rank."""
-    for fault in FAULTS:
+    for fault, watchdog in [*((fault, QUICK) for fault in FAULTS), ("freeze", PATIENT)]:
         for rank in (0, 1):
             outcomes = []
             for _ in range(times):
                 with tempfile.TemporaryDirectory() as directory:
-                    write_run(Path(directory))
+                    write_run(Path(directory), watchdog=watchdog)
                     outcomes.append(strike(Path(directory), fault, rank=rank))
             seconds = sorted(outcome.seconds for outcome in outcomes)
             named = sum((outcome.failure or {}).get("rank") == rank for outcome in outcomes)
             span = f"{seconds[0]:.1f} to {seconds[-1]:.1f} s to the end"
-            print(f"{fault} on rank {rank}: {named} of {times} name it; {span}")
+            limit = f"with a limit of {watchdog.minimum_seconds:.0f} s"
+            print(f"{fault} on rank {rank}, {limit}: {named} of {times} name it; {span}")
             print(*(f"    {line}\n" for line in outcomes[0].stops() or [outcomes[0].error[-2000:]]), sep="")
 
 

@@ -52,5 +52,12 @@ def test_a_deadline_is_a_reason_too(late, reason):
     assert StopRequest(deadline=time.monotonic() + late).reason() == reason
 
 
+def test_the_copy_that_torchrun_hands_on_is_no_second_signal():
+    stop = StopRequest(copy_seconds=60.0)
+    stop.take(signal.SIGTERM)
+    stop.take(signal.SIGTERM)
+    assert stop.reason() == signal.SIGTERM
+
+
 def test_reasons_have_names():
     assert [describe_reason(reason) for reason in (TIME_IS_UP, signal.SIGTERM)] == ["stop_after", "SIGTERM"]

@@ -13,6 +13,7 @@ import pytest
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
+from tests.chaos.elastic import lose_a_machine
 from tests.chaos.stops import FAULTY, children_of, torchrun
 from tests.training.runs import build_run
 from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
@@ -92,3 +93,8 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank(whole: RunConfig, share: s
     assert "step 6 done" in restarted.stdout
     assert not (Path(config.run_directory) / "failure.json").exists()
     assert_same_bits(whole, config)
+
+
+def test_a_run_goes_on_when_one_of_two_machines_is_lost(tmp_path: Path) -> None:
+    """`python -m tests.chaos.elastic` does it with the store that torchrun keeps over a restart too."""
+    lose_a_machine(tmp_path)
