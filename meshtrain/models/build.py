@@ -80,8 +80,8 @@ def build_model(
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
     if _sees_what_comes(model):
         raise ModelError(
-            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it shall predict; set it "
-            "to true"
+            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it shall predict; set "
+            "it to true"
         )
     model.train()
     return model
