@@ -34,7 +34,7 @@ app = typer.Typer(
     help="Train any Hugging Face causal language model on PyTorch's own distributed stack, from one plan file.",
 )
 
-checkpoint_app = typer.Typer(help="Look at checkpoints, verify and convert them.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Look at checkpoints, verify and convert them.")
 app.add_typer(checkpoint_app, name="checkpoint")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]

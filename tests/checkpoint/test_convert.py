@@ -1,0 +1,95 @@
+"""Weights to and from Hugging Face folders, and into a new run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from meshtrain.checkpoint.convert import convert
+from meshtrain.checkpoint.directory import read_manifest
+from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.location import open_location
+from meshtrain.config.run import ModelConfig, RunConfig
+from meshtrain.errors import CheckpointError, UserError
+from tests.models.gpt2 import GPT2
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, steps_of, train_here
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a Hugging Face folder of a GPT-2 whose projections are fused and whose head is tied."""
+    model = AutoModelForCausalLM.from_config(GPT2, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "stock")
+    (tmp_path / "stock" / "tokenizer_config.json").write_text("{}")
+    return tmp_path / "stock"
+
+
+def test_from_a_folder_to_a_checkpoint_and_back(folder: Path, tmp_path: Path) -> None:
+    run_on_ranks(1, convert, folder, tmp_path / "checkpoint", joins=False)
+    checkpoint = tmp_path / "checkpoint" / "step-0"
+    assert find_damage(checkpoint) == []
+    assert read_manifest(checkpoint).dtype == "bfloat16"
+    assert (checkpoint / "huggingface" / "tokenizer_config.json").is_file()
+    assert not list((checkpoint / "huggingface").glob("*.safetensors*"))
+    convert(checkpoint, tmp_path / "back")
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_several_ranks_convert_alike(folder: Path, tmp_path: Path) -> None:
+    run_on_ranks(2, convert, folder, tmp_path / "two", joins=False)
+    convert(tmp_path / "two", tmp_path / "back")
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(CheckpointError, match=r"two/step-0 exists; convert into another directory"):
+        convert(folder, tmp_path / "two")
+
+
+def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest.json and no step-N directory"):
+        convert(tmp_path, tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=r"memory://out is a URL, but a Hugging Face folder is written to a local"
+    ):
+        convert(tmp_path, open_location("memory://out"))
+
+
+def losses(config: RunConfig) -> list[float]:
+    run_on_ranks(config.plan.mesh.pp * config.plan.mesh.tp, train_here, config, joins=False)
+    return [step["loss"] for step in steps_of(Path(config.run_directory))]
+
+
+def test_a_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(tmp_path: Path) -> None:
+    first = build_run(tmp_path / "first", "gpt2", build_plan((2, 1, 1, 2)))
+    losses(first)
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-6"
+    # On another mesh, from the checkpoint and from the model exported of it.
+    convert(checkpoint, tmp_path / "exported")
+    begun = []
+    for name, path in (("warm", checkpoint), ("stock", tmp_path / "exported")):
+        model = ModelConfig(path=str(path), weights="pretrained")
+        run = build_run(tmp_path / name, "gpt2", build_plan((1, 1, 1, 2)), steps=2)
+        begun.append(losses(run.model_copy(update={"model": model})))
+    assert begun[0] == begun[1]
+    fresh = losses(build_run(tmp_path / "fresh", "gpt2", build_plan((1, 1, 1, 2)), steps=2))
+    assert begun[0][0] < fresh[0]
+
+
+def test_a_run_cannot_start_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    first = build_run(tmp_path / "first", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
+    losses(first)
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-1"
+    (checkpoint / "__0_0.distcp").unlink()
+    model = ModelConfig(path=str(checkpoint), weights="pretrained")
+    warm = build_run(tmp_path / "warm", "gpt2", build_plan((1, 1, 1, 1))).model_copy(update={"model": model})
+    with pytest.raises(AssertionError) as caught:
+        losses(warm)
+    original = caught.value.original  # type: ignore[attr-defined]
+    assert isinstance(original, UserError)
+    assert original.problems == (f"{checkpoint}/__0_0.distcp is missing; use another checkpoint",)
+    assert json.loads((checkpoint / "manifest.json").read_text())["step"] == 1
