@@ -47,6 +47,8 @@ TELLER_SECONDS = 3.0
 LINGER_SECONDS = 3.0
 """The process that hosts the store waits so long for the others to read the cause."""
 REPORT_SECONDS = 3.0
+PAUSE_SECONDS = 10.0
+"""If so much has passed between two polls, this process stood still, and its main thread did too."""
 SILENT_POLLS = 14
 """So often a neighbour's pulse may stand still. Polls, not seconds: a machine that sleeps stops both."""
 SILENT_POLLS_WHEN_STOPPING = 6
@@ -198,7 +200,12 @@ class Guard:
         return Failure("gone", 0, host, message)
 
     def _watch(self) -> None:
+        before = time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
+            if (pause := time.monotonic() - before) > PAUSE_SECONDS:
+                # Stopped by ctrl-Z, say, and gone on.
+                self.place.excuse(pause)
+            before = time.monotonic()
             try:
                 self._look_around()
             except dist.DistError:

@@ -74,6 +74,10 @@ class Place:
             return limits.first_step_seconds
         return max(limits.minimum_seconds, limits.factor * statistics.median(self._step_seconds))
 
+    def excuse(self, seconds: float) -> None:
+        """Leave out of account time in which the whole process stood still."""
+        self._began += seconds
+
     def words(self) -> str:
         """Say it: `step 5, stage 0, microbatch 2, forward`."""
         parts = {"step": self.step, "stage": self.stage, "microbatch": self.microbatch}

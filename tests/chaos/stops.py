@@ -4,7 +4,9 @@
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +48,10 @@ class Outcome:
         """Return the lines that say why a rank stops."""
         return [line for line in self.error.splitlines() if re.match(r"rank \d+ stops: ", line)]
 
+    def mistakes(self) -> list[str]:
+        """Return the lines that say what the user can mend."""
+        return [line for line in self.error.splitlines() if line.startswith("error:")]
+
 
 def write_run(directory: Path, mesh: Mesh = (2, 1, 1, 1), **changes: Any) -> Path:
     """Write the file of a run in float32, whose process may be found stuck after 3 s."""
@@ -78,9 +84,16 @@ def is_running(pid: int) -> bool:
     return state not in "ZTX"
 
 
-def strike(directory: Path, fault: str, *, rank: int = 1, step: int = 6, microbatch: int = 2) -> Outcome:
-    """Run with a fault, to the end."""
-    command = torchrun(str(FAULTY), fault, str(rank), str(step), str(microbatch), "train", str(directory / "run.toml"))
+def strike(directory: Path, fault: str, *, rank: int = 1, and_terminate: int | None = None) -> Outcome:
+    """Run with a fault in the third microbatch of step 6, to the end.
+
+    Args:
+        directory: holds run.toml.
+        fault: of FAULTS.
+        rank: that has it.
+        and_terminate: a rank that gets SIGTERM then, as torchrun sends it when another one is gone.
+    """
+    command = torchrun(str(FAULTY), fault, str(rank), "6", "2", "train", str(directory / "run.toml"))
     path = directory / "stderr"
     with path.open("wb") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=without_torchrun())
@@ -91,7 +104,10 @@ def strike(directory: Path, fault: str, *, rank: int = 1, step: int = 6, microba
         struck = re.search(r"^FAULT \w+ at ([\d.]+)$", path.read_text(), re.M)
     assert struck, path.read_text()
     workers = children_of(process.pid)
-    while any(map(is_running, workers)) and time.monotonic() < end:
+    if and_terminate is not None:
+        os.kill(workers[and_terminate], signal.SIGTERM)
+    others = [worker for number, worker in enumerate(workers) if fault != "freeze" or number != rank]
+    while any(map(is_running, others)) and time.monotonic() < end:
         time.sleep(0.02)
     seconds = time.time() - float(struck[1])
     if fault == "freeze":
@@ -118,7 +134,7 @@ def main(times: int) -> None:
             span = f"{seconds[0]:.1f} to {seconds[-1]:.1f} s to the end"
             limit = f"with a limit of {watchdog.minimum_seconds:.0f} s"
             print(f"{fault} on rank {rank}, {limit}: {named} of {times} name it; {span}")
-            print(*(f"    {line}\n" for line in outcomes[0].stops() or [outcomes[0].error[-2000:]]), sep="")
+            print(*(f"    {line}\n" for line in outcomes[0].stops() + outcomes[0].mistakes()), sep="")
 
 
 if __name__ == "__main__":

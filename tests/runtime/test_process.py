@@ -1,10 +1,16 @@
-"""What is known of this machine before a process group is joined."""
+"""A process of a run, from start to end."""
+
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshtrain.errors import ConfigError
-from meshtrain.runtime.process import check_devices
+from meshtrain.runtime.place import Limits
+from meshtrain.runtime.process import check_devices, lift_timeouts, run_process
+from tests.ranks import run_on_ranks
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +26,18 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         "3 processes are started on this machine, which has 2 GPUs; start as many, or set CUDA_VISIBLE_DEVICES= "
         "(empty) to train on the CPU",
     )
+
+
+def timeouts(directory: Path) -> tuple[int, int, set[timedelta]]:
+    with run_process(directory, Limits(60.0, 60.0, 10.0)) as process:
+        group = dist.new_group([0, 1])
+        lift_timeouts()
+        backends = [each._get_backend(torch.device("cpu")) for each in (dist.group.WORLD, group)]
+        return process.rank, process.world_size, {backend.wrapped_pg.options._timeout for backend in backends}
+
+
+def test_the_guard_speaks_before_torch_does(tmp_path: Path) -> None:
+    """Every group of a run gets a timeout that no limit of the guard comes near."""
+    day = {timedelta(days=1)}
+    assert run_on_ranks(2, timeouts, tmp_path, joins=False) == [(0, 2, day), (1, 2, day)]
+    assert list(tmp_path.iterdir()) == []
