@@ -262,10 +262,11 @@ def test_machines_with_different_text(here: Path, tmp_path: Path) -> None:
     assert not (here / "out").exists()
 
 
-def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path) -> None:
+@pytest.mark.parametrize("saving", ["checkpoint.in_background=false", "checkpoint.in_background=true"])
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path, saving: str) -> None:
     assert on_ranks(1, "train", "run.toml", "steps=2")[0][0] == 0
     saved = read_checkpoint(here / "out")
-    answers = on_ranks(2, "train", "run.toml", "plan.mesh.pp=2", size_limit=100_000)
+    answers = on_ranks(2, "train", "run.toml", "plan.mesh.pp=2", saving, size_limit=100_000)
     assert [code for code, _, _ in answers] == [2, 2]
     assert "steps was 2 and is 6; the learning rate follows its schedule over the new length\n" in answers[0][1]
     assert answers[0][2] == (

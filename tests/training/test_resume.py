@@ -86,7 +86,8 @@ def in_float32(mesh: Mesh) -> ParallelPlan:
     ids=["gpt2-pp-tp", "gpt2-float32-fsdp", "qwen3-fsdp-tp", "qwen3-interleaved"],
 )
 def test_the_same_mesh_gives_the_same_bits(tmp_path: Path, model: str, plan: ParallelPlan) -> None:
-    whole = build_run(tmp_path / "whole", model, plan)
+    saving = CheckpointConfig(every=3, in_background=model == "qwen3")
+    whole = build_run(tmp_path / "whole", model, plan, checkpoint=saving)
     seen = go(whole)
     resumed = stopped_after(whole, 3, "resumed")
     assert go(resumed) == {step: seen[step] for step in (3, 4, 5)}
@@ -345,6 +346,18 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "Resumed from" in again.stdout
     assert_same_bits(whole, killed)
+
+
+def test_a_damaged_checkpoint_is_left_out_and_the_run_ends_the_same(tmp_path: Path) -> None:
+    whole = build_run(tmp_path / "whole", "gpt2-dropout", in_float32((1, 1, 1, 2)))
+    seen = go(whole)
+    damaged = stopped_after(whole, 6, "damaged")
+    file = Path(damaged.run_directory) / CHECKPOINTS_NAME / "step-6" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert go(damaged) == {step: seen[step] for step in (3, 4, 5)}
+    assert_same_bits(whole, damaged)
 
 
 def wait_for(path: Path, *, process: subprocess.Popen) -> None:
