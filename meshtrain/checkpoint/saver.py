@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class Saver:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._published: list[Saved] = []
+        self._published: SimpleQueue[Saved] = SimpleQueue()
 
     @property
     def has_failed(self) -> bool:
@@ -65,7 +66,7 @@ class Saver:
         self.finish()
         blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
         if not self._in_background:
-            self._published.append(self._write(blocks, manifest, huggingface))
+            self._published.put(self._write(blocks, manifest, huggingface))
             return
         copies = self._copy(blocks)
         self._thread = threading.Thread(
@@ -88,8 +89,7 @@ class Saver:
 
     def published(self) -> list[Saved]:
         """Return the checkpoints that were published since the last call; the ranks may hear of them at other times."""
-        saved, self._published = self._published, []
-        return saved
+        return [self._published.get() for _ in range(self._published.qsize())]
 
     def _write(self, blocks: Mapping[str, Block], manifest: Manifest, huggingface: HuggingFace) -> Saved:
         begin = time.perf_counter()
@@ -109,7 +109,7 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - `finish` raises it in the thread that trains, whatever it is
             self._error = error
         else:
-            self._published.append(saved)
+            self._published.put(saved)
 
     def _copy(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
         """Copy what lies on this rank into host memory."""

@@ -1,8 +1,8 @@
 """Save and load the tensors of a run, all ranks together, on any mesh.
 
 Tensors go by name: "model.<FQN>", "optimizer.exp_avg.<FQN>", "optimizer.exp_avg_sq.<FQN>", "optimizer.step.<FQN>".
-A name may be asked for on
-several ranks with different meshes, as each pipeline stage has its own; nothing is ever gathered.
+A name may be asked for on several ranks with different meshes, as each pipeline stage has its own; nothing is ever
+gathered.
 """
 
 import shutil
