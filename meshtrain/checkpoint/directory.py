@@ -25,7 +25,16 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from meshtrain import console
-from meshtrain.checkpoint.location import Location, SavedFile, children, files_below, is_local, remove_tree
+from meshtrain.checkpoint.location import (
+    Location,
+    SavedFile,
+    children,
+    errors_of,
+    files_below,
+    is_local,
+    reason_of,
+    remove_tree,
+)
 from meshtrain.config.words import Words
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.fused import FusedParameter
@@ -131,8 +140,8 @@ def list_checkpoints(root: Location) -> list[Location]:
         for path in children(root):  # "step-20" comes before "step-20.old"
             if _COMPLETE.fullmatch(path.name) and (path / MANIFEST_NAME).is_file():
                 found.setdefault(step_of(path), path)
-    except OSError as error:
-        raise CheckpointError(f"{root} cannot be read: {error}; nothing was changed there") from error
+    except errors_of(root) as error:
+        raise CheckpointError(f"{root} cannot be read: {reason_of(error)}; nothing was changed there") from error
     return [found[step] for step in sorted(found, reverse=True)]
 
 
@@ -170,10 +179,11 @@ def read_manifest(checkpoint: Location) -> Manifest:
     """
     path = checkpoint / MANIFEST_NAME
     try:
-        text = path.read_text()
+        text = path.read_bytes()
+    except errors_of(path) as error:
+        raise CheckpointError(f"{checkpoint} is no checkpoint: cannot read {path}: {reason_of(error)}") from error
+    try:
         version = json.loads(text)["format_version"]
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is broken ({error}); use another checkpoint") from error
     if version != FORMAT_VERSION:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
-from meshtrain.checkpoint.location import Location, SavedFile, hash_file
+from meshtrain.checkpoint.location import Location, SavedFile, errors_of, hash_file, reason_of
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import gather_objects
 
@@ -77,6 +77,6 @@ def _damage(file: Location, wanted: SavedFile) -> str | None:
         found = hash_file(file)
     except FileNotFoundError:
         return f"{file} is missing"
-    except OSError as error:
-        return f"{file} cannot be read: {error.strerror or error}"
+    except errors_of(file) as error:
+        return f"{file} cannot be read: {reason_of(error)}"
     return None if found == wanted else f"{file} is not what was written: another content has the same size"

@@ -57,6 +57,16 @@ def is_local(location: Location) -> bool:
     return isinstance(location, Path)
 
 
+def errors_of(location: Location) -> tuple[type[Exception], ...]:
+    """Return what reading or writing there may raise: the libraries behind URLs have exceptions of their own."""
+    return (OSError,) if is_local(location) else (Exception,)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in a line why something could not be read or written."""
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def shown_location(location: Location) -> str:
     """Return a location as a person in the current directory would say it."""
     return shown(location) if isinstance(location, Path) else str(location)

@@ -1,5 +1,6 @@
 """Read tensors out of a checkpoint: on one process, without a process group."""
 
+import io
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from meshtrain.checkpoint.location import Location, LocationSystem
+from meshtrain.checkpoint.location import Location, LocationSystem, errors_of, reason_of
 from meshtrain.checkpoint.planner import BlockLoadPlanner
 from meshtrain.errors import CheckpointError
 
@@ -60,10 +61,11 @@ def read_metadata(checkpoint: Location) -> Metadata:
     """
     path = checkpoint / METADATA_NAME
     try:
-        with path.open("rb") as stream:
-            metadata = _TableUnpickler(stream).load()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from error
+        content = path.read_bytes()
+    except errors_of(path) as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}; use another checkpoint") from error
+    try:
+        metadata = _TableUnpickler(io.BytesIO(content)).load()
     except _BROKEN_PICKLE as error:
         raise CheckpointError(f"{path} is broken ({type(error).__name__}: {error}); use another checkpoint") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
@@ -97,14 +99,20 @@ def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str,
     reader.path = checkpoint  # type: ignore[assignment]
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    unreadable: tuple[type[Exception], ...] = (
+        *errors_of(checkpoint),
+        EOFError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    )
     by_file: dict[str, list[ReadItem]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         by_file[metadata.storage_data[item.storage_index].relative_path].append(item)
     for name, items in by_file.items():
         try:
             reader.read_data(LoadPlan(items), planner).wait()
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
+        except unreadable as error:
+            reason = reason_of(error)
             raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}; use another checkpoint") from error
 
 

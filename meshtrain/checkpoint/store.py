@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,7 +37,15 @@ from meshtrain.checkpoint.directory import (
     write_manifest,
 )
 from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.location import Location, LocationSystem, SavedFile, remove_tree, write_hashed
+from meshtrain.checkpoint.location import (
+    Location,
+    LocationSystem,
+    SavedFile,
+    errors_of,
+    reason_of,
+    remove_tree,
+    write_hashed,
+)
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.errors import CheckpointError, name_some
@@ -87,16 +96,18 @@ def save_blocks(
     outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
     failure = f"cannot write {draft}"
     try:
-        _on_first_rank(lambda: start_draft(draft), failure, outcome, group)
+        _on_first_rank(root, partial(start_draft, draft), failure, outcome, group)
         written = _write_blocks(draft, blocks, outcome, group)
-        _on_first_rank(lambda: _finish_draft(draft, final, manifest, written, huggingface), failure, outcome, group)
+        finish = partial(_finish_draft, draft, final, manifest, written, huggingface)
+        _on_first_rank(root, finish, failure, outcome, group)
     except CheckpointError:
         if is_first_rank() and draft.is_dir():
             remove_tree(draft)
         raise
     kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
     _on_first_rank(
-        lambda: prune_checkpoints(root, step=step, retention=retention),
+        root,
+        partial(prune_checkpoints, root, step=step, retention=retention),
         f"cannot remove old checkpoints of {root}",
         kept,
         group,
@@ -168,15 +179,17 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-def _on_first_rank(work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None) -> None:
+def _on_first_rank(
+    root: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
+) -> None:
     problems: Iterable[str] = ()
     if is_first_rank():
         try:
             work()
-        except OSError as error:
-            problems = [f"rank 0 {failure}: {error.strerror or error}; {outcome}"]
         except CheckpointError as error:
             problems = error.problems
+        except errors_of(root) as error:
+            problems = [f"rank 0 {failure}: {reason_of(error)}; {outcome}"]
     raise_together(problems, CheckpointError, group)
 
 
@@ -198,8 +211,8 @@ def _write_blocks(
     except CheckpointException as error:
         ranks: dict[str, list[str]] = defaultdict(list)
         for rank, (cause, _) in error.failures.items():
-            if isinstance(cause, OSError):
-                ranks[cause.strerror or str(cause)].append(str(rank))
+            if isinstance(cause, errors_of(draft)):
+                ranks[reason_of(cause)].append(str(rank))
         if not ranks:
             raise
         raise CheckpointError(
