@@ -331,7 +331,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path) -
     assert first[2] == (
         "error: step 3: the loss is nan, the gradient norm nan; stopped before the optimizer step, so the parameters "
         f"and the last checkpoint are as they were. Samples of this step: {', '.join(map(str, samples))}. Look at "
-        "them, lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n"
+        'them, lower optimizer.learning_rate, set optimizer.max_gradient_norm, or set bad_steps.policy to "skip" or '
+        '"rewind"\n'
     )
     assert [path.name for path in list_checkpoints(here / "out" / "checkpoints")] == ["step-2"]
     assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2]

@@ -61,6 +61,21 @@ class SavedLossScale(Words):
     """Overflows until one lowers the scale."""
 
 
+class SavedHistory(Words):
+    """What a run remembers of its steps."""
+
+    bad_steps: int = 0
+    """Bad steps that were skipped."""
+    bad_in_a_row: int = 0
+    """Bad steps since the last good one."""
+    left_out: tuple[int, ...] = ()
+    """Places in the data, in batches from 0, that rewinds have left out."""
+    losses: tuple[float, ...] = ()
+    """Of the latest good steps, to tell a spike by."""
+    norms: tuple[float, ...] = ()
+    """Gradient norms of the same steps."""
+
+
 class Manifest(Words):
     """What the tensors of a checkpoint belong to."""
 
@@ -69,9 +84,11 @@ class Manifest(Words):
     step: int
     """Optimizer steps done."""
     skipped_steps: int = 0
-    """How many of them overflowed and changed nothing: AdamW and the learning rate do not count them."""
+    """How many of them changed nothing, bad or overflowed: AdamW and the learning rate do not count them."""
     loss_scale: SavedLossScale | None = None
     """Of a run in float16."""
+    history: SavedHistory | None = None
+    """Of a run that met bad steps, or watches for spikes."""
     seed: int
     """Of the run: with the step, the order of the data and every random draw."""
     global_batch_size: int
@@ -196,7 +213,8 @@ def read_manifest(checkpoint: Location) -> Manifest:
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise CheckpointError(f"{path} is broken ({'; '.join(wrong)}); use another checkpoint") from error
-    if manifest.checksum != _checksum(manifest):
+    # A field that the writer did not know was not part of its checksum.
+    if manifest.checksum != _checksum(manifest, is_read=True):
         raise CheckpointError(f"{path} is broken (its checksum is that of another content); use another checkpoint")
     if _COMPLETE.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest.step:
         raise CheckpointError(f"{path} is that of step {manifest.step}; use another checkpoint")
@@ -278,8 +296,8 @@ def step_of(checkpoint: Location) -> int:
     return int(match[1])
 
 
-def _checksum(manifest: Manifest) -> str:
-    return xxhash.xxh3_128_hexdigest(manifest.model_dump_json(exclude={"checksum"}).encode())
+def _checksum(manifest: Manifest, *, is_read: bool = False) -> str:
+    return xxhash.xxh3_128_hexdigest(manifest.model_dump_json(exclude={"checksum"}, exclude_unset=is_read).encode())
 
 
 def _kept(newest_first: list[Location], retention: Retention) -> list[Location]:

@@ -182,6 +182,22 @@ class WatchdogConfig(Words):
     """or so many times the median of the latest steps, whichever is longer."""
 
 
+class BadStepsConfig(Words):
+    """What to do about a step whose loss or gradient norm is not finite, or a spike."""
+
+    policy: Literal["stop", "skip", "rewind"] = "stop"
+    """`stop` ends the run; `skip` leaves the parameters as they are; `rewind` goes back to the newest checkpoint, and
+    on from there without the batch of that step."""
+    spike_z_score: Positive | None = None
+    """A loss or norm so many robust standard deviations above the median is a spike; left out: nothing is."""
+    window: Annotated[int, Field(ge=10)] = 100
+    """Good steps that the median is taken over; before there were so many, nothing is a spike."""
+    max_skips: Count = 10
+    """`skip` ends the run when more steps than these are bad in a row."""
+    max_rewinds: Count = 3
+    """`rewind` ends the run when it would go back more often than this, restarts included."""
+
+
 class RunConfig(Words):
     """A training run. One TOML file."""
 
@@ -206,6 +222,7 @@ class RunConfig(Words):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    bad_steps: BadStepsConfig = BadStepsConfig()
     self_checks: bool = True
     """At the start, and after a resume, check that all processes hold the parameters, inputs and gradients that they
     must, and write down a checksum of the parameters that is the same on every mesh."""
@@ -225,6 +242,15 @@ class RunConfig(Words):
             raise ValueError(
                 f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; give a "
                 "local directory, and the URL as `checkpoint.directory`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewind_to_something(self) -> Self:
+        if self.bad_steps.policy == "rewind" and self.checkpoint.every is None:
+            raise ValueError(
+                '`bad_steps.policy` = "rewind" goes back to a checkpoint, and without `checkpoint.every` there is none '
+                "before the end; set it"
             )
         return self
 

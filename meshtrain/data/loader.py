@@ -1,6 +1,6 @@
 """The loader: batches of torch tensors, read in the background while the step before is computed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
 
-from meshtrain.data.order import SampleOrder
+from meshtrain.data.order import SampleOrder, place_in_data
 from meshtrain.data.samples import Samples
 
 PREFETCHED_BATCHES = 4
@@ -21,8 +21,10 @@ class Batch:
 
     step: int
     """The optimizer step, from 0."""
+    data_step: int
+    """The place in the data, in batches from 0: the step, and those that were left out before it."""
     epoch: int
-    """The epoch of the step, from 0."""
+    """The epoch of that place, from 0."""
     sample_ids: np.ndarray
     """(global_batch,) int64: the samples of the whole step, on every rank, for those who ask what was trained on."""
     tensors: dict[str, Tensor]
@@ -37,6 +39,7 @@ def build_loader(
     dp_size: int,
     start_step: int,
     stop_step: int,
+    left_out: Sequence[int] = (),
     pin_memory: bool = False,
 ) -> Iterable[Batch]:
     """Build the batches of the steps start_step <= step < stop_step for one data-parallel rank.
@@ -48,6 +51,7 @@ def build_loader(
         dp_rank: this rank's place over all data-parallel axes; it takes the rows
             dp_rank * local_batch <= row < (dp_rank + 1) * local_batch of the global batch.
         dp_size: must divide the global batch.
+        left_out: places in the data whose batches no step gets, ascending.
         pin_memory: put the tensors into page-locked memory; the process must have chosen its GPU before.
     """
     local_batch, rest = divmod(order.global_batch_size, dp_size)
@@ -55,12 +59,13 @@ def build_loader(
     rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
 
     def read(step: int) -> Batch:
-        sample_ids = order.sample_ids(step)
+        data_step = place_in_data(step, left_out)
+        sample_ids = order.sample_ids(data_step)
         arrays = samples.read(sample_ids[rows])
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Batch(step, order.epoch(step), sample_ids, tensors)
+        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors)
 
     # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
     # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.

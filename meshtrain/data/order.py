@@ -7,6 +7,7 @@ that is computed where it is needed, one sample at a time, and never stored.
 Source: format-preserving shuffles by cycle walking, Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
 """
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
@@ -55,6 +56,20 @@ class SampleOrder:
             )
         positions[~is_sample] = FILLER
         return positions
+
+
+def place_in_data(step: int, left_out: Iterable[int]) -> int:
+    """Return the place in the data of the batch of `step`, both from 0: the places left out are passed over.
+
+    Args:
+        left_out: ascending.
+    """
+    place = step
+    for missing in left_out:
+        if missing > place:
+            break
+        place += 1
+    return place
 
 
 def permute(positions: np.ndarray, num_samples: int, *, keys: list[np.uint64]) -> np.ndarray:

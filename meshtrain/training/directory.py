@@ -26,7 +26,8 @@ from meshtrain.errors import ConfigError
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 # What may change between a stop and a resume: how the run is laid out, shown and saved, and how long it goes on. All
-# else decides what is learned.
+# else decides what is learned, but for what is done about bad steps: before the first of them every policy learns the
+# same, what was skipped or left out is in the checkpoint, and the one that stops a run is answered by another policy.
 FREE = (
     "run_directory",
     "steps",
@@ -37,6 +38,7 @@ FREE = (
     "logging",
     "stop_after",
     "watchdog",
+    "bad_steps",
     "self_checks",
     "plan",
     "data.cache_directory",

@@ -21,6 +21,7 @@ from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.fused import FusedParameter
 from meshtrain.training.directory import differences
+from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale
 from meshtrain.training.report import Resolved
 
@@ -52,13 +53,15 @@ class Identity:
         step: int,
         fused: tuple[FusedParameter, ...],
         loss_scale: LossScale,
+        history: StepHistory,
         evaluation_loss: float | None,
     ) -> Manifest:
         """Describe the checkpoint of a step."""
         return Manifest(
             step=step,
-            skipped_steps=loss_scale.num_skipped,
+            skipped_steps=history.num_skipped,
             loss_scale=loss_scale.saved(),
+            history=history.saved(),
             seed=self.config.seed,
             global_batch_size=self.config.global_batch_size,
             mesh={axis: getattr(self.plan.mesh, axis) for axis in AXES},

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,10 +17,12 @@ from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
+from meshtrain.data.order import place_in_data
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.signals import StopRequest, describe_reason
 from meshtrain.training.directory import METRICS_NAME
+from meshtrain.training.history import BadStep, name_samples
 from meshtrain.training.metrics import MetricsWriter, memory_bytes
 from meshtrain.training.step import Trainer, evaluate, train_step
 
@@ -36,6 +38,8 @@ class Run:
         evaluation_batches: gives the validation data anew; None without any.
         save: writes the checkpoint of a step, given its evaluation loss if there is one.
         saver: what `save` writes with.
+        rewind: goes back to the newest checkpoint, leaves out the batch of a bad step from there on, and returns the
+            steps done before and the batches of the others.
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
         flops_per_token: of the model, forward and backward.
         parameters_checksum: of the parameters that the first step finds; None without self-checks.
@@ -52,6 +56,7 @@ class Run:
     evaluation_batches: Callable[[], Iterable[Batch]] | None
     save: Callable[[int, float | None], None]
     saver: Saver
+    rewind: Callable[[BadStep], tuple[int, Iterable[Batch]]]
     unigram_entropy: float
     flops_per_token: float
     parameters_checksum: str | None
@@ -65,25 +70,45 @@ def run_loop(run: Run) -> bool:
         Whether the last step is done; otherwise training was asked to stop, and has saved.
 
     Raises:
-        TrainingStopped: if loss or gradient is not finite.
-        CheckpointError: if a checkpoint cannot be written.
+        TrainingStopped: if a step is bad and the run shall not, may not or cannot go on; if the evaluation loss or what
+            shall be saved is not finite.
+        CheckpointError: if a checkpoint cannot be written, or none can be gone back to.
     """
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return True
+    end = _train(run, None)
+    while isinstance(end, BadStep):
+        run.trainer.pipeline.place.begin("rewind")
+        first_step, batches = run.rewind(end)
+        run = replace(run, first_step=first_step, train_batches=batches, parameters_checksum=None)
+        end = _train(run, end)
+    return end
+
+
+def _train(run: Run, rewound: BadStep | None) -> bool | BadStep:
+    """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
     evaluation_loss, evaluated, place = None, 0, run.trainer.pipeline.place
     with _open_metrics(run) as metrics:
+        if rewound is not None:
+            metrics.write_note(run.first_step, rewound.note("rewind", len(run.trainer.history.left_out)))
         if run.parameters_checksum is not None:
-            metrics.write_text(run.first_step, "parameters_checksum", run.parameters_checksum)
+            metrics.write_note(run.first_step, {"parameters_checksum": run.parameters_checksum})
         for batch, data_seconds in _timed(run):
             step = batch.step + 1
-            values, stop_reason = _one_step(run, batch, data_seconds, metrics)
+            values, stop_reason, bad = _one_step(run, batch, data_seconds, metrics)
+            if bad is not None and run.config.bad_steps.policy == "rewind":
+                run.saver.finish()
+                _show_saved(run, metrics)
+                return bad
             metrics.write(step, values)
+            if bad is not None:
+                _note_skipped(run, bad, metrics)
             place.end_step()
             if stop_reason and step < run.num_steps:
                 _stop(run, step, metrics, stop_reason)
                 return False
-            if step % run.steps_per_epoch == 0 or step == run.num_steps:
+            if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
                 metrics.write_epoch(step)
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
                 evaluation_loss, evaluated = _evaluate(run, step, metrics), step
@@ -119,8 +144,10 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
 
 
-def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter) -> tuple[dict[str, float], int]:
-    """Return the metrics of a step, and why to stop after it, if any process was asked to."""
+def _one_step(
+    run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter
+) -> tuple[dict[str, float], int, BadStep | None]:
+    """Return the metrics of a step, why to stop after it, if any process was asked to, and what is bad about it."""
     begin = time.perf_counter()
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
     if batch.step == run.first_step:
@@ -153,8 +180,25 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, metrics: MetricsWrite
         "optimizer_seconds": result.optimizer_seconds,
         **result.router,
         **result.scaling,
+        **run.trainer.history.metrics(),
     }
-    return values, int(stop_reason)
+    bad = None
+    if result.fault is not None:
+        bad = BadStep(batch.step + 1, batch.data_step, batch.sample_ids, result.fault)
+    return values, int(stop_reason), bad
+
+
+def _note_skipped(run: Run, bad: BadStep, metrics: MetricsWriter) -> None:
+    num_bad = run.trainer.history.num_bad
+    metrics.write_note(bad.step, bad.note("skip", num_bad))
+    console.line(
+        f"Step {bad.step:,} is bad, and skipped: {bad.fault}. Samples: {name_samples(bad.sample_ids)}. Skipped so far: "
+        f"{num_bad:,}"
+    )
+
+
+def _next_epoch(run: Run, step: int) -> int:
+    return place_in_data(step, run.trainer.history.left_out) // run.steps_per_epoch
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:

@@ -85,11 +85,11 @@ class MetricsWriter:
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
 
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Write one object with a text."""
+    def write_note(self, step: int, note: Mapping[str, object]) -> None:
+        """Write one object that is no row of numbers."""
         with self._noting_problems():
             for file in self._files:
-                file.write_text(step, name, text)
+                file.write_note(step, note)
 
     def write_epoch(self, step: int) -> None:
         """Write the averages over the epoch of the latest step, as far as it has come."""
@@ -116,7 +116,7 @@ class _MetricsFile(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def write_text(self, step: int, name: str, text: str) -> None: ...
+    def write_note(self, step: int, note: Mapping[str, object]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -131,8 +131,8 @@ class _JsonLines:
         # JSON has no infinity: the loss of a step that overflowed is null.
         self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}})
 
-    def write_text(self, step: int, name: str, text: str) -> None:
-        self._add({"step": step, name: text})
+    def write_note(self, step: int, note: Mapping[str, object]) -> None:
+        self._add({"step": step, **note})
 
     def close(self) -> None:
         self._file.close()
@@ -162,7 +162,7 @@ class _Events:
         values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
-    def write_text(self, step: int, name: str, text: str) -> None:
+    def write_note(self, step: int, note: Mapping[str, object]) -> None:
         """Leave it out: it draws numbers."""
 
     def close(self) -> None:

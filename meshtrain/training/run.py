@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention
+from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, read_manifest
 from meshtrain.checkpoint.integrity import newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.saver import Saver
@@ -23,7 +23,7 @@ from meshtrain.data.prepare import (
     validation_order,
     validation_samples,
 )
-from meshtrain.errors import CheckpointError, ConfigError, DataError, UserError, name_some
+from meshtrain.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.weights import load_weights
@@ -36,6 +36,7 @@ from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
 from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
+from meshtrain.training.history import BadStep, StepHistory, name_samples
 from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
@@ -128,6 +129,7 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(resolved.plan.precision),
+        history=StepHistory(config.bad_steps),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
     first_step = _begin(config, trainer, found)
@@ -144,6 +146,7 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
     )
     process.guard.follow(pipeline.place)
     lift_timeouts()
+    batches = partial(_train_batches, identity, trainer, process, num_steps)
     return Run(
         config=config,
         trainer=trainer,
@@ -151,10 +154,11 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
         first_step=first_step,
         num_steps=num_steps,
         steps_per_epoch=train_order(data, global_batch_size=config.global_batch_size, seed=config.seed).steps_per_epoch,
-        train_batches=_train_batches(config, data, pipeline, process, first_step, num_steps),
+        train_batches=batches(first_step),
         evaluation_batches=_evaluation_batches(config, data, pipeline, process),
         save=partial(_save, identity, trainer, saver),
         saver=saver,
+        rewind=partial(_rewind, identity, trainer, batches),
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=flops,
         parameters_checksum=report.checksum if report is not None else None,
@@ -184,8 +188,7 @@ def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
         checkpoint, manifest = found
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        load_state(checkpoint, pipeline, trainer.optimizer)
-        trainer.loss_scale.restore(manifest.loss_scale, manifest.skipped_steps)
+        _restore(trainer, checkpoint, manifest)
         console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
@@ -196,6 +199,44 @@ def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
         for stage in pipeline.stages:
             initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
     return 0
+
+
+def _restore(trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None:
+    load_state(checkpoint, trainer.pipeline, trainer.optimizer)
+    trainer.loss_scale.restore(manifest.loss_scale)
+    trainer.history.restore(manifest.history, manifest.skipped_steps)
+
+
+def _rewind(
+    identity: Identity, trainer: Trainer, batches: Callable[[int], Iterable[Batch]], bad: BadStep
+) -> tuple[int, Iterable[Batch]]:
+    """Go back to the newest whole checkpoint, and on without the batch of a bad step. Collective.
+
+    Returns:
+        The steps done before, and the batches of the others.
+
+    Raises:
+        TrainingStopped: if there is no checkpoint yet.
+        CheckpointError: if none is whole.
+    """
+    # What one rewind has left out before, the checkpoint need not know: it may be older.
+    left_out = tuple(sorted({*trainer.history.left_out, bad.data_step}))
+    # Not `identity.check`: the run wrote it itself, or has checked it when it began.
+    checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
+    if checkpoint is None:
+        raise TrainingStopped(
+            f"step {bad.step}: {bad.fault}; there is no checkpoint yet to go back to. Samples of this step: "
+            f"{name_samples(bad.sample_ids)}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
+            'bad_steps.policy to "skip"'
+        )
+    manifest = read_manifest(checkpoint)
+    _restore(trainer, checkpoint, manifest)
+    trainer.history.left_out = left_out
+    console.line(
+        f"Step {bad.step:,} is bad: {bad.fault}. Back to {shown_location(checkpoint)}, and on without the samples of "
+        f"that step: {name_samples(bad.sample_ids)}. Batches left out so far: {len(left_out)}"
+    )
+    return manifest.step, batches(manifest.step)
 
 
 def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> None:
@@ -231,20 +272,22 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
 def _save(identity: Identity, trainer: Trainer, saver: Saver, step: int, evaluation_loss: float | None) -> None:
     tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
     check_finite(step, tensors)
-    manifest = identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale, evaluation_loss)
+    manifest = identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss)
     saver.save(tensors, manifest, identity.write_huggingface)
 
 
 def _train_batches(
-    config: RunConfig, data: PreparedData, pipeline: Pipeline, process: Process, first_step: int, num_steps: int
+    identity: Identity, trainer: Trainer, process: Process, num_steps: int, first_step: int
 ) -> Iterable[Batch]:
+    config, data, mesh = identity.config, identity.data, trainer.pipeline.mesh
     return build_loader(
         train_samples(data),
         train_order(data, global_batch_size=config.global_batch_size, seed=config.seed),
-        dp_rank=data_rank(pipeline.mesh),
-        dp_size=axis_size(pipeline.mesh, *DATA_AXES),
+        dp_rank=data_rank(mesh),
+        dp_size=axis_size(mesh, *DATA_AXES),
         start_step=first_step,
         stop_step=num_steps,
+        left_out=trainer.history.left_out,
         pin_memory=process.device.type == "cuda",
     )
 

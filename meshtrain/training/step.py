@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from meshtrain.config.plan import PrecisionPlan
-from meshtrain.errors import TrainingStopped
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
 from meshtrain.training.gradients import fill_gradients, finish_gradients, forget_unused, gradient_norm, scale_gradients
+from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.optim import ShardedAdamW
@@ -28,12 +28,13 @@ def no_inspection(batch: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a step works with; of it the parameters, the optimizer's state and the loss scale need saving.
+    """What a step works with; of it the parameters, the optimizer's state, the loss scale and the history need saving.
 
     Attributes:
-        learning_rate: of a step, counted from 0; steps that overflowed do not count.
+        learning_rate: of a step, counted from 0; steps that were skipped do not count.
         max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
         loss_scale: of float16; otherwise 1 for ever.
+        history: tells a bad step from a good one.
         inspect: called once the gradients are whole.
     """
 
@@ -43,6 +44,7 @@ class Trainer:
     learning_rate: Callable[[int], float]
     max_gradient_norm: float
     loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
+    history: StepHistory = field(default_factory=StepHistory)
     inspect: Inspection = no_inspection
 
 
@@ -57,7 +59,8 @@ class StepResult:
         without_gradient: names of this process's trainable parameters that no sample of the batch gave a gradient.
         forward_backward_seconds: on this process, waiting for others included.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
-        is_skipped: whether a float16 gradient overflowed, so that no parameter has changed.
+        is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter has changed.
+        fault: what is wrong with a bad step.
         router: the mean auxiliary loss of the routers, if there is one; not yet multiplied by its coefficient.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss scaling.
     """
@@ -70,6 +73,7 @@ class StepResult:
     forward_backward_seconds: float
     optimizer_seconds: float
     is_skipped: bool
+    fault: str | None
     router: dict[str, float]
     scaling: dict[str, float]
 
@@ -83,8 +87,8 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         sample_ids: of the whole global batch, for the message when something goes wrong.
 
     Raises:
-        TrainingStopped: on all processes alike, before any parameter changes, if loss or gradient is not finite and a
-            lower loss scale cannot help.
+        TrainingStopped: on all processes alike, before any parameter changes, if the step is bad, a lower loss scale
+            cannot help, and the run shall not or may not go on.
     """
     begin = time.perf_counter()
     pipeline, scale = trainer.pipeline, trainer.loss_scale.value
@@ -109,11 +113,15 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
     norm, loss = norm / scale, loss / scale
     # Both were summed over every axis, so all processes decide alike.
     overflowed = not (math.isfinite(loss.item()) and math.isfinite(norm.item()))
-    if overflowed and not trainer.loss_scale.can_be_lower:
-        _stop(loss.item(), norm.item(), step, sample_ids)
-    learning_rate = trainer.learning_rate(step - trainer.loss_scale.num_skipped)
+    history, fault = trainer.history, None
+    if not (overflowed and trainer.loss_scale.can_be_lower):
+        fault = history.fault(loss.item(), norm.item())
+    if fault is not None:
+        history.check_tolerable(fault, step, sample_ids)
+    is_skipped = overflowed or fault is not None
+    learning_rate = trainer.learning_rate(step - history.num_skipped)
     unused: tuple[str, ...] = ()
-    if not overflowed:
+    if not is_skipped:
         trainer.inspect(batch)
         _scale(trainer, norm)
         # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
@@ -121,6 +129,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         pipeline.place.enter("optimizer")
         trainer.optimizer.step(learning_rate)
     trainer.loss_scale.update(overflowed=overflowed)
+    history.add(loss.item(), norm.item(), is_bad=fault is not None, is_skipped=is_skipped)
     return StepResult(
         loss=loss.item(),
         gradient_norm=norm.item(),
@@ -129,9 +138,10 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         without_gradient=unused,
         forward_backward_seconds=forward_backward_done - begin,
         optimizer_seconds=time.perf_counter() - forward_backward_done,
-        is_skipped=overflowed,
+        is_skipped=is_skipped,
+        fault=fault,
         router=pipeline.router_loss.metrics(router_mean),
-        scaling=trainer.loss_scale.metrics(),
+        scaling=trainer.loss_scale.metrics(history.num_skipped),
     )
 
 
@@ -155,12 +165,3 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, ["pp"])
     return (loss / totals[1].clamp(min=1)).item()
-
-
-def _stop(loss: float, norm: float, step: int, sample_ids: np.ndarray) -> None:
-    ids = ", ".join(map(str, sample_ids[:16].tolist())) + (", ..." if len(sample_ids) > 16 else "")
-    raise TrainingStopped(
-        f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before the optimizer step, so the "
-        f"parameters and the last checkpoint are as they were. Samples of this step: {ids}. Look at them, lower "
-        "optimizer.learning_rate, or set optimizer.max_gradient_norm"
-    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshtrain.data.loader import PREFETCHED_BATCHES, Batch, build_loader
-from meshtrain.data.order import FILLER, SampleOrder
+from meshtrain.data.order import FILLER, SampleOrder, place_in_data
 from meshtrain.data.samples import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
@@ -103,6 +103,19 @@ def test_iterating_again_starts_over(packed):
 
     for _ in range(2):
         assert [batch.step for batch in loader] == [3, 4, 5]
+
+
+def test_batches_that_are_left_out_are_passed_over(packed):
+    order = SampleOrder(len(packed), global_batch_size=8)
+    places = [place_in_data(step, (1, 2, 5)) for step in range(5)]
+    assert places == [0, 3, 4, 6, 7]
+
+    batches = list(build_loader(packed, order, dp_rank=0, dp_size=2, start_step=1, stop_step=5, left_out=(1, 2, 5)))
+
+    assert [batch.step for batch in batches] == [1, 2, 3, 4]
+    assert [batch.data_step for batch in batches] == places[1:]
+    assert [batch.epoch for batch in batches] == [order.epoch(place) for place in places[1:]]
+    assert all(np.array_equal(batch.sample_ids, order.sample_ids(batch.data_step)) for batch in batches)
 
 
 class SlowSamples:

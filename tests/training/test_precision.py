@@ -13,12 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan, ShardPlan
+from meshtrain.config.run import BadStepsConfig
 from meshtrain.errors import TrainingStopped
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training import step as step_module
+from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
 from meshtrain.verify.parallel import build_trainer, local_part
@@ -75,9 +77,8 @@ def test_the_scale_moves_as_megatron_moves_it() -> None:
     values = [16.0, 16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0, 4.0]
     assert [value for value, _, _ in seen] == values
     assert [can for _, _, can in seen] == [value > 4.0 for value in values]
-    assert scale.num_skipped == 7
     other = build_loss_scale(PrecisionPlan(compute="float16", loss_scale=plan))
-    other.restore(scale.saved(), scale.num_skipped)
+    other.restore(scale.saved())
     assert other == scale
 
 
@@ -85,10 +86,9 @@ def test_without_float16_nothing_is_scaled_or_tolerated() -> None:
     scale = build_loss_scale(PrecisionPlan())
     for _ in range(9):
         scale.update(overflowed=False)
-    assert (scale.value, scale.can_be_lower, scale.metrics(), scale.saved()) == (1.0, False, {}, None)
-    # The updates that AdamW has seen stay known when a run leaves float16.
-    scale.restore(build_loss_scale(FLOAT16).saved(), 3)
-    assert (scale.value, scale.num_skipped) == (1.0, 3)
+    assert (scale.value, scale.can_be_lower, scale.metrics(3), scale.saved()) == (1.0, False, {}, None)
+    scale.restore(build_loss_scale(FLOAT16).saved())
+    assert scale.value == 1.0
 
 
 # Steps in every format
@@ -249,6 +249,25 @@ def test_an_overflow_at_the_minimum_stops_the_run() -> None:
     (message,) = run_on_ranks(1, stop_at_the_minimum)
     assert message.startswith("step 1: the loss is 4.")
     assert "the gradient norm inf; stopped before the optimizer step" in message
+
+
+def overflow_to_the_minimum_and_skip() -> tuple[list[StepResult], tuple[int, int, int]]:
+    trainer = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=4.0, minimum=2.0, hysteresis=1)
+    trainer = replace(trainer, history=StepHistory(BadStepsConfig(policy="skip")))
+    undo = poison({})
+    results = [run_step(trainer, 0), run_step(trainer, 1)]
+    undo()
+    results.append(run_step(trainer, 2))
+    return results, (trainer.history.num_skipped, trainer.history.num_bad, trainer.history.bad_in_a_row)
+
+
+def test_only_an_overflow_that_the_scale_cannot_answer_is_a_bad_step() -> None:
+    ((results, counts),) = run_on_ranks(1, overflow_to_the_minimum_and_skip)
+    assert [result.is_skipped for result in results] == [True, True, False]
+    assert [result.fault is None for result in results] == [True, False, True]
+    assert [result.scaling["loss_scale"] for result in results] == [2.0, 2.0, 2.0]
+    assert [result.scaling["skipped_steps"] for result in results] == [1, 2, 2]
+    assert counts == (2, 1, 0)
 
 
 # Whole runs
