@@ -13,12 +13,13 @@ import random
 import shutil
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from meshtrain import console
 from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.reading import read_metadata, tensor_entries
@@ -91,18 +92,18 @@ def main() -> None:
     stream = random.Random(options.seed)
     found, fallen_back, by_dcp, tried = Counter(), Counter(), Counter(), Counter()
     # DCP shows a traceback for each damage that it notices.
-    logging.disable()
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as temporary:
         whole = Path(temporary) / "whole"
         run_on_ranks(2, save_two, whole)
-        console.configure(rank=1)  # silent: every damage is told otherwise
         for number in range(options.times):
             kind = DAMAGES[number % len(DAMAGES)]
             root = Path(shutil.copytree(whole, Path(temporary) / "damaged"))
             name = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
             tried[kind] += 1
             found[kind] += any(f"step-20/{name}" in problem for problem in find_damage(root / "step-20"))
-            fallen_back[kind] += newest_whole_checkpoint(root) == root / "step-10"
+            with redirect_stdout(StringIO()):  # every damage is told
+                fallen_back[kind] += newest_whole_checkpoint(root) == root / "step-10"
             by_dcp[kind] += dcp_notices(root / "step-20", whole / "step-20")
             shutil.rmtree(root)
     print(f"{'damage':24}{'done':>6}{'named':>8}{'fallback':>10}{'DCP alone':>12}")
