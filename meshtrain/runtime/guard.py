@@ -53,6 +53,9 @@ SILENT_POLLS = 14
 """So often a neighbour's pulse may stand still. Polls, not seconds: a machine that sleeps stops both."""
 SILENT_POLLS_WHEN_STOPPING = 6
 """torchrun sends SIGTERM to all others when one is gone, and the process waits for no step then."""
+LOST_POLLS = 30
+"""So long may an answer of the store take. A cut link closes no connection: until the kernel gives up it takes 15
+minutes."""
 EXIT_CODES = {"mistake": 2, "interrupted": 130}
 
 REASON, ASK = "reason", "ask"
@@ -111,6 +114,7 @@ class Guard:
     def watching(self) -> Iterator[None]:
         """Watch while the block runs; what it raises is told to all processes before it goes on its way."""
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="guard of the store", daemon=True).start()
         try:
             yield
         except BaseException as error:
@@ -199,6 +203,10 @@ class Guard:
         message = "is gone, with the store through which the processes speak, or torchrun on its machine is"
         return Failure("gone", 0, host, message)
 
+    def _store_silent(self) -> Failure:
+        host = os.environ.get("MASTER_ADDR", self._host)
+        return Failure("gone", 0, host, "does not answer, nor does the store there: its machine or the network is down")
+
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
@@ -212,6 +220,15 @@ class Guard:
                 if self._is_ending.is_set() or self._is_failing.is_set():
                     return
                 self._end(self._store_gone())
+
+    def _watch_store(self) -> None:
+        """End this process when the store no longer answers the thread that watches."""
+        polls, pulse = 0, self._pulse
+        while not self._is_over.wait(POLL_SECONDS) and self._thread.is_alive():
+            polls = polls + 1 if pulse == self._pulse else 0
+            pulse = self._pulse
+            if polls >= LOST_POLLS:
+                self._end(self._store_silent(), has_store=False)
 
     def _look_around(self) -> None:
         self._beat()
@@ -304,13 +321,14 @@ class Guard:
             if tells_problem:
                 sys.stderr.write(f"rank {self._rank} cannot write into {self._directory}: {error.strerror}\n")
 
-    def _end(self, reason: Failure) -> NoReturn:
+    def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
         """End this process because of another one, and say why."""
         if not reason.is_told_by_its_rank:
             console.stop_lines(reason.lines())
             self._write(lambda directory: write_recorder(directory, self._rank))
-        with suppress(dist.DistError):
-            self._let_read(is_own=False)
+        if has_store:
+            with suppress(dist.DistError):
+                self._let_read(is_own=False)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODES.get(reason.kind, PEER_FAILED))
