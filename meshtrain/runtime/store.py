@@ -22,7 +22,9 @@ def open_store(patience_seconds: float) -> dist.Store:
     """Connect to the store of the run once more, and host it if this process is the one that must.
 
     What is written belongs to this start of the workers: where torchrun keeps its store over a restart, the addresses
-    of the workers before would be found in it, and nobody answers there.
+    of the workers before would be found in it, and nobody answers there. A store that is new needs no name for the
+    start, and must have none: the count of restarts is torchrun's own on each machine, and one that has come back
+    begins anew.
 
     Args:
         patience_seconds: how long a read waits for what others write, and a connection for a store that is hosted by a
@@ -49,7 +51,8 @@ def open_store(patience_seconds: float) -> dist.Store:
             f"{host}:{port} within {connect_seconds:.0f} s: look at MASTER_ADDR, MASTER_PORT and the firewall of {host}"
         ) from error
     store.set_timeout(timedelta(seconds=patience_seconds))
-    return dist.PrefixStore(f"meshtrain/{attempt_from_environment()}/{world_size_from_environment()}", store)
+    attempt = f"{attempt_from_environment()}/{world_size_from_environment()}" if agent_hosts_store() else "only"
+    return dist.PrefixStore(f"meshtrain/{attempt}", store)
 
 
 def hosts_store() -> bool:
