@@ -3,7 +3,8 @@
 Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
 3 another process of the run failed, vanished or is stuck (all say which), 75 asked to stop (SIGTERM, SIGUSR1 or
 `stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal. Under torchrun a run that
-was asked to stop ends with 0: torchrun would take anything else for a failure, and start it again.
+was asked to stop ends with 0: torchrun would take anything else for a failure, and start it again. Just that is right
+where only another process was sent SIGTERM, because its machine has to go: such a process ends with 75 there too.
 """
 
 import json
@@ -121,11 +122,13 @@ def train(run: Run, overrides: Overrides = None) -> None:
 
     config = load_run(run, overrides or ())
     from meshtrain.runtime.environment import is_under_torchrun
+    from meshtrain.training.run import Ending
     from meshtrain.training.run import train as train_run
     from meshtrain.verify.trust import ensure_proven
 
     ensure_proven(config)
-    if not train_run(config) and not is_under_torchrun():
+    ending = train_run(config)
+    if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not is_under_torchrun()):
         raise typer.Exit(COME_AGAIN)
 
 

@@ -63,11 +63,11 @@ class Run:
     stop: StopRequest
 
 
-def run_loop(run: Run) -> bool:
+def run_loop(run: Run) -> int:
     """Train to the last step; evaluate and save on the way and at the end.
 
     Returns:
-        Whether the last step is done; otherwise training was asked to stop, and has saved.
+        0 if the last step is done; otherwise why training was asked to stop, and has saved: `StopRequest.reason`.
 
     Raises:
         TrainingStopped: if a step is bad and the run shall not, may not or cannot go on; if the evaluation loss or what
@@ -76,7 +76,7 @@ def run_loop(run: Run) -> bool:
     """
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
-        return True
+        return 0
     end = _train(run, None)
     while isinstance(end, BadStep):
         run.trainer.pipeline.place.begin("rewind")
@@ -86,7 +86,7 @@ def run_loop(run: Run) -> bool:
     return end
 
 
-def _train(run: Run, rewound: BadStep | None) -> bool | BadStep:
+def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
     """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
     evaluation_loss, evaluated, place = None, 0, run.trainer.pipeline.place
     with _open_metrics(run) as metrics:
@@ -107,7 +107,7 @@ def _train(run: Run, rewound: BadStep | None) -> bool | BadStep:
             place.end_step()
             if stop_reason and step < run.num_steps:
                 _stop(run, step, metrics, stop_reason)
-                return False
+                return stop_reason
             if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
                 metrics.write_epoch(step)
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
@@ -118,7 +118,7 @@ def _train(run: Run, rewound: BadStep | None) -> bool | BadStep:
         _show_saved(run, metrics)
         _check_written(metrics)
     _show_end(run, evaluation_loss)
-    return True
+    return 0
 
 
 def _open_metrics(run: Run) -> MetricsWriter:

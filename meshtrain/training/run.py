@@ -3,8 +3,10 @@
 import socket
 import time
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, read_manifest
@@ -59,11 +61,16 @@ Found = tuple[Location, Manifest]
 """A checkpoint and what it says of itself."""
 
 
-def train(config: RunConfig) -> bool:
-    """Train a run, or go on with it where its newest checkpoint is.
+class Ending(Enum):
+    """How a run ends that does not fail."""
 
-    Returns:
-        Whether it is done; otherwise it was asked to stop, and has saved.
+    DONE = "all steps are done"
+    ASKED = "this process, or all, should stop, and has saved"
+    FOLLOWED = "another process has to go, and all have saved"
+
+
+def train(config: RunConfig) -> Ending:
+    """Train a run, or go on with it where its newest checkpoint is.
 
     Raises:
         UserError: before any process group is joined, wherever the mistake can be known there.
@@ -85,7 +92,12 @@ def train(config: RunConfig) -> bool:
         _agree_on_data(data)
         found = _find_checkpoint(identity)
         _show_head(config, resolved, num_steps)
-        return run_loop(_build(identity, num_steps, found, process))
+        reason = run_loop(_build(identity, num_steps, found, process))
+        if reason == 0:
+            return Ending.DONE
+        # SIGUSR1 is what a person wants of the run. SIGTERM is what a machine is told that has to go, or torchrun that
+        # has other machines to meet: the others have to meet again, not to end.
+        return Ending.FOLLOWED if reason == SIGTERM and not process.stop.is_asked() else Ending.ASKED
 
 
 def _find_checkpoint(identity: Identity) -> Found | None:
