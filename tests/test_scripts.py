@@ -43,10 +43,8 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy in which everything is installed already: in the environment of these tests."""
-    copy = tmp_path_factory.mktemp("clone") / "with space"
+def copy_repository(copy: Path) -> None:
+    """Copy what a person clones, with everything installed already: in the environment of these tests."""
     for name in NEEDED:
         source = ROOT / name
         if source.is_dir():
@@ -59,18 +57,27 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (copy / ".venv" / entry.name).symlink_to(entry)
     installed = b"".join((copy / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
     (copy / ".venv" / "installed-base").write_text(f"{hashlib.sha256(installed).hexdigest()}  -\n")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy to start scripts from."""
+    copy = tmp_path_factory.mktemp("clone") / "with space"
+    copy_repository(copy)
     return copy
 
 
+def start(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script from the directory above its repository, without the variables of these tests."""
+    kept = ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
+    environment = {name: value for name, value in os.environ.items() if name in kept} | variables
+    command = [str(script), *arguments]
+    return subprocess.run(command, cwd=script.parents[2], env=environment, capture_output=True, text=True)
+
+
 def quickstart(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script from another directory, without the variables of these tests."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
-    }
-    command = [str(repository / "launch" / "quickstart.sh"), *arguments]
-    return subprocess.run(command, cwd=repository.parent, env=environment, capture_output=True, text=True)
+    """Run the quickstart."""
+    return start(repository / "launch" / "quickstart.sh", *arguments)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -124,3 +131,39 @@ def test_another_unfinished_run_in_its_place_is_a_mistake(repository: Path) -> N
     shown = quickstart(repository, f"run_directory={out}")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert "error: other/run.toml: seed is 3 there and 0 here" in shown.stderr.splitlines()
+
+
+def local(repository: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run launch/local.sh on the CPU."""
+    return start(
+        repository / "launch" / "local.sh", *arguments, PROCESSES=str(processes), CUDA_VISIBLE_DEVICES="", NO_COLOR="1"
+    )
+
+
+def test_the_local_script_trains_a_run_that_lies_anywhere_and_goes_on(repository: Path) -> None:
+    text = write_text(repository / "text.jsonl", documents=400)
+    (repository.parent / "mine").mkdir()
+    run, out = repository.parent / "mine" / "run.toml", repository.parent / "mine" / "out"
+    shutil.copy(repository / "launch" / "runs" / "quickstart.toml", run)
+    data = (f'data.train=["{text}"]', "data.validation=0.2", f'data.cache_directory="{repository}/cache"')
+    arguments = ("mine/run.toml", *SMALL, *data, f'run_directory="{out}"', "plan.mesh.pp=1")
+    stopped = local(repository, *arguments, "stop_after=0s", processes=2)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "Stopped by stop_after: 1 of 4 steps are done" in stopped.stdout
+    ended = local(repository, *arguments, processes=2)
+    assert ended.returncode == 0, ended.stderr
+    assert "step 1 done" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("Done.")
+
+
+def test_the_local_script_tells_mistakes_before_it_starts_anything(repository: Path) -> None:
+    run = "launch/runs/quickstart.toml"
+    mistaken = local(repository, run, "steps=abc", processes=4)
+    problem = "error: command line: steps: expected a whole number from 1, found the string 'abc'\n"
+    assert (mistaken.returncode, mistaken.stdout, mistaken.stderr) == (2, "", problem)
+    alone = local(repository, run, processes=0)
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert alone.stderr.startswith("error: this machine has no GPU; ")
+    unsaid = local(repository, processes=4)
+    assert (unsaid.returncode, unsaid.stdout) == (2, "")
+    assert "./launch/local.sh RUN [KEY=VALUE ...]\n" in unsaid.stderr

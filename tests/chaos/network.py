@@ -1,0 +1,237 @@
+"""Two hosts; one is cut off, preempted and killed, and comes back each time: `python -m tests.chaos.network`.
+
+Needs root and iproute2. Two network namespaces with an address each stand for two hosts, joined by a veth pair. Both
+have the same hostname, which is that of the loopback in both: nobody reaches anybody through it. The first holds the
+rendezvous, and so is the one that may not be lost.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.config.plan import MeshPlan
+from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
+from meshtrain.config.toml import dump_toml
+from tests.chaos.recording import read_samples
+from tests.training.runs import build_plan, build_run, steps_of
+from tests.training.test_resume import go, without_torchrun
+
+STEPS = 240
+SECONDS_PER_STEP = 0.4
+SECONDS = 200.0
+PORT = 29500
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+RECORDING = Path(__file__).with_name("recording.py")
+
+
+def missing() -> list[str]:
+    """Return what this machine lacks."""
+    return [name for name in ("ip",) if shutil.which(name) is None] + (["root"] if os.getuid() != 0 else [])
+
+
+def ip(*arguments: str) -> str:
+    """Run a command of iproute2, and return what it shows."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], object], what: str) -> float:
+    """Wait for something, and return for how many seconds."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + SECONDS, f"{what}: not within {SECONDS:.0f} s"
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+class Host:
+    """One of the two hosts.
+
+    Args:
+        number: 1 or 2.
+        run: the file of the run.
+    """
+
+    def __init__(self, number: int, run: Path) -> None:
+        self.number = number
+        self.run = run
+        self.address = f"10.177.0.{number}"
+        self.name = f"meshtrain-{os.getpid()}-{number}"
+        self.link = f"mt{os.getpid() % 10**6}h{number}"
+        self.life = 0
+        self.agent: subprocess.Popen | None = None
+
+    @property
+    def log(self) -> Path:
+        """Of the torchrun that was started last."""
+        return self.run.with_name(f"host-{self.number}-{self.life}.log")
+
+    def start(self) -> None:
+        """Start torchrun."""
+        self.life += 1
+        command = [
+            *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.177.0.1:{PORT}", "--rdzv-id", "chaos"),
+            *("--rdzv-conf", f"{RENDEZVOUS},is_host={int(self.number == 1)}", "--local-addr", self.address),
+            *(str(RECORDING), "train", str(self.run)),
+        ]
+        own = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "PAUSE": str(SECONDS_PER_STEP),
+            "RECORD": str(self.run.with_name("record")),
+        }
+        with self.log.open("wb") as file:
+            self.agent = subprocess.Popen(command, stdout=file, stderr=file, env={**without_torchrun(), **own})
+
+    def pids(self) -> list[int]:
+        """Return all processes that run on it."""
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
+    def kill(self) -> None:
+        """End everything that runs on it at once."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        if self.agent is not None:
+            self.agent.wait()
+
+    def shown(self) -> str:
+        """Return its log."""
+        return self.log.read_text()
+
+    def plug(self, state: str) -> None:
+        """Set its end of the link `up` or `down`."""
+        ip("-n", self.name, "link", "set", self.link, state)
+
+
+@contextmanager
+def network(*hosts: Host) -> Iterator[None]:
+    """Give the hosts their namespaces, and a link between them."""
+    try:
+        for host in hosts:
+            ip("netns", "add", host.name)
+        first, second = hosts
+        ip("link", "add", first.link, "netns", first.name, "type", "veth", "peer", second.link, "netns", second.name)
+        for host in hosts:
+            ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.link)
+            ip("-n", host.name, "link", "set", "lo", "up")
+            host.plug("up")
+        yield
+    finally:
+        for host in hosts:
+            host.kill()
+            ip("netns", "delete", host.name)
+
+
+def newest(config: RunConfig) -> int:
+    """Return the step of the newest checkpoint."""
+    names = [path.name for path in (Path(config.run_directory) / CHECKPOINTS_NAME).glob("step-*")]
+    return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
+
+
+def resumed(host: Host) -> list[int]:
+    """Return the steps that the run went on from, as this host's first process saw it."""
+    return [int(step) for step in re.findall(r"Resumed from .*: step (\d+) done", host.shown())]
+
+
+def stops(host: Host) -> list[str]:
+    """Return what its processes said when they ended."""
+    return [line for line in host.shown().splitlines() if re.match(r"rank \d+ stops: ", line)]
+
+
+def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
+    """Lose the second host, see that the first goes on alone, and let it come back."""
+    lives, said = len(resumed(first)), {host: len(stops(host)) for host in (first, second)}
+    began = time.monotonic()
+    if how == "cut":
+        second.plug("down")
+    elif how == "preempted":
+        assert second.agent is not None
+        second.agent.send_signal(signal.SIGTERM)
+        print(f"host 2 preempted: its torchrun ends with {second.agent.wait(SECONDS)} after {elapsed(began)}")
+    else:
+        second.kill()
+    notices = {"cut": [first, second], "killed": [first], "preempted": []}[how]
+    while notices:
+        wait_until(lambda: any(len(stops(host)) >= 2 + said[host] for host in notices), "the hosts notice")
+        host = next(host for host in notices if len(stops(host)) >= 2 + said[host])
+        notices.remove(host)
+        print(f"host 2 {how}: host {host.number} has noticed after {elapsed(began)}")
+    wait_until(lambda: len(resumed(first)) > lives, f"the first host goes on alone; it says {first.shown()}")
+    print(f"host 2 {how}: host 1 goes on alone from step {resumed(first)[-1]} after {elapsed(began)}")
+    print(
+        *(f"    {line}" for line in [*stops(first)[said[first] :], *(stops(second) if how == "cut" else [])]), sep="\n"
+    )
+    step = newest(config)
+    wait_until(lambda: newest(config) > step, "a checkpoint by the first host alone")
+    lives, began = len(resumed(first)), time.monotonic()
+    # torchrun waits while the link is cut, and joins again when it is back.
+    second.plug("up")
+    if how != "cut":
+        second.start()
+    wait_until(lambda: len(resumed(first)) > lives, f"the second host joins; the first says {first.shown()}")
+    print(f"host 2 is back: both go on from step {resumed(first)[-1]} after {elapsed(began)}")
+    step = newest(config)
+    wait_until(lambda: newest(config) > step, f"a checkpoint by both; the first says {first.shown()}")
+
+
+def elapsed(began: float) -> str:
+    """Return the seconds since then."""
+    return f"{time.monotonic() - began:.1f} s"
+
+
+def main() -> None:
+    """Lose a host three times, and compare with what happens when nobody does."""
+    if lacking := missing():
+        print(f"skipped: there is no {', '.join(lacking)}; needs root, and apt-get install iproute2")
+        return
+    # What was set up is taken down then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "record").mkdir()
+        plan = build_plan((1, 1, 1, 1))
+        often, seldom = CheckpointConfig(every=10), LoggingConfig(every=100)
+        changes = {"steps": STEPS, "checkpoint": often, "logging": seldom}
+        whole = build_run(directory / "whole", "gpt2", plan, **changes)
+        expected = go(whole)
+        follows = plan.model_copy(update={"mesh": MeshPlan(pp=2, dp_shard=-1)})
+        config = build_run(directory / "chaos", "gpt2", follows, **changes)
+        (directory / "run.toml").write_text(dump_toml(config))
+        first, second = (Host(number, directory / "run.toml") for number in (1, 2))
+        with network(first, second):
+            first.start()
+            second.start()
+            wait_until(lambda: newest(config) >= 10, "the first checkpoint")
+            for how in ("cut", "preempted", "killed"):
+                lose(first, second, how, config)
+            for host in (first, second):
+                assert host.agent is not None
+                assert host.agent.wait(SECONDS + STEPS * SECONDS_PER_STEP) == 0, host.shown()
+        samples, repeated = read_samples(directory / "record")
+        assert sorted(samples) == list(range(STEPS))
+        same = sum(samples[step] == expected[step] for step in expected)
+        found, undisturbed = steps_of(Path(config.run_directory)), steps_of(Path(whole.run_directory))
+        assert [step["step"] for step in found] == list(range(1, STEPS + 1))
+        errors = [abs(b["loss"] - a["loss"]) / a["loss"] for a, b in zip(undisturbed, found, strict=True)]
+        num_samples = sum(len(ids) for ids, _ in samples.values())
+        print(
+            f"{same} of {STEPS} steps, {num_samples:,} samples, are those of an undisturbed run; {repeated} steps were "
+            f"done twice; the largest difference of a loss is {max(errors):.0e}"
+        )
+        assert same == STEPS
+        assert max(errors) < 1e-9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What starts runs on more than one machine; `python -m tests.chaos.slurm` runs launch/slurm.sh under a real Slurm."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_scripts import ROOT, SCRIPTS
+
+KUBERNETES = ROOT / "launch" / "kubernetes.yaml"
+VERSIONS = ("1.29", "1.31", "1.33", "1.35", "1.37")
+
+
+@pytest.fixture
+def service() -> dict[str, Any]:
+    """Return the Service."""
+    return next(document for document in yaml.safe_load_all(KUBERNETES.read_text()) if document["kind"] == "Service")
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    """Return the Job."""
+    return next(document for document in yaml.safe_load_all(KUBERNETES.read_text()) if document["kind"] == "Job")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("there is no shellcheck; apt-get install shellcheck")
+    found = subprocess.run(["shellcheck", "--severity=warning", script], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_manifest_has_only_fields_that_kubernetes_knows(version: str) -> None:
+    """The package is 108 MB of schemas, so it is not among what the tests bring: pip install kubernetes-validate."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all(KUBERNETES.read_text()):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_what_the_manifest_says_twice_is_the_same(service: dict[str, Any], job: dict[str, Any]) -> None:
+    template = job["spec"]["template"]
+    pod, container = template["spec"], template["spec"]["containers"][0]
+    said = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert str(job["spec"]["parallelism"]) == str(job["spec"]["completions"]) == said["NODES"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == said["GPUS"]
+    assert str(pod["terminationGracePeriodSeconds"]) == said["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert (ROOT / container["args"][0]).is_file()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_pods_of_the_manifest_start_torchrun(job: dict[str, Any], index: int, tmp_path: Path) -> None:
+    """As the container would: its command and arguments, with a torchrun that shows what it is given."""
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    said = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index), "POD_IP": "10.0.0.7"}
+    command = [*container["command"], *container["args"]]
+    shown = subprocess.run(command, env={**said, **given}, capture_output=True, text=True, check=True)
+    words = shown.stdout.splitlines()
+    first = f"{job['metadata']['name']}-0.{job['spec']['template']['spec']['subdomain']}:29500"
+    options = dict(zip(words[:16:2], words[1:16:2], strict=True))
+    assert options["--rdzv-endpoint"] == first
+    assert options["--rdzv-conf"].split(",")[0] == f"is_host={int(index == 0)}"
+    assert (options["--nnodes"], options["--nproc-per-node"], options["--local-addr"]) == ("2", "8", "10.0.0.7")
+    assert words[16:] == ["-m", "meshtrain", "train", *container["args"]]
