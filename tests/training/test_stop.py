@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.elastic import lose_a_machine
-from tests.chaos.stops import FAULTY, children_of, torchrun
+from tests.chaos.stops import FAULTY, children_of, is_running, torchrun
 from tests.training.runs import build_run
 from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
 
@@ -48,12 +49,17 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def start(*command: str) -> subprocess.Popen[str]:
+    """Start a command whose output is wanted."""
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=without_torchrun()
+    )
+
+
 def test_one_rank_is_asked_and_all_save_the_same_step(whole: RunConfig) -> None:
     config, file = disturbed(whole, "asked")
     command = torchrun("-m", "meshtrain", "train", file)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=without_torchrun()
-    )
+    process = start(*command)
     wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
     os.kill(children_of(process.pid)[1], signal.SIGUSR1)
     shown, _ = process.communicate(timeout=100)
@@ -66,6 +72,36 @@ def test_one_rank_is_asked_and_all_save_the_same_step(whole: RunConfig) -> None:
     assert again.returncode == 0, again.stderr
     assert f"step {found[2]} done" in again.stdout
     assert_same_bits(whole, config)
+
+
+def test_the_others_go_on_when_one_rank_has_to_go(whole: RunConfig) -> None:
+    """SIGTERM to one of several, as when the machine of one is preempted: its torchrun ends, the others must not."""
+    config, file = disturbed(whole, "preempted")
+    process = start(*torchrun("--max-restarts", "1", "-m", "meshtrain", "train", file))
+    wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)
+    shown, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, shown
+    found = re.search(r"^Stopped by SIGTERM: (\d+) of 16 steps are done", shown, re.M)
+    assert found, shown
+    assert f"step {found[1]} done" in shown
+    assert_same_bits(whole, config)
+
+
+def test_all_end_when_the_store_no_longer_answers(whole: RunConfig) -> None:
+    """It is torchrun that has it here; frozen it closes no connection, just as a machine whose link is cut."""
+    config, file = disturbed(whole, "silent", steps=100_000)
+    process = start(*torchrun("-m", "meshtrain", "train", file))
+    wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
+    workers = children_of(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    frozen = time.monotonic()
+    while any(map(is_running, workers)) and time.monotonic() < frozen + 100:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+    process.kill()
+    shown, _ = process.communicate(timeout=100)
+    assert re.search(r"^rank 1 stops: rank 0 on \S+ does not answer, nor does the store there: ", shown, re.M), shown
 
 
 def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Path) -> None:
