@@ -455,7 +455,7 @@ def test_the_simplest_class_can_be_cut() -> None:
 @pytest.mark.parametrize("model_type", ["rwkv", "roformer"])
 def test_real_classes_that_cannot_be_cut(model_type: str) -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}
-    config |= {} if model_type == "rwkv" else {"num_attention_heads": 4, "embedding_size": 32}
+    config |= {} if model_type == "rwkv" else {"num_attention_heads": 4, "embedding_size": 32, "is_decoder": True}
     hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
     model = build_model(hf_config, dtype=torch.float32, attention="eager")
     with pytest.raises(ModelError, match=f"^{type(model).__name__} cannot be cut into stages: .*; use pp = 1$"):
