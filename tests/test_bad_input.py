@@ -322,8 +322,9 @@ def poison_a_parameter(directory: Path, arguments: list[str]) -> tuple[tuple[int
     return run_command(directory, arguments), samples, untouched[-1]
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path) -> None:
-    command = ["train", "run.toml", "plan.mesh.pp=2"]
+@pytest.mark.parametrize("saving", ["checkpoint.in_background=false", "checkpoint.in_background=true"])
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, saving: str) -> None:
+    command = ["train", "run.toml", "plan.mesh.pp=2", saving]
     answers = run_on_ranks(2, poison_a_parameter, here, command, joins=False)
     (first, samples, _), _ = answers
     assert [answer[0] for answer, _, _ in answers] == [2, 2]

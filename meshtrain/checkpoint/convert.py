@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, checkpoint_directory
+from meshtrain.checkpoint.directory import Manifest, Retention, checkpoint_directory, is_checkpoint
 from meshtrain.checkpoint.export import export_checkpoint
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.store import MODEL_PREFIX, save_checkpoint
@@ -25,7 +25,9 @@ from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import run_process
 
-LIMITS = Limits(first_step_seconds=1800.0, minimum_seconds=1800.0, factor=1.0)
+# A large model from slow storage takes its time; what hangs is seen by the person who waits.
+WEEK = 7 * 24 * 3600.0
+LIMITS = Limits(first_step_seconds=WEEK, minimum_seconds=WEEK, factor=1.0)
 # Everything of a Hugging Face folder that is small: configurations, tokenizers, chat templates.
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
@@ -52,7 +54,7 @@ def convert(source: Location, target: Location) -> None:
 
 def _import(folder: Path, root: Location) -> None:
     checkpoint = checkpoint_directory(root, 0)
-    if (checkpoint / MANIFEST_NAME).is_file():
+    if is_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint} exists; convert into another directory")
     hf_config = load_hf_config(ModelConfig(path=str(folder)))
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if hf_config.dtype == torch.bfloat16 else "float32"

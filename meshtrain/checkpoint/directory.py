@@ -30,10 +30,13 @@ from meshtrain.checkpoint.location import (
     SavedFile,
     children,
     errors_of,
+    file_names,
     files_below,
     is_local,
     reason_of,
     remove_tree,
+    told_in_a_line,
+    write_hashed,
 )
 from meshtrain.config.words import Words
 from meshtrain.errors import CheckpointError, name_some
@@ -48,6 +51,10 @@ CHECKPOINTS_NAME = "checkpoints"
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _COMPLETE = re.compile(r"step-(\d+)(\.old)?")
 _LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
+
+
+class FormatError(CheckpointError):
+    """A checkpoint of another version of meshtrain: whole perhaps, but not for this one."""
 
 
 class SavedLossScale(Words):
@@ -113,6 +120,8 @@ class Manifest(Words):
     """Stock FQN of a tied head -> the FQN under which the weight is kept."""
     evaluation_loss: float | None = None
     """Mean loss on the validation data after this step, in nats, if there was an evaluation."""
+    order: dict[str, bool] = Field(default_factory=dict)
+    """What decides the order of the samples beside seed and batch: the keys of the run's data and their values."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Library -> version that saved it."""
     files: dict[str, SavedFile] = Field(default_factory=dict)
@@ -153,12 +162,10 @@ def list_checkpoints(root: Location) -> list[Location]:
         CheckpointError: if the location cannot be reached.
     """
     found: dict[int, Location] = {}
-    try:
+    with told_in_a_line(root):
         for path in children(root):  # "step-20" comes before "step-20.old"
-            if _COMPLETE.fullmatch(path.name) and (path / MANIFEST_NAME).is_file():
+            if _COMPLETE.fullmatch(path.name) and MANIFEST_NAME in file_names(path):
                 found.setdefault(step_of(path), path)
-    except errors_of(root) as error:
-        raise CheckpointError(f"{root} cannot be read: {reason_of(error)}; nothing was changed there") from error
     return [found[step] for step in sorted(found, reverse=True)]
 
 
@@ -170,9 +177,17 @@ def find_checkpoint(path: Location) -> Location:
     """
     if path.name.endswith(".tmp"):
         raise CheckpointError(f"{path} was never finished: the save was cut off; use another checkpoint beside it")
-    if (path / MANIFEST_NAME).is_file():
-        return path
-    return find_checkpoints(path)[0]
+    return path if is_checkpoint(path) else find_checkpoints(path)[0]
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether a directory is a complete checkpoint.
+
+    Raises:
+        CheckpointError: if the location cannot be reached.
+    """
+    with told_in_a_line(path):
+        return MANIFEST_NAME in file_names(path)
 
 
 def find_checkpoints(path: Location) -> list[Location]:
@@ -192,7 +207,8 @@ def read_manifest(checkpoint: Location) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: if it is missing, broken, or of another format.
+        FormatError: if another version of meshtrain wrote it.
+        CheckpointError: if it is missing or broken.
     """
     path = checkpoint / MANIFEST_NAME
     try:
@@ -204,7 +220,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is broken ({error}); use another checkpoint") from error
     if version != FORMAT_VERSION:
-        raise CheckpointError(
+        raise FormatError(
             f"{path} has format version {version}, this meshtrain reads {FORMAT_VERSION}; "
             "use the meshtrain that saved it"
         )
@@ -224,12 +240,13 @@ def read_manifest(checkpoint: Location) -> Manifest:
 def write_manifest(checkpoint: Location, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint, last of all its files."""
     checked = manifest.model_copy(update={"checksum": _checksum(manifest)})
-    (checkpoint / MANIFEST_NAME).write_text(checked.model_dump_json(indent=2) + "\n")
+    with write_hashed(checkpoint / MANIFEST_NAME, lambda _: None) as file:
+        file.write((checked.model_dump_json(indent=2) + "\n").encode())
 
 
 def start_draft(draft: Location) -> None:
     """Make an empty directory to write a checkpoint into."""
-    if draft.exists():
+    if children(draft) or (is_local(draft) and draft.exists()):
         # First what makes it a checkpoint, if it is one: this may be an object store.
         (draft / MANIFEST_NAME).unlink(missing_ok=True)
         remove_tree(draft)
@@ -244,7 +261,8 @@ def publish_checkpoint(draft: Location, final: Location) -> None:
     """
     if not isinstance(draft, Path) or not isinstance(final, Path):
         return
-    sync_tree(draft)
+    for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
+        _sync(directory)
     if final.exists():
         aside = final.with_name(f"{final.name}.old")
         if aside.exists():
@@ -268,18 +286,24 @@ def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> Non
     for path in past:
         if path in kept:
             continue
-        if foreign := foreign_files(path):
+        try:
+            foreign = foreign_files(path)
+        except CheckpointError as error:
+            console.line(f"{path} stays, for what belongs to it is not known: {error.problems[0]}")
+            continue
+        if foreign:
             console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")
         else:
             _remove(path)
 
 
 def foreign_files(checkpoint: Location) -> list[str]:
-    """Return the names of the files that a checkpoint's manifest does not know; none if it cannot be read."""
-    try:
-        known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
-    except CheckpointError:
-        return []
+    """Return the names of the files that a checkpoint's manifest does not know.
+
+    Raises:
+        CheckpointError: if the manifest cannot be read.
+    """
+    known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
     return [name for name, _ in files_below(checkpoint) if name not in known]
 
 

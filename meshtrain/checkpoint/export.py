@@ -71,7 +71,7 @@ def export_checkpoint(checkpoint: Location, folder: Path, *, max_shard_bytes: in
     if damage := find_damage(source):
         raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)
-    if not (source / HUGGINGFACE_NAME / "config.json").is_file():
+    if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
     shards = _split_into_shards(list_stock_tensors(source, metadata, manifest), max_shard_bytes)
     draft = folder.with_name(f".{folder.name}.exporting")

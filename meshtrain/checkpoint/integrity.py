@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import FormatError, list_checkpoints, read_manifest
 from meshtrain.checkpoint.location import Location, SavedFile, errors_of, hash_file, reason_of
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import gather_objects
@@ -15,9 +15,15 @@ def find_damage(checkpoint: Location) -> list[str]:
     """Name everything about a checkpoint that is not as it was written. Collective.
 
     Each rank reads its share of the files.
+
+    Raises:
+        FormatError: if it is of another version of meshtrain.
     """
     try:
         files, problems = read_manifest(checkpoint).files, []
+    except FormatError:
+        # Nothing is wrong with it, and nothing older should take its place.
+        raise
     except CheckpointError as error:
         files, problems = {}, [problem.removesuffix("; use another checkpoint") for problem in error.problems]
     for name in _share(files):

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
@@ -67,6 +67,19 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+@contextmanager
+def told_in_a_line(location: Location) -> Iterator[None]:
+    """Read something there.
+
+    Raises:
+        CheckpointError: if that is not possible.
+    """
+    try:
+        yield
+    except errors_of(location) as error:
+        raise CheckpointError(f"{location} cannot be read: {reason_of(error)}; nothing was changed there") from error
+
+
 def shown_location(location: Location) -> str:
     """Return a location as a person in the current directory would say it."""
     return shown(location) if isinstance(location, Path) else str(location)
@@ -122,22 +135,44 @@ def hash_file(location: Location) -> SavedFile:
 
 def children(directory: Location) -> list[Location]:
     """List a directory by name, as it is now; nothing if there is none."""
-    if isinstance(directory, UPath):
-        # Some file systems remember what they have listed before.
-        directory.fs.invalidate_cache()
-    if not directory.is_dir():
-        return []
-    return sorted(directory.iterdir(), key=lambda child: child.name)
+    return [child for child, _ in _entries(directory)]
+
+
+def file_names(directory: Location) -> set[str]:
+    """Return the names of the files in a directory; nothing if there is none.
+
+    Behind a URL this is how to ask whether a file is there: `isfile` and `isdir` of fsspec say no after any error, and
+    what a lost connection hides would be taken for absent, and replaced.
+    """
+    return {child.name for child, is_directory in _entries(directory) if not is_directory}
 
 
 def files_below(directory: Location) -> Iterator[tuple[str, Location]]:
     """Yield every file under a directory with its name relative to it, as in `huggingface/config.json`."""
-    for child in children(directory):
-        if child.is_dir():
+    for child, is_directory in _entries(directory):
+        if is_directory:
             for name, file in files_below(child):
                 yield f"{child.name}/{name}", file
         else:
             yield child.name, child
+
+
+def _entries(directory: Location) -> list[tuple[Location, bool]]:
+    """Return what is in a directory, by name, and whether it is a directory itself."""
+    if isinstance(directory, UPath):
+        # Some file systems remember what they have listed before.
+        directory.fs.invalidate_cache()
+        try:
+            listed = directory.fs.ls(directory.path, detail=True)
+        except FileNotFoundError:
+            return []
+        kinds = {PurePosixPath(entry["name"]).name: entry["type"] == "directory" for entry in listed}
+        # A store may list a directory as a file of no length in itself.
+        kinds.pop(directory.name, None)
+        return [(directory / name, kinds[name]) for name in sorted(kinds)]
+    if not directory.is_dir():
+        return []
+    return [(child, child.is_dir()) for child in sorted(directory.iterdir())]
 
 
 def remove_tree(directory: Location) -> None:

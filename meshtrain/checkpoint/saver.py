@@ -14,6 +14,7 @@ from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.planner import Block, block_of
 from meshtrain.checkpoint.store import HuggingFace, save_blocks
+from meshtrain.runtime.stuck import SAVING_THREAD
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class Saver:
             self._published.put(self._write(blocks, manifest, huggingface))
             return
         copies = self._copy(blocks)
+        arguments = (copies, manifest, huggingface)
+        # A daemon: a process that ends because of a bug does not wait for others to finish a save with it.
         self._thread = threading.Thread(
-            target=self._write_noting_errors, args=(copies, manifest, huggingface), name="checkpoint"
+            target=self._write_noting_errors, args=arguments, name=SAVING_THREAD, daemon=True
         )
         self._thread.start()
 

@@ -2,10 +2,11 @@
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import (
-    MANIFEST_NAME,
+    FormatError,
     Manifest,
     find_checkpoints,
     foreign_files,
+    is_checkpoint,
     read_manifest,
 )
 from meshtrain.checkpoint.integrity import find_damage
@@ -32,11 +33,7 @@ def verify_checkpoints(location: Location) -> None:
     """
     problems: list[str] = []
     for checkpoint in _checkpoints(location):
-        found = find_damage(checkpoint)
-        if foreign := foreign_files(checkpoint):
-            found.append(
-                f"{shown_location(checkpoint)} holds files that are not its own: {name_some(foreign)}; move them away"
-            )
+        found = _problems(checkpoint)
         problems += found
         if not found:
             files = read_manifest(checkpoint).files
@@ -46,8 +43,20 @@ def verify_checkpoints(location: Location) -> None:
         raise CheckpointError(problems)
 
 
+def _problems(checkpoint: Location) -> list[str]:
+    try:
+        found = find_damage(checkpoint)
+    except FormatError as error:
+        return list(error.problems)
+    if found:
+        return found
+    foreign = foreign_files(checkpoint)
+    where = shown_location(checkpoint)
+    return [f"{where} holds files that are not its own: {name_some(foreign)}; move them away"] if foreign else []
+
+
 def _checkpoints(location: Location) -> list[Location]:
-    return [location] if (location / MANIFEST_NAME).is_file() else find_checkpoints(location)
+    return [location] if is_checkpoint(location) else find_checkpoints(location)
 
 
 def _row(checkpoint: Location) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +42,7 @@ from meshtrain.checkpoint.location import (
     Location,
     LocationSystem,
     SavedFile,
+    children,
     errors_of,
     reason_of,
     remove_tree,
@@ -101,8 +103,10 @@ def save_blocks(
         finish = partial(_finish_draft, draft, final, manifest, written, huggingface)
         _on_first_rank(root, finish, failure, outcome, group)
     except CheckpointError:
-        if is_first_rank() and draft.is_dir():
-            remove_tree(draft)
+        # What cannot be removed now is removed by the next save.
+        with suppress(*errors_of(root)):
+            if is_first_rank() and children(draft):
+                remove_tree(draft)
         raise
     kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
     _on_first_rank(

@@ -323,15 +323,18 @@ class Guard:
 
     def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
         """End this process because of another one, and say why."""
-        if not reason.is_told_by_its_rank:
-            console.stop_lines(reason.lines())
-            self._write(lambda directory: write_recorder(directory, self._rank))
-        if has_store:
-            with suppress(dist.DistError):
-                self._let_read(is_own=False)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_CODES.get(reason.kind, PEER_FAILED))
+        try:
+            if not reason.is_told_by_its_rank:
+                console.stop_lines(reason.lines())
+                self._write(lambda directory: write_recorder(directory, self._rank))
+            if has_store:
+                with suppress(dist.DistError):
+                    self._let_read(is_own=False)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Whatever goes wrong here (nobody reads what is said, say), the main thread waits for a dead one.
+            os._exit(EXIT_CODES.get(reason.kind, PEER_FAILED))
 
     def _let_read(self, *, is_own: bool) -> None:
         """Note that the reason is known here; with the store in this process, let the others read it too."""

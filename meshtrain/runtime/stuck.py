@@ -10,21 +10,38 @@ from types import FrameType
 from meshtrain.runtime.failure import Failure, Report
 
 FRAMES_KEPT = 8
+SAVING_THREAD = "checkpoint"
+"""The name of the thread that writes a checkpoint while training goes on."""
 # A wait shows its own function, a wrapper or two, and who called it.
 FRAMES_OF_A_WAIT = 3
 WAITING_PLACES = ("torch/distributed/", "torch/cuda/")
+# There the files of checkpoints are written.
+WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/location.py")
 # Where a process with a GPU waits for what it has queued.
 WAITING_CALLS = (".item()", ".synchronize()", ".tolist()", ".wait()")
 
 
 def innermost_frames() -> list[FrameType]:
-    """Return the functions that the main thread is in, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Return the functions that the main thread is in, or the one that saves if it waits for that, innermost first."""
+    main = threading.main_thread()
+    saving = next((thread for thread in threading.enumerate() if thread.name == SAVING_THREAD), None)
+    # While training goes on beside a save, it is not the save that keeps the others.
+    thread = saving if saving is not None and _joins(main) else main
+    frame = sys._current_frames().get(thread.ident or 0)
     frames: list[FrameType] = []
     while frame is not None and len(frames) < FRAMES_KEPT:
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def _joins(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is threading.Thread.join.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def describe(frame: FrameType) -> str:
@@ -35,6 +52,8 @@ def describe(frame: FrameType) -> str:
 
 def is_waiting(frames: list[FrameType]) -> bool:
     """Whether a main thread that is there waits for other processes, as far as one can tell from outside."""
+    if any(place in frame.f_code.co_filename for frame in frames for place in WORKING_PLACES):
+        return False
     if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_PLACES):
         return True
     line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
 from meshtrain.checkpoint.export import list_stock_tensors
-from meshtrain.checkpoint.location import Location, as_local, shown_location
+from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.reading import shown
@@ -48,6 +48,10 @@ class Identity:
         """The resolved plan."""
         return self.resolved.plan
 
+    @property
+    def _order(self) -> dict[str, bool]:
+        return {"data.shuffle": self.config.data.shuffle, "data.drop_last": self.config.data.drop_last}
+
     def manifest(
         self,
         step: int,
@@ -73,6 +77,7 @@ class Identity:
             fused=fused,
             tied=dict(self.resolved.model.all_tied_weights_keys),
             evaluation_loss=evaluation_loss,
+            order=self._order,
             versions={library: importlib.metadata.version(library) for library in LIBRARIES},
         )
 
@@ -99,12 +104,14 @@ class Identity:
             "seed": manifest.seed,
             "global_batch_size": manifest.global_batch_size,
             "plan.precision.parameters": manifest.dtype,
+            **manifest.order,
             **self._model_values(checkpoint),
         }
         here = {
             "seed": self.config.seed,
             "global_batch_size": self.config.global_batch_size,
             "plan.precision.parameters": self.plan.precision.parameters,
+            **self._order,
             **_values(self.hf_config),
         }
         problems = differences(there, here)
@@ -124,7 +131,7 @@ class Identity:
         return manifest
 
     def _model_values(self, checkpoint: Location) -> dict[str, Any]:
-        with as_local(checkpoint / HUGGINGFACE_NAME) as directory:
+        with told_in_a_line(checkpoint), as_local(checkpoint / HUGGINGFACE_NAME) as directory:
             saved = ModelConfig(path=str(directory), trust_remote_code=self.config.model.trust_remote_code)
             return _values(load_hf_config(saved))
 

@@ -18,7 +18,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
 from meshtrain.data.order import place_in_data
-from meshtrain.errors import TrainingStopped, name_some
+from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.signals import StopRequest, describe_reason
 from meshtrain.training.directory import METRICS_NAME
@@ -77,13 +77,28 @@ def run_loop(run: Run) -> int:
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return 0
-    end = _train(run, None)
-    while isinstance(end, BadStep):
-        run.trainer.pipeline.place.begin("rewind")
-        first_step, batches = run.rewind(end)
-        run = replace(run, first_step=first_step, train_batches=batches, parameters_checksum=None)
-        end = _train(run, end)
+    try:
+        end = _train(run, None)
+        while isinstance(end, BadStep):
+            run.trainer.pipeline.place.begin("rewind")
+            first_step, batches = run.rewind(end)
+            run = replace(run, first_step=first_step, train_batches=batches, parameters_checksum=None)
+            end = _train(run, end)
+    except TrainingStopped as stopped:
+        # On all processes alike, and what is being saved is good.
+        _finish_saving(run, stopped)
+        raise
     return end
+
+
+def _finish_saving(run: Run, stopped: TrainingStopped) -> None:
+    run.trainer.pipeline.place.begin("checkpoint")
+    try:
+        run.saver.finish()
+    except CheckpointError as error:
+        raise TrainingStopped([*stopped.problems, *error.problems]) from stopped
+    for saved in run.saver.published():
+        console.line(f"Saved {shown_location(saved.directory)}")
 
 
 def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
@@ -98,6 +113,7 @@ def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
             step = batch.step + 1
             values, stop_reason, bad = _one_step(run, batch, data_seconds, metrics)
             if bad is not None and run.config.bad_steps.policy == "rewind":
+                place.begin("checkpoint")
                 run.saver.finish()
                 _show_saved(run, metrics)
                 return bad
@@ -105,15 +121,24 @@ def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
             if bad is not None:
                 _note_skipped(run, bad, metrics)
             place.end_step()
-            if stop_reason and step < run.num_steps:
-                _stop(run, step, metrics, stop_reason)
-                return stop_reason
             if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
                 metrics.write_epoch(step)
+            if stop_reason and step < run.num_steps:
+                _checkpoint(run, step, None, metrics)
+                _stop(run, step, metrics, stop_reason)
+                return stop_reason
             if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
                 evaluation_loss, evaluated = _evaluate(run, step, metrics), step
-            if _is_due(step, run.config.checkpoint.every, run.num_steps):
+            is_saved = _is_due(step, run.config.checkpoint.every, run.num_steps)
+            if is_saved:
                 _checkpoint(run, step, evaluation_loss if evaluated == step else None, metrics)
+            # An evaluation or a save may take longer than whoever asks to stop has patience for another step.
+            if (is_saved or evaluated == step) and step < run.num_steps and (reason := _agreed_reason(run)):
+                if not is_saved:
+                    _checkpoint(run, step, evaluation_loss, metrics)
+                _stop(run, step, metrics, reason)
+                return reason
+        place.begin("checkpoint")
         run.saver.finish()
         _show_saved(run, metrics)
         _check_written(metrics)
@@ -227,9 +252,15 @@ def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
     return loss
 
 
+def _agreed_reason(run: Run) -> int:
+    """Return why any process was asked to stop; 0 if none was. Collective."""
+    reason = torch.tensor(run.stop.reason())
+    dist.all_reduce(reason, op=dist.ReduceOp.MAX)
+    return int(reason)
+
+
 def _stop(run: Run, step: int, metrics: MetricsWriter, reason: int) -> None:
-    """Save and say how to go on."""
-    _checkpoint(run, step, None, metrics)
+    """Wait for what is being saved, and say how to go on."""
     run.saver.finish()
     _show_saved(run, metrics)
     _check_written(metrics)

@@ -215,13 +215,20 @@ def memory_bytes(device: torch.device) -> int:
 
 def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float | None]]:
     """Drop the lines of later steps from metrics.jsonl, and return the others as objects."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    # The last line of a killed run may be cut off.
-    read = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    read = [(line, metrics) for line in lines if (metrics := _object_in(line)) is not None]
     kept = [(line, metrics) for line, metrics in read if metrics["step"] <= step]
     if len(kept) < len(lines):
         write_atomically(path, "".join(line for line, _ in kept))
     return [metrics for _, metrics in kept]
+
+
+def _object_in(line: str) -> dict[str, Any] | None:
+    """Read a line; the last one of a killed run may be cut off, and after a power cut there may be any bytes."""
+    try:
+        return json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
 
 
 def _tensorboard_tag(name: str) -> str:

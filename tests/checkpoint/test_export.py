@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshtrain.checkpoint.directory import Manifest, Retention, write_manifest
+from meshtrain.checkpoint.directory import Manifest, Retention, read_manifest, write_manifest
 from meshtrain.checkpoint.export import export_checkpoint
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.errors import CheckpointError
@@ -166,7 +166,7 @@ def test_checkpoints_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
     folder = tmp_path / "out"
     lacking = save(tmp_path, model, 1)
-    manifest = manifest_of(1, fused=FUSED[:1])
+    manifest = manifest_of(1, fused=FUSED[:1], files=read_manifest(lacking).files)
     write_manifest(lacking, manifest)
     with pytest.raises(
         CheckpointError, match=r"step-1 lacks parts that its manifest names: transformer.h.0.attn.c_attn.k"

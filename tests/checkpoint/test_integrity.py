@@ -89,6 +89,16 @@ def test_a_changed_manifest_is_found(root: Path) -> None:
         read_manifest(root / "step-20")
 
 
+def test_a_newer_format_is_no_damage_and_is_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "step-20" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 9}))
+    with pytest.raises(CheckpointError, match=r"has format version 9, this meshtrain reads 2"):
+        newest_whole_checkpoint(root)
+    save(root, 30, {"model.a": torch.ones(2)}, keep=1)
+    assert sorted(path.name for path in root.iterdir()) == ["step-20", "step-30"]
+    assert "step-20 stays, for what belongs to it is not known: " in capsys.readouterr().out
+
+
 class Command:
     """Runs a command when it is unpickled."""
 

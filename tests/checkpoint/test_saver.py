@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.checkpoint import saver as saver_module
 from meshtrain.checkpoint.directory import Retention, find_checkpoint, list_checkpoints, read_manifest
@@ -205,6 +207,29 @@ def test_a_save_behind_a_url_that_was_killed_is_none(tmp_path: Path) -> None:
     # The step was being replaced: without renaming there is a moment without it, and never half of it.
     assert names(root) == {"step-1", "step-2"}
     assert list_checkpoints(root) == [root / "step-1"]
+
+
+def test_a_store_that_is_lost_for_a_moment_loses_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, lost, listing = open_location("memory://lost"), [], MemoryFileSystem.ls
+
+    def ls(self: MemoryFileSystem, path: str, **kwargs: Any) -> Any:
+        if any(word in path for word in lost):
+            raise TimeoutError("no answer")
+        return listing(self, path, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    for step in (10, 20, 30):
+        save_plain(root, step, KEEP_3)
+    for word in ("lost", "step-30"):
+        lost[:] = [word]
+        with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer; nothing was changed there"):
+            newest_whole_checkpoint(root)
+    # While a newer one is saved, and the old ones are looked through.
+    with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer"):
+        save_plain(root, 40, Retention(newest=1))
+    lost.clear()
+    assert names(root) == {"step-10", "step-20", "step-30", "step-40"}
+    assert find_damage(root / "step-30") == []
 
 
 @pytest.mark.parametrize(

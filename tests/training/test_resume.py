@@ -280,7 +280,9 @@ def test_the_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunCo
     (Path(stopped.run_directory) / "run.toml").unlink()
     precision = PrecisionPlan(parameters="float32", compute="float32", reduce="float32")
     plan = stopped.plan.model_copy(update={"precision": precision})
-    assert refusal(stopped.model_copy(update={"seed": 3, "global_batch_size": 4, "plan": plan}))[:-1] == [
+    data = stopped.data.model_copy(update={"shuffle": False})
+    assert refusal(stopped.model_copy(update={"seed": 3, "global_batch_size": 4, "plan": plan, "data": data}))[:-1] == [
+        "out/checkpoints/step-1: data.shuffle is True there and False here",
         "out/checkpoints/step-1: global_batch_size is 8 there and 4 here",
         "out/checkpoints/step-1: plan.precision.parameters is 'float64' there and 'float32' here",
         "out/checkpoints/step-1: seed is 0 there and 3 here",
@@ -341,7 +343,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     os.kill(int(second_rank), signal.SIGKILL)
     assert first.wait(timeout=60) == 1
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 15, "lo')
+        file.write('\0\0\n{"step": 15, "lo')
     again = subprocess.run(command, capture_output=True, text=True, env=without_torchrun())
     assert again.returncode == 0, again.stderr
     assert "Resumed from" in again.stdout
