@@ -55,8 +55,9 @@ class Killer:
             if not in_save and time.perf_counter() - begin > delay:
                 break
             time.sleep(0.0005)
-        ranks = children_of(torchrun.pid)
-        if torchrun.poll() is not None or not ranks:
+        while torchrun.poll() is None and not (ranks := children_of(torchrun.pid)):
+            time.sleep(0.01)
+        if torchrun.poll() is not None:
             return False
         saving = bool(set(checkpoints.glob("step-*.tmp")) - before)
         os.kill(self.stream.choice(ranks), signal.SIGKILL)
