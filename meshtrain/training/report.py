@@ -100,7 +100,7 @@ def show_plan(config: RunConfig, *, world_size: int | None, as_toml: bool) -> No
         world_size: number of processes; None: those of torchrun, or as many as the given degrees need.
         as_toml: as a plan file and nothing else.
     """
-    resolved = resolve_run(config, world_size or _natural_world_size(config.plan))
+    resolved = resolve_run(config, world_size or natural_world_size(config.plan))
     if as_toml:
         console.line(dump_toml(resolved.plan).rstrip())
     else:
@@ -168,7 +168,8 @@ def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
     )
 
 
-def _natural_world_size(plan: ParallelPlan) -> int:
+def natural_world_size(plan: ParallelPlan) -> int:
+    """Return the number of processes of torchrun; without it, as many as the given degrees need."""
     world_size = world_size_from_environment()
     fixed = plan.mesh.pp * plan.mesh.dp_replicate * plan.mesh.tp * max(1, plan.mesh.dp_shard)
     return world_size if world_size > 1 else fixed

@@ -8,9 +8,10 @@ from transformers import PretrainedConfig
 from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import with_family
-from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.training.report import Resolved, natural_world_size, resolve_run
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Subject
@@ -29,9 +30,12 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
         Whether the plan computes what one device computes.
 
     Raises:
-        UserError: if it cannot be proven: the model or the plan is refused.
+        UserError: if the run contradicts itself, with what `check` says; or if it cannot be proven: the tiny model, or
+            the plan for it, is refused.
     """
-    subjects = make_subjects(config)
+    # The tiny copy has other sizes, and would hide what does not fit the real ones.
+    resolved = resolve_run(config, natural_world_size(config.plan))
+    subjects = make_subjects(config, resolved)
     prepare_ranks()
     proofs = []
     for subject in subjects:
@@ -42,9 +46,14 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
     return all(proof.holds for proof in proofs)
 
 
-def make_subjects(config: RunConfig) -> list[Subject]:
-    """Return what must be proven for a run: its plan on small meshes that have all its axes."""
-    hf_config = load_hf_config(config.model)
+def make_subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
+    """Return what must be proven for a run: its plan on small meshes that have all its axes.
+
+    Args:
+        resolved: the run at its real size. Only a run that fits can be proven.
+    """
+    hf_config = resolved.hf_config
+    # Not the resolved plan: what it leaves open, the tiny model closes in its own way.
     plan = with_family(config.plan, hf_config.model_type)
     return [
         make_subject(

@@ -11,7 +11,7 @@ from meshtrain.errors import ModelError, UserError
 from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.directory import check_directory
-from meshtrain.training.report import resolve_run
+from meshtrain.training.report import Resolved, resolve_run
 from meshtrain.verify.prove import mesh_words, prepare_ranks, prove, write_json
 from meshtrain.verify.run import make_subjects
 from meshtrain.verify.subject import Subject
@@ -32,15 +32,15 @@ def ensure_proven(config: RunConfig) -> None:
         return
     # What contradicts itself at its real size is a mistake, and said first.
     check_directory(config)
-    resolve_run(config, world_size_from_environment())
+    resolved = resolve_run(config, world_size_from_environment())
     cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
-    for subject in _subjects(config):
+    for subject in _subjects(config, resolved):
         cache.build(f"proofs/{_key(subject)}", lambda directory, subject=subject: _prove(subject, directory))  # type: ignore[misc]
 
 
-def _subjects(config: RunConfig) -> list[Subject]:
+def _subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
     try:
-        return make_subjects(config)
+        return make_subjects(config, resolved)
     except UserError as error:
         raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {SWITCH}"]) from error
 

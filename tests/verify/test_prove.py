@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshtrain import cli
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, ShardPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
+from meshtrain.config.toml import load_run, with_family
 from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
@@ -36,6 +36,7 @@ global_batch_size = 8
 model = { type = "qwen3" }
 plan.mesh = { pp = 2, tp = 2, dp_shard = 1 }
 """
+UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 
 def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> Subject:
@@ -203,6 +204,33 @@ def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["plan.mesh.tp=3"], "mesh.tp = 3 "),
+        (["plan.mesh.tp=64"], "mesh.tp = 64 "),
+        (["plan.pipeline.layers_per_stage=[3, 4]"], "pipeline.layers_per_stage"),
+        (["plan.pipeline.split_at=['nonsense']"], "pipeline.split_at"),
+        (["micro_batch_size=3"], "global_batch_size"),
+        (["data.sequence_length=4096"], "data.sequence_length"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_run_is_not_proven(
+    overrides: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Whatever the tiny copy would make of it: it has other sizes.
+    (tmp_path / "run.toml").write_text(UNKNOWN.replace("olmo2", "llama"))
+    run = [str(tmp_path / "run.toml"), "plan.mesh={pp=2, tp=2, dp_shard=1}", *overrides]
+    assert cli._exit_code(["verify", *run]) == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    mesh = load_run(tmp_path / "run.toml", run[1:]).plan.mesh
+    world_size = str(mesh.pp * mesh.tp)
+    assert cli._exit_code(["check", *run, "--world-size", world_size]) == 2
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ([], "meshtrain verify takes a RUN, or --models for every class of transformers; give one of them"),
@@ -233,9 +261,6 @@ def test_arguments_that_do_not_fit(
     assert line.startswith(f"error: {problem}")
 
 
-UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
-
-
 def break_a_number() -> None:
     """Let the loss of the plan, and only of the plan, be no number."""
     call = TokenLoss.__call__
@@ -256,7 +281,6 @@ def test_a_plan_that_differs_is_not_proven(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from meshtrain.config.toml import load_run
     from meshtrain.verify.trust import ensure_proven
 
     monkeypatch.chdir(tmp_path)
@@ -299,7 +323,6 @@ def break_down() -> None:
 def test_an_unknown_class_is_proven_before_its_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from meshtrain.config.toml import load_run
     from meshtrain.verify.trust import ensure_proven
 
     monkeypatch.chdir(tmp_path)
