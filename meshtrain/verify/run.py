@@ -1,19 +1,23 @@
 """`meshtrain verify RUN`: from a run to its proofs."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import with_family
+from meshtrain.errors import ModelError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.training.report import Resolved, natural_world_size, resolve_run
+from meshtrain.verify.kinds import Kind, layer_kinds
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
-from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
+from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Subject
 from meshtrain.verify.tiny import HEADS, key_value_heads, shrink
 
@@ -104,13 +108,13 @@ def make_subject(
         pretrained: whether the run starts from given weights.
 
     Raises:
-        UserError: if the tiny model cannot be built, or contradicts the plan.
+        UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the plan.
     """
     real, plan = plan.mesh, shrink_plan(plan, mesh)
-    tiny = shrink(hf_config, num_layers(plan), tp=real.tp, heads=_heads(hf_config, plan, max(real.tp, mesh.tp)))
-    # The grouped matrix product that experts use by default is not there for float64.
-    tiny._experts_implementation = "eager"
-    model = build_model(tiny, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
+    heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
+    make = partial(shrink, hf_config, tp=real.tp, heads=heads)
+    build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
+    plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
     global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.dp_replicate * mesh.dp_shard
     world_size = math.prod(getattr(mesh, axis) for axis in AXES)
@@ -124,4 +128,42 @@ def make_subject(
         attention=attention,
         trust_remote_code=trust_remote_code,
         pretrained=pretrained,
+    )
+
+
+def _copy_with_all_kinds(
+    plan: ParallelPlan,
+    make: Callable[[int], PretrainedConfig],
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+    kinds: dict[Kind, str],
+) -> tuple[ParallelPlan, PretrainedConfig, PreTrainedModel]:
+    """Return the smallest copy that has every kind of layer, and the plan for as many layers.
+
+    Args:
+        plan: shrunk.
+        make: number of layers -> configuration of a copy.
+        kinds: of layers of the model itself.
+
+    Raises:
+        ModelError: if no copy is so small, or the smallest of all cannot be built.
+    """
+    count, lacking = 0, kinds
+    for deeper, number in deepen(plan):
+        try:
+            tiny = make(number)
+            # The grouped matrix product that experts use by default is not there for float64.
+            tiny._experts_implementation = "eager"
+            model = build(tiny)
+        except ModelError:
+            if count == 0:
+                raise
+            # A class may refuse this number of layers, and take the next.
+            continue
+        found = layer_kinds(model)
+        count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
+        if not lacking:
+            return deeper, tiny, model
+    raise ModelError(
+        f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
+        f"that no tiny copy with up to {count} layers has"
     )

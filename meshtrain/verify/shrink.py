@@ -1,12 +1,14 @@
 """From a run to something that a laptop proves in a minute: few processes, few layers, float64; every axis kept."""
 
 import math
+from collections.abc import Iterator
 
 from meshtrain.config.plan import AXES, CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
+MAX_LAYERS = 16
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
 
@@ -55,6 +57,20 @@ def num_layers(plan: ParallelPlan) -> int:
     if isinstance(layers, list):
         return sum(layers)
     return max(4, plan.mesh.pp * plan.pipeline.stages_per_rank)
+
+
+def deepen(plan: ParallelPlan) -> Iterator[tuple[ParallelPlan, int]]:
+    """Yield a shrunk plan for more and more decoder layers, with their number: first as few as it needs.
+
+    Layers that are counted per stage stay as uneven as they are.
+    """
+    layers, fewest = plan.pipeline.layers_per_stage, num_layers(plan)
+    if not isinstance(layers, list):
+        yield from ((plan, count) for count in range(fewest, max(fewest, MAX_LAYERS) + 1))
+        return
+    for times in range(1, max(1, MAX_LAYERS // fewest) + 1):
+        more = plan.pipeline.model_copy(update={"layers_per_stage": [times * count for count in layers]})
+        yield plan.model_copy(update={"pipeline": more}), times * fewest
 
 
 def _shrink_pipeline(pipeline: PipelinePlan, pp: int) -> PipelinePlan:

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan, PipelinePlan
-from meshtrain.verify.shrink import num_layers, shrink_mesh, shrink_plan
+from meshtrain.verify.shrink import deepen, num_layers, shrink_mesh, shrink_plan
 
 Degrees = tuple[int, int, int, int]
 
@@ -47,3 +47,20 @@ def test_layers(pipeline: PipelinePlan, layers: str | list[int], count: int) -> 
     plan = shrink_plan(ParallelPlan(pipeline=pipeline), MeshPlan(pp=2))
     assert (plan.pipeline.layers_per_stage, num_layers(plan)) == (layers, count)
     assert plan.precision.parameters == plan.precision.compute == "float64"
+
+
+@pytest.mark.parametrize(
+    ("layers", "counts", "last"),
+    [
+        ("balanced", [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], "balanced"),
+        ([30, 18], [3, 6, 9, 12, 15], [10, 5]),
+        ([48, 0], [2, 4, 6, 8, 10, 12, 14, 16], [16, 0]),
+    ],
+    ids=str,
+)
+def test_more_layers(layers: str | list[int], counts: list[int], last: str | list[int]) -> None:
+    shrunk = shrink_plan(ParallelPlan(pipeline=PipelinePlan(layers_per_stage=layers)), MeshPlan(pp=2))
+    deeper = list(deepen(shrunk))
+    assert [count for _, count in deeper] == counts
+    assert deeper[0][0] == shrunk
+    assert deeper[-1][0].pipeline.layers_per_stage == last

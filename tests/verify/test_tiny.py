@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
+from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.per_layer import values_in_layers
+from meshtrain.verify.kinds import layer_kinds
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
 
@@ -135,3 +137,36 @@ def test_heads_for_four_blocks(heads: int, tp: int, small: int) -> None:
             make_subject(config, plan, mesh, attention="eager")
     else:
         assert make_subject(config, plan, mesh, attention="eager").hf_config.n_head == small
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "count"),
+    [
+        ("llama", "balanced", 4),
+        # The first layer with attention is the fifth.
+        ("jamba", "balanced", 5),
+        # The first layer with full attention and experts is the sixth.
+        ("mimo_v2_flash", "balanced", 6),
+        # Sliding attention without experts, sliding attention with them, full attention with them.
+        ("exaone_moe", [16, 16], 4),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_is_in_the_copy(model_type: str, layers: str | list[int], count: int) -> None:
+    config = default_config(model_type)
+    mesh = MeshPlan(dp_shard=1) if layers == "balanced" else MeshPlan(pp=2, dp_shard=1)
+    plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type)
+    tiny = make_subject(config, plan, mesh, attention="eager").hf_config
+    real, copy = (layer_kinds(build_model(kept, dtype=DTYPES["float32"], attention="eager")) for kept in (config, tiny))
+    assert {*real} == {*copy}
+    assert tiny.num_hidden_layers == count
+
+
+def test_a_kind_of_layer_that_no_tiny_copy_has() -> None:
+    config = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[20])
+    refusal = (
+        r"^the proof cannot be made: model\.layers\.20 of the qwen3_moe is of a kind of layer that no tiny copy with "
+        r"up to 16 layers has$"
+    )
+    with pytest.raises(ModelError, match=refusal):
+        make_subject(config, with_family(ParallelPlan(), "qwen3_moe"), MeshPlan(dp_shard=1))
