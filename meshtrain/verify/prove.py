@@ -47,8 +47,10 @@ class Proof:
     @property
     def difference(self) -> str | None:
         """What differs most, in words; None if the plan computes what one device computes."""
-        worst = max(self.findings, key=lambda finding: finding.error / (finding.tolerance or TOLERANCE))
-        if not worst.holds:
+        # What holds is left out first: where nothing is allowed, an error of any size is one.
+        wrong = [finding for finding in self.findings if not finding.holds]
+        if wrong:
+            worst = max(wrong, key=lambda finding: finding.error / (finding.tolerance or TOLERANCE))
             return f"{worst.what} by {worst.error:.0e} at {worst.where}" if worst.where else worst.what
         return f"the output of {self.divergent}" if self.divergent is not None else None
 

@@ -305,6 +305,13 @@ def test_a_layer_that_differs_is_enough() -> None:
     assert prove.Proof("A", MeshPlan(), (close, far), "model.layers.1").difference == "loss by 1e-03 at step 2"
 
 
+def test_no_difference_hides_behind_a_greater_one_that_is_allowed() -> None:
+    initial, loss = prove.Finding("initial weights", "a.weight", 1e-16, 0.0), prove.Finding("loss", "", 1e-13, 1e-12)
+    proof = prove.Proof("A", MeshPlan(), (initial, loss), None)
+    assert proof.difference == "initial weights by 1e-16 at a.weight"
+    assert not proof.holds
+
+
 def test_a_class_that_differs_is_said_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
