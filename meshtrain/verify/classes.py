@@ -19,7 +19,8 @@ from meshtrain.verify.tiny import default_config
 
 # Each mesh proves one ability; the first two together, as every cut model is sharded too.
 ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": MeshPlan(dp_shard=1, tp=2)}
-PROVEN = "proven"
+PROVEN, REFUSED = "proven", "refused"
+WRONG = ("differs", "fails")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
         table: Markdown file to write.
 
     Returns:
-        Whether no class is silently different: each is proven or refused.
+        Whether each class is proven or refused: none differs, and none fails.
     """
     if unknown := sorted({*model_types} - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()):
         raise ConfigError(f"--type: transformers has no causal language model of the type {unknown[0]!r}")
@@ -58,7 +59,7 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
     table.write_text("\n".join(_markdown(verdicts)) + "\n")
     for ability in ABILITIES:
         console.line(f"{ability}: {_count(verdicts, ability)} of {len(verdicts)} classes proven")
-    return not any(result.startswith("differs") for verdict in verdicts for result in verdict.abilities.values())
+    return not any(result.startswith(WRONG) for verdict in verdicts for result in verdict.abilities.values())
 
 
 def _verdict(model_type: str) -> Verdict:
@@ -81,12 +82,15 @@ def _first(architecture: str | tuple[str, ...]) -> str:
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
-    """Return what comes out, and if the initialisation is in the way, what comes out without it."""
+    """Return what comes out, and if the initialisation is refused, what comes out without it."""
     result = _try(config, mesh, pretrained=False)
-    if result == PROVEN:
+    if not result.startswith(REFUSED):
+        # What differs, or fails, is wrong, and stays so whatever comes out without the initialisation.
         return result
     without = _try(config, mesh, pretrained=True)
-    return f"{PROVEN} from pretrained weights; {result}" if without == PROVEN else result
+    if without == PROVEN:
+        return f"{PROVEN} from pretrained weights; {result}"
+    return result if without.startswith(REFUSED) else f"{without}, from pretrained weights; {result}"
 
 
 def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
@@ -94,7 +98,7 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
     try:
         proof = prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained))
     except UserError as error:
-        return f"refused: {error.problems[0]}"
+        return f"{REFUSED}: {error.problems[0]}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"fails: {_last_line(error)}"
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"

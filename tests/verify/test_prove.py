@@ -20,7 +20,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import TokenLoss
-from meshtrain.verify import parallel, prove
+from meshtrain.verify import classes, parallel, prove
 from meshtrain.verify.compare import compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
@@ -320,6 +320,26 @@ def test_a_class_that_differs_is_said_in_the_table(
     assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == 1
     assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
     assert "tensor: 0 of 1 classes proven" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("random", "given", "cell", "code"),
+    [
+        ("proven", "proven", "proven", 0),
+        ("refused: why", "proven", "proven from pretrained weights; refused: why", 0),
+        ("refused: why", "refused: why", "refused: why", 0),
+        ("refused: why", "differs in loss", "differs in loss, from pretrained weights; refused: why", 1),
+        ("differs in loss", "proven", "differs in loss", 1),
+        ("fails: why", "proven", "fails: why", 1),
+    ],
+)
+def test_only_what_is_refused_may_start_from_pretrained_weights(
+    random: str, given: str, cell: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classes, "_try", lambda config, mesh, *, pretrained: given if pretrained else random)
+    table = tmp_path / "coverage.md"
+    assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == code
+    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} |"
 
 
 def break_down() -> None:
