@@ -161,14 +161,15 @@ def verify(
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
     if (models and json_file is not None) or (not models and (types or table is not None)):
         raise ConfigError("--json belongs to a RUN, --type and --table to --models; leave out what does not")
+    table = table or (Path("coverage.md") if models else None)
     for option, file in (("--json", json_file), ("--table", table)):
-        # A proof takes long, and must not be lost in the end.
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
+        if file is not None:
+            _check_writable(option, file)
     if run is None:
         from meshtrain.verify.classes import verify_models
 
-        proven = verify_models(types or (), table or Path("coverage.md"))
+        assert table is not None
+        proven = verify_models(types or (), table)
     else:
         from meshtrain.config.toml import load_run
 
@@ -178,6 +179,27 @@ def verify(
         proven = verify_run(config, json_file)
     if not proven:
         raise typer.Exit(NOT_PROVEN)
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Check that a file can be written in the end: a proof takes long, and must not be lost.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
+    if file.is_dir():
+        # An empty name is the directory that this is.
+        raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
+    try:
+        is_new = not file.exists()
+        # Nothing but trying tells: a file system may be read-only, or may not have such names.
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another place") from error
+    if is_new:
+        file.unlink()
 
 
 @app.command()

@@ -244,6 +244,10 @@ def test_a_plan_that_cannot_run_is_not_proven(
         (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type and --table to --models"),
         (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
         (["run.toml", "--json", "no/proof.json"], "--json: no is no directory; make it, or choose another place"),
+        (["run.toml", "--json", ""], "--json: . is a directory; give the name of a file"),
+        (["run.toml", "--json", "/"], "--json: / is a directory; give the name of a file"),
+        (["--models", "--table", "/"], "--table: / is a directory; give the name of a file"),
+        (["run.toml", "--json", "/proc/proof.json"], "--json: /proc/proof.json cannot be written ("),
     ],
     ids=str,
 )
@@ -259,6 +263,11 @@ def test_arguments_that_do_not_fit(
     assert cli._exit_code(["verify", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {problem}")
+
+
+def test_a_mistake_leaves_no_empty_file(tmp_path: Path) -> None:
+    assert cli._exit_code(["verify", str(tmp_path / "no.toml"), "--json", str(tmp_path / "proof.json")]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def break_a_number() -> None:
