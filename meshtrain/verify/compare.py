@@ -81,6 +81,11 @@ def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | Non
     return None
 
 
+def are_watched(traces: Sequence[Trace], expected: Trace) -> bool:
+    """Return whether there is an output of any layer to compare: compiled layers have none."""
+    return any(name in trace.layers and wanted.numel() for name, wanted in expected.layers.items() for trace in traces)
+
+
 def relative_error(found: float, wanted: float) -> float:
     """Return the relative difference; infinite if either is not a number."""
     error = abs(found - wanted) / max(abs(wanted), 1e-300)

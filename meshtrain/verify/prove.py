@@ -15,7 +15,7 @@ from meshtrain import console
 from meshtrain.config.plan import AXES, MeshPlan
 from meshtrain.errors import ModelError, TrainingStopped, UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
-from meshtrain.verify.compare import TOLERANCE, Finding, compare, first_divergent_layer
+from meshtrain.verify.compare import TOLERANCE, Finding, are_watched, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import given_weights, train_stock
 from meshtrain.verify.subject import Subject, Trace
@@ -32,12 +32,14 @@ class Proof:
         mesh: of the ranks.
         findings: the largest error of every kind of value.
         divergent: FQN of the first decoder layer whose output differs, if any does.
+        watched: whether the output of any decoder layer was compared.
     """
 
     architecture: str
     mesh: MeshPlan
     findings: tuple[Finding, ...]
     divergent: str | None
+    watched: bool = True
 
     @property
     def holds(self) -> bool:
@@ -76,18 +78,30 @@ def prove(subject: Subject) -> Proof:
     except RankError as error:
         if isinstance(error.original, TrainingStopped):
             # The run stopped itself: the stock model has none of it.
-            return Proof(subject.architecture, mesh, (Finding(str(error.original), "", math.inf, TOLERANCE),), None)
+            return Proof(
+                subject.architecture,
+                mesh,
+                (Finding(str(error.original), "", math.inf, TOLERANCE),),
+                None,
+                watched=False,
+            )
         if isinstance(error.original, UserError):
             raise error.original from error
         reason = str(error).strip().splitlines()[-1]
         raise ModelError(f"{subject.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
-    return Proof(subject.architecture, mesh, tuple(compare(traces, expected)), first_divergent_layer(traces, expected))
+    return Proof(
+        subject.architecture,
+        mesh,
+        tuple(compare(traces, expected)),
+        first_divergent_layer(traces, expected),
+        are_watched(traces, expected),
+    )
 
 
 def show_proof(proof: Proof) -> None:
     """Print a proof as a table and a verdict."""
     rows = [(f.what, f.where, _shown(f.error), _shown(f.tolerance), "yes" if f.holds else "NO") for f in proof.findings]
-    rows.append(("first divergent layer", proof.divergent or "none", "", "", "NO" if proof.divergent else "yes"))
+    rows.append(("first divergent layer", *_shown_layer(proof)))
     console.table(mesh_words(proof.mesh), ("compared", "where the error is largest", "error", "allowed", "holds"), rows)
     verdict = "computes" if proof.holds else "does NOT compute"
     console.line(f"{proof.architecture}: {mesh_words(proof.mesh)} {verdict} what one device computes")
@@ -108,6 +122,12 @@ def _one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
     return initial, train_stock(subject, initial)
 
 
+def _shown_layer(proof: Proof) -> tuple[str, str, str, str]:
+    if not proof.watched:
+        return "not watched", "", "", ""
+    return proof.divergent or "none", "", "", "NO" if proof.divergent else "yes"
+
+
 def _shown(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
@@ -123,5 +143,6 @@ def _as_table(proof: Proof) -> dict[str, Any]:
         "mesh": proof.mesh.model_dump(),
         "proven": proof.holds,
         "first_divergent_layer": proof.divergent,
+        "layers_watched": proof.watched,
         "findings": findings,
     }

@@ -21,7 +21,7 @@ from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import TokenLoss
 from meshtrain.verify import classes, parallel, prove
-from meshtrain.verify.compare import compare, first_divergent_layer
+from meshtrain.verify.compare import are_watched, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
@@ -319,6 +319,19 @@ def test_no_difference_hides_behind_a_greater_one_that_is_allowed() -> None:
     proof = prove.Proof("A", MeshPlan(), (initial, loss), None)
     assert proof.difference == "initial weights by 1e-16 at a.weight"
     assert not proof.holds
+
+
+def test_layers_that_nobody_watched_are_not_said_to_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    output, none = {"layers.0": torch.ones(2, 3, 4)}, {"layers.0": torch.ones(0, 4)}
+    assert are_watched([Trace(), Trace(layers=output)], Trace(layers=output))
+    # Compiled layers, and a stream whose rows are no samples.
+    assert not are_watched([Trace()], Trace(layers=output))
+    assert not are_watched([Trace(layers=none)], Trace(layers=none))
+    finding = prove.Finding("loss", "", 0.0, 1e-12)
+    for watched, shown in ((True, ["none", "yes"]), (False, ["not", "watched"])):
+        prove.show_proof(prove.Proof("A", MeshPlan(), (finding,), None, watched))
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "divergent" in line)
+        assert line.split()[3:] == shown
 
 
 def test_a_class_that_differs_is_said_in_the_table(
