@@ -187,12 +187,12 @@ def _check_writable(option: str, file: Path) -> None:
     Raises:
         ConfigError: if it cannot.
     """
-    if not file.parent.is_dir():
-        raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
-    if file.is_dir():
-        # An empty name is the directory that this is.
-        raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
     try:
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
+        if file.is_dir():
+            # An empty name is the directory that this is.
+            raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
         is_new = not file.exists()
         # Nothing but trying tells: a file system may be read-only, or may not have such names.
         file.open("a").close()

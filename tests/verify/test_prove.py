@@ -247,6 +247,7 @@ def test_a_plan_that_cannot_run_is_not_proven(
         (["run.toml", "--json", ""], "--json: . is a directory; give the name of a file"),
         (["run.toml", "--json", "/"], "--json: / is a directory; give the name of a file"),
         (["--models", "--table", "/"], "--table: / is a directory; give the name of a file"),
+        (["run.toml", "--json", "n" * 300], f"--json: {'n' * 300} cannot be written (File name too long); choose"),
         (["run.toml", "--json", "/proc/proof.json"], "--json: /proc/proof.json cannot be written ("),
     ],
     ids=str,
