@@ -93,7 +93,7 @@ def relative_error(found: float, wanted: float) -> float:
 
 
 def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference over the largest element, or over `scale` if that is larger."""
+    """Return the largest difference over the largest element, or over `scale` if that is larger; infinite over 0."""
     if found.shape != wanted.shape:
         return math.inf
     if wanted.numel() == 0:
@@ -101,7 +101,9 @@ def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     difference, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
     if difference == 0.0:
         return 0.0
-    error = difference / max(largest, scale)
+    whole = max(largest, scale)
+    # Nothing is small beside zeros.
+    error = difference / whole if whole else math.inf
     return error if math.isfinite(error) else math.inf
 
 

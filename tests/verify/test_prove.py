@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import TokenLoss
 from meshtrain.verify import classes, parallel, prove
-from meshtrain.verify.compare import are_watched, compare, first_divergent_layer
+from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
@@ -333,6 +334,13 @@ def test_layers_that_nobody_watched_are_not_said_to_agree(capsys: pytest.Capture
         prove.show_proof(prove.Proof("A", MeshPlan(), (finding,), None, watched))
         (line,) = (line for line in capsys.readouterr().out.splitlines() if "divergent" in line)
         assert line.split()[3:] == shown
+
+
+def test_an_error_beside_zeros_is_infinite() -> None:
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    assert tensor_error(ones, zeros) == math.inf
+    assert tensor_error(ones, zeros, scale=2.0) == 0.5
+    assert tensor_error(zeros, zeros) == 0.0
 
 
 def test_a_class_that_differs_is_said_in_the_table(
