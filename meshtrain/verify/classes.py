@@ -1,7 +1,7 @@
-"""`meshtrain verify --models`: every causal-LM class of the installed transformers, and what can be done with it."""
+"""`meshtrain verify --models`: every causal-LM type of the installed transformers, and what can be done with it."""
 
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ WRONG = ("differs", "fails")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one class can do.
+    """What the class of one model type can do.
 
     Attributes:
         model_type: as transformers names it.
@@ -58,7 +58,7 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
         console.line(f"{model_type}: {shown}")
     table.write_text("\n".join(_markdown(verdicts)) + "\n")
     for ability in ABILITIES:
-        console.line(f"{ability}: {_count(verdicts, ability)} of {len(verdicts)} classes proven")
+        console.line(f"{ability}: {_count(verdicts, ability)}")
     return not any(result.startswith(WRONG) for verdict in verdicts for result in verdict.abilities.values())
 
 
@@ -110,8 +110,15 @@ def _last_line(error: Exception) -> str:
     return said[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {said[-1]}"
 
 
-def _count(verdicts: Iterable[Verdict], ability: str) -> int:
-    return sum(verdict.abilities[ability].startswith(PROVEN) for verdict in verdicts)
+def _count(verdicts: Sequence[Verdict], ability: str) -> str:
+    """Return how many are proven, in words. Several types may share a class, which is proven if all of them are."""
+    proven = [verdict for verdict in verdicts if verdict.abilities[ability].startswith(PROVEN)]
+    others = {verdict.architecture for verdict in verdicts if verdict not in proven}
+    classes = {verdict.architecture for verdict in verdicts}
+    distinct = f"{len(classes - others)} of {len(classes)} distinct classes"
+    words = f"proven are {len(proven)} of {len(verdicts)} model types ({distinct})"
+    given = sum(verdict.abilities[ability] != PROVEN for verdict in proven)
+    return f"{words}, {given} of them from pretrained weights only" if given else words
 
 
 def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
@@ -119,11 +126,11 @@ def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
     return [
         "# Which classes are proven",
         "",
-        f"Written by `meshtrain verify --models` ({versions}): a tiny copy of every causal-LM class, in float64,",
+        f"Written by `meshtrain verify --models` ({versions}): a tiny copy of every causal-LM model type, in float64,",
         "next to the stock model in one process; loss, gradients, parameters after 3 steps of AdamW and evaluation are",
         "at most 1e-12 apart. `pipeline x sharding` is pp 2 x dp_shard 2; `tensor` is tp 2.",
         "",
-        "".join(f"{ability}: {_count(verdicts, ability)} of {len(verdicts)} proven. " for ability in ABILITIES).strip(),
+        " ".join(f"{ability}: {_count(verdicts, ability)}." for ability in ABILITIES),
         "",
         f"| model type | class | {' | '.join(ABILITIES)} |",
         "|---" * (2 + len(ABILITIES)) + "|",

@@ -350,7 +350,7 @@ def test_a_class_that_differs_is_said_in_the_table(
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == 1
     assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
-    assert "tensor: 0 of 1 classes proven" in capsys.readouterr().out
+    assert "tensor: proven are 0 of 1 model types (0 of 1 distinct classes)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -371,6 +371,17 @@ def test_only_what_is_refused_may_start_from_pretrained_weights(
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == code
     assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} |"
+
+
+def test_model_types_and_classes_are_counted() -> None:
+    said = [("a", "A", "proven"), ("b", "B", "proven"), ("c", "B", "proven from pretrained weights; refused: why")]
+    verdicts = [classes.Verdict(kind, name, {"tensor": result}) for kind, name, result in said]
+    words = "proven are 3 of 3 model types (2 of 2 distinct classes), 1 of them from pretrained weights only"
+    assert classes._count(verdicts, "tensor") == words
+    # A class is not proven while a type of it is not.
+    verdicts.append(classes.Verdict("d", "B", {"tensor": "refused: why"}))
+    words = "proven are 3 of 4 model types (1 of 2 distinct classes), 1 of them from pretrained weights only"
+    assert classes._count(verdicts, "tensor") == words
 
 
 def break_down() -> None:
@@ -415,7 +426,7 @@ def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     table = tmp_path / "coverage.md"
     arguments = ["verify", "--models", "--type", "gpt2", "--type", "rwkv", "--type", "blt", "--table", str(table)]
     assert cli._exit_code(arguments) == 0
-    assert "pipeline x sharding: 1 of 3 classes proven" in capsys.readouterr().out
+    assert "pipeline x sharding: proven are 1 of 3 model types (1 of 3 distinct classes)" in capsys.readouterr().out
     gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
     reason = "no tiny copy: a blt configuration does not say how many layers there are"
     assert blt == f"| blt | BltForCausalLM | {reason} | {reason} |"
