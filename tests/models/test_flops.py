@@ -12,6 +12,18 @@ from meshtrain.parallel.anatomy import find_layers
 from tests.parity import LLAMA, MODELS
 
 SEQUENCE = 16
+# Of each: one layer of experts of the default size, and how many parameters a token meets in it. Width x width of
+# attention, then experts of three matrices: width x inner; then the router, one row for each expert.
+MIXTRAL = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096
+QWEN3_MOE = 2 * 2048 * 2048 + 2 * 2048 * 256 + 8 * 3 * 2048 * 768 + 128 * 2048
+# Queries by way of 1536, keys and values by way of 512 and 64 positions, 128 heads; eight experts and the shared one.
+DEEPSEEK = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+DEEPSEEK += (8 + 1) * 3 * 7168 * 2048 + 256 * 7168
+EXPERTS = {
+    "mixtral": ({"num_hidden_layers": 1}, MIXTRAL),
+    "qwen3_moe": ({"num_hidden_layers": 1}, QWEN3_MOE),
+    "deepseek_v3": ({"num_hidden_layers": 1, "first_k_dense_replace": 0}, DEEPSEEK),
+}
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
@@ -64,3 +76,27 @@ def test_head_dim_of_its_own() -> None:
     model = meta_model(ModelConfig(type="mistral", config={**LLAMA, "head_dim": 16}))
     layer = model.model.layers[0]
     assert layer_flops_per_token(layer, model.config, 100) == 6 * matmul_parameters(layer) + 6 * 100 * 64
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_a_token_meets_the_experts_it_is_sent_to(model_type: str) -> None:
+    config, expected = EXPERTS[model_type]
+    (layer,) = find_layers(meta_model(ModelConfig(type=model_type, config=config)))[1]
+    assert matmul_parameters(layer) == expected
+
+
+def test_a_router_that_asks_its_configuration() -> None:
+    sizes = {**LLAMA, "head_dim": 8, "num_hidden_layers": 1, "moe_intermediate_size": 16, "enable_moe_block": True}
+
+    def met(chosen: int) -> float:
+        config = {**sizes, "num_experts": 8, "top_k_experts": chosen}
+        (layer,) = find_layers(meta_model(ModelConfig(type="gemma4_text", config=config)))[1]
+        return matmul_parameters(layer)
+
+    assert met(3) - met(1) == 2 * 3 * 32 * 16
+
+
+def test_the_biases_of_experts_do_not_count() -> None:
+    config = {**LLAMA, "num_hidden_layers": 1, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    (layer,) = find_layers(meta_model(ModelConfig(type="gpt_oss", config=config)))[1]
+    assert matmul_parameters(layer.mlp) == 2 * 3 * 32 * 48 + 4 * 32

@@ -126,6 +126,14 @@ def test_balanced_counts_the_head() -> None:
         assert layers_of({"layers_per_stage": "balanced"}, vocab_size=int(times * layer / 32)) == expected
 
 
+def test_balanced_counts_the_experts_that_a_token_meets() -> None:
+    # Two dense layers as wide as the four experts of 32 that a token goes to in each of the others.
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0, 1]}
+    model = meta_model("qwen3_moe", **LLAMA | experts | {"num_hidden_layers": 8, "intermediate_size": 256})
+    resolved = resolve_plan(make_plan(mesh={"pp": 4}), model, BATCH, 4)
+    assert resolved.pipeline.layers_per_stage == [2, 2, 2, 2]
+
+
 def test_a_model_without_attention_is_balanced_too() -> None:
     model = meta_model("mamba", "eager", hidden_size=32, num_hidden_layers=4, vocab_size=98)
     assert resolve_plan(make_plan(mesh={"pp": 2}), model, BATCH, 2).pipeline.layers_per_stage == [2, 2]
