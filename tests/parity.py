@@ -68,6 +68,7 @@ GPT2 = {
 }
 MODELS = {
     "gpt2-tied": ModelConfig(type="gpt2", config=GPT2),
+    "gpt2-short": ModelConfig(type="gpt2", config={**GPT2, "n_layer": 3}),
     "gpt2-odd": ModelConfig(type="gpt2", config={**GPT2, "vocab_size": VOCABULARY + 3}),
     "llama-untied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
     "llama-tied": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": True}),

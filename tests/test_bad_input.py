@@ -54,6 +54,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
+INTERLEAVED = ["plan.pipeline.schedule=Interleaved1F1B", "plan.pipeline.stages_per_rank=2"]
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a mistyped key": (
         ["run.toml", "plan.mesh.tq=2", "global_batchsize=3"],
@@ -105,8 +106,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mesh.tp = 2 does not divide the width 49 of model.layers.0.mlp.gate_proj (colwise); tp can be 1, 7, 49"],
     ),
     "fewer layers than stages": (
-        ["run.toml", "plan.mesh.pp=2", "model.config.n_layer=1"],
-        ["mesh.pp x stages_per_rank makes 2 stages, but the model has only 1 layers; use fewer"],
+        ["run.toml", "plan.mesh.pp=2", *INTERLEAVED, "model.config.n_layer=2"],
+        ["mesh.pp x stages_per_rank makes 4 stages, but the model has only 2 layers; use fewer"],
     ),
     "fewer microbatches than stages": (
         ["run.toml", "plan.mesh.pp=2", "micro_batch_size=8"],

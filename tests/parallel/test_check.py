@@ -119,6 +119,11 @@ def test_layers_per_stage() -> None:
     assert layers_of(interleaved) == [1, 1, 1, 1]
 
 
+def test_a_stage_for_each_layer_and_one_for_the_head() -> None:
+    for wanted in ([1, 1, 1, 1, 0], "balanced", "even"):
+        assert layers_of({"layers_per_stage": wanted}, pp=5) == [1, 1, 1, 1, 0]
+
+
 def test_balanced_counts_the_head() -> None:
     # One layer has 12 * 32 * 32 matrix elements and 12 positions to look at, the head 32 for each token it can say.
     layer = 12 * 32 * 32 + 12 * 32
@@ -468,6 +473,10 @@ def test_a_split_backward_neither_reshards_nor_compiles(schedule: str) -> None:
 def test_fewer_layers_than_stages() -> None:
     plan = make_plan("llama", mesh={"pp": 4}, pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
     assert problems(plan) == ("mesh.pp x stages_per_rank makes 8 stages, but the model has only 4 layers; use fewer",)
+    cuts = [f"model.layers.{index}" for index in range(1, 5)]
+    assert problems(make_plan("llama", mesh={"pp": 5}, pipeline={"split_at": cuts})) == (
+        "mesh.pp x stages_per_rank makes 5 stages, but the model has only 4 layers; use fewer",
+    )
 
 
 def test_layers_that_do_not_add_up() -> None:

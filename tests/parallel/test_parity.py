@@ -73,6 +73,13 @@ def test_uneven_stages_and_a_stage_with_the_head_only() -> None:
     )
 
 
+def test_a_stage_for_each_layer_and_one_for_the_head() -> None:
+    prove(
+        Case("gpt2-short", (4, 1, 1, 1), layers=(1, 1, 1, 0)),
+        Case("gpt2-short", (2, 1, 1, 2), "Interleaved1F1B", 2, layers=(1, 1, 1, 0)),
+    )
+
+
 def test_recompute() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), recompute=1),

@@ -34,7 +34,8 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     except UserError as error:
         yield from error.problems
         return
-    if len(layers) < stages:
+    # The last stage may hold the head only; but no cut can be named behind the last layer.
+    if len(layers) + (pipeline.split_at is None) < stages:
         yield (
             f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
         )
