@@ -62,6 +62,6 @@ def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_l
     return 6.0 * matmul_parameters(layer) + 6.0 * sequence_length * heads * head_dim
 
 
-def head_flops_per_token(head: nn.Module) -> float:
-    """Return the FLOPs of the output projection, forward and backward, per token."""
-    return 6.0 * matmul_parameters(head)
+def flops_of_modules(modules: Iterable[nn.Module]) -> float:
+    """Return the FLOPs of modules around the layers (projections, head), forward and backward, per token."""
+    return 6.0 * sum(map(matmul_parameters, modules))

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.models.flops import flops_of_layers, head_flops_per_token
+from meshtrain.errors import ModelError
+from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
-from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.anatomy import examine, find_layers
 from meshtrain.parallel.cut import Stage, cut
 from meshtrain.parallel.rules import resolve_rules
 from meshtrain.parallel.schedules import stage_owners
@@ -71,8 +72,20 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     """Return the FLOPs of the whole model, forward and backward, per token, without what recomputation adds."""
     _, layers = find_layers(model)
-    head = head_flops_per_token(model.get_output_embeddings())
-    return head + sum(flops_of_layers(layers, model.config, sequence_length))
+    return sum(flops_around_layers(model)) + sum(flops_of_layers(layers, model.config, sequence_length))
+
+
+def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
+    """Return the FLOPs before and after the layers, forward and backward, per token.
+
+    Of a model that cannot be cut only the head is known.
+    """
+    try:
+        anatomy = examine(model)
+    except ModelError:
+        return 0.0, flops_of_modules([model.get_output_embeddings()])
+    before, after = (flops_of_modules(map(model.get_submodule, names)) for names in (anatomy.before, anatomy.after))
+    return before, after
 
 
 def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:

@@ -14,11 +14,11 @@ def even_layers(num_layers: int, num_stages: int) -> list[int]:
 def balanced_layers(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> list[int]:
     """Return the numbers that make the slowest stage as fast as can be.
 
-    The embedding costs next to nothing and belongs to the first stage; the head belongs to the last, which may hold
-    nothing else. Among equals, the cut with the least sum of squares wins.
+    What comes before the layers belongs to the first stage, as does the first layer; what follows them (the head)
+    belongs to the last, which may hold nothing else. Among equals, the cut with the least sum of squares wins.
 
     Args:
-        layer_costs: of each decoder layer, in any unit.
+        layer_costs: of each decoder layer, in any unit; of the first with what comes before it.
         head_cost: of what follows the layers, in the same unit.
         num_stages: at most the number of layers, plus one for a stage with the head only.
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.models.flops import head_flops_per_token, layer_flops_per_token, matmul_parameters
+from meshtrain.models.flops import flops_of_modules, layer_flops_per_token, matmul_parameters
 from meshtrain.parallel.anatomy import find_layers
 from tests.parity import LLAMA, MODELS
 
@@ -44,7 +44,7 @@ def test_all_layers_and_the_head_are_what_torch_counts(name: str) -> None:
     model = meta_model(MODELS[name])
     config, layers = model.config, find_layers(model)[1]
     ours = sum(layer_flops_per_token(layer, config, SEQUENCE) for layer in layers)
-    ours += head_flops_per_token(model.get_output_embeddings())
+    ours += flops_of_modules([model.get_output_embeddings()])
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or 8)
     # torch counts the masked half of the scores too.
     masked = 6 * SEQUENCE * width * len(layers)

@@ -11,7 +11,7 @@ from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.account import StageShare, account
+from meshtrain.parallel.account import StageShare, account, flops_around_layers, flops_per_token
 from tests.parity import GPT2, LLAMA, MODELS, Case, build
 from tests.ranks import run_on_ranks
 
@@ -120,3 +120,20 @@ def test_the_model_is_as_it_was() -> None:
     before = [name for name, _ in model.named_modules()]
     account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
     assert [name for name, _ in model.named_modules()] == before
+
+
+def test_what_lies_around_the_layers_counts() -> None:
+    # As OPT-350m: embedding and head are narrower than the layers, with a projection on each side.
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "vocab_size": 98, "num_hidden_layers": 2}
+    model = build_model(
+        load_hf_config(ModelConfig(type="opt", config={**sizes, "num_attention_heads": 4})), dtype=torch.float32
+    )
+    before, after = 32 * 16, 32 * 16 + 16 * 98
+    assert flops_around_layers(model) == (6 * before, 6 * after)
+    layer = 4 * 32 * 32 + 2 * 32 * 48
+    assert flops_per_token(model, 10) == 6 * (before + 2 * layer + after) + 2 * 6 * 10 * 32
+
+
+def test_of_a_model_that_cannot_be_cut_the_head_counts() -> None:
+    config = load_hf_config(ModelConfig(type="rwkv", config={"hidden_size": 32, "vocab_size": 98}))
+    assert flops_around_layers(build_model(config, dtype=torch.float32, attention="eager")) == (0, 6 * 32 * 98)

@@ -139,6 +139,14 @@ def test_balanced_counts_the_experts_that_a_token_meets() -> None:
     assert resolved.pipeline.layers_per_stage == [2, 2, 2, 2]
 
 
+def test_balanced_counts_what_comes_before_the_layers() -> None:
+    # The projections beside the layers cost as much as five of them.
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 2}
+    model = meta_model("opt", **sizes, word_embed_proj_dim=960, pad_token_id=0, bos_token_id=0, eos_token_id=1)
+    resolved = resolve_plan(make_plan(mesh={"pp": 3}), model, BATCH, 3)
+    assert resolved.pipeline.layers_per_stage == [1, 5, 0]
+
+
 def test_a_model_without_attention_is_balanced_too() -> None:
     model = meta_model("mamba", "eager", hidden_size=32, num_hidden_layers=4, vocab_size=98)
     assert resolve_plan(make_plan(mesh={"pp": 2}), model, BATCH, 2).pipeline.layers_per_stage == [2, 2]

@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import UserError
-from meshtrain.models.flops import flops_of_layers, head_flops_per_token
+from meshtrain.models.flops import flops_of_layers
+from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
@@ -136,5 +137,6 @@ def resolve_layers(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         return wanted
     if wanted == "even":
         return even_layers(len(layers), stages)
-    costs = flops_of_layers(layers, model.config, batch.sequence_length)
-    return balanced_layers(costs, head_flops_per_token(model.get_output_embeddings()), stages)
+    before, after = flops_around_layers(model)
+    first, *others = flops_of_layers(layers, model.config, batch.sequence_length)
+    return balanced_layers([before + first, *others], after, stages)
