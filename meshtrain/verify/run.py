@@ -112,7 +112,7 @@ def make_subject(
     """
     real, plan = plan.mesh, shrink_plan(plan, mesh)
     heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
-    make = partial(shrink, hf_config, tp=real.tp, heads=heads)
+    make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads)
     build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
@@ -151,8 +151,6 @@ def _copy_with_all_kinds(
     for deeper, number in deepen(plan):
         try:
             tiny = make(number)
-            # The grouped matrix product that experts use by default is not there for float64.
-            tiny._experts_implementation = "eager"
             model = build(tiny)
         except ModelError:
             if count == 0:
@@ -167,3 +165,14 @@ def _copy_with_all_kinds(
         f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
         f"that no tiny copy with up to {count} layers has"
     )
+
+
+def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int) -> PretrainedConfig:
+    tiny = shrink(config, num_layers, tp=tp, heads=heads)
+    # The class that comes with the model itself, if one does.
+    if code := getattr(config, "auto_map", None):
+        tiny.auto_map = code
+        tiny.name_or_path = config.name_or_path
+    # The grouped matrix product that experts use by default is not there for float64.
+    tiny._experts_implementation = "eager"
+    return tiny

@@ -1,7 +1,10 @@
 """A class that nothing has proven yet is proven before its first training run; the answer is kept."""
 
+import inspect
 from importlib.metadata import version
 from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from meshtrain import console
 from meshtrain.config.run import RunConfig
@@ -23,19 +26,30 @@ SWITCH = "set model.prove_unknown_class = false to train without a proof"
 def ensure_proven(config: RunConfig) -> None:
     """Prove the plan of a run once, if its model is of a class that no shipped family is written for.
 
+    A class that comes with the model is none of them, whatever type of model it calls itself.
+
     All processes of a run call this at once: one of them works and the others wait for it.
 
     Raises:
         ModelError: if the plan does not compute what one device computes.
     """
-    if not config.model.prove_unknown_class or find_family(load_hf_config(config.model).model_type) is not None:
+    known = find_family(load_hf_config(config.model).model_type) is not None
+    if not config.model.prove_unknown_class or (known and not config.model.trust_remote_code):
         return
     # What contradicts itself at its real size is a mistake, and said first.
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
+    model_class = type(resolved.model)
+    if known and _is_stock(model_class):
+        return
     cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
     for subject in _subjects(config, resolved):
-        cache.build(f"proofs/{_key(subject)}", lambda directory, subject=subject: _prove(subject, directory))  # type: ignore[misc]
+        name = f"proofs/{_key(subject, model_class)}"
+        cache.build(name, lambda directory, subject=subject: _prove(subject, directory))  # type: ignore[misc]
+
+
+def _is_stock(model_class: type[PreTrainedModel]) -> bool:
+    return model_class.__module__.startswith("transformers.")
 
 
 def _subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
@@ -45,10 +59,18 @@ def _subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
         raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {SWITCH}"]) from error
 
 
-def _key(subject: Subject) -> str:
+def _key(subject: Subject, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
     choices = (subject.padded, subject.attention, subject.pretrained)
-    return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices)
+    code = [] if _is_stock(model_class) else _sources(model_class)
+    return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
+
+
+def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
+    """Return the code that came with a class: its own file, and those beside it, which it may import."""
+    # transformers keeps the files of each model in a directory of their own.
+    files = sorted(Path(inspect.getfile(model_class)).parent.glob("*.py"))
+    return [(file.name, file.read_text()) for file in files]
 
 
 def _prove(subject: Subject, directory: Path) -> None:
