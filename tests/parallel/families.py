@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
-from meshtrain.models.build import build_model
+from meshtrain.config.plan import MeshPlan, ParallelPlan, PrecisionPlan, TensorPlan
+from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -19,7 +19,7 @@ from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.gradients import finish_gradients
 from meshtrain.training.loss import TokenLoss
-from tests.parity import PROOF, fill
+from tests.parity import fill
 
 VOCABULARY, SEQUENCE, BATCH = 61, 12, 4
 SIZES = {
@@ -59,18 +59,24 @@ NO_DROPOUT = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one type, and the plan's switches."""
+    """A tiny model of one type, the plan's switches, and how it computes.
+
+    Attributes:
+        experts: implementation of transformers. A loop in float64; what runs take is there in float32.
+    """
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, Any] = field(default_factory=dict)
+    experts: str = "eager"
+    dtype: str = "float64"
 
     def hf_config(self) -> PretrainedConfig:
         stock = AutoConfig.for_model(self.model_type)
         known = {*stock.to_dict(), *stock.attribute_map}
         sizes = {name: value for name, value in (SIZES | NO_DROPOUT).items() if name in known}
         config = AutoConfig.for_model(self.model_type, **sizes | self.config)
-        config._experts_implementation = "eager"
+        config._experts_implementation = self.experts
         return config
 
 
@@ -95,11 +101,11 @@ def resolve_family(family: Family, mesh: tuple[int, int, int, int]) -> tuple[Par
         mesh: pp, dp_replicate, dp_shard, tp.
     """
     pp, dp_replicate, dp_shard, tp = mesh
-    model = build_model(family.hf_config(), dtype=torch.float64, attention="eager")
+    model = build_model(family.hf_config(), dtype=DTYPES[family.dtype], attention="eager")
     plan = ParallelPlan(
         mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
         tensor=TensorPlan(**family.tensor),
-        precision=PROOF,
+        precision=PrecisionPlan(parameters=family.dtype, compute=family.dtype, reduce=family.dtype),
     )
     return resolve_plan(plan, model, BatchShape(BATCH, 1, SEQUENCE), pp * dp_replicate * dp_shard * tp), model
 
@@ -141,7 +147,9 @@ def _copy_buffers(stock: PreTrainedModel, pipeline: Pipeline) -> None:
 
 
 def _stock(family: Family) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(family.hf_config(), dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        family.hf_config(), dtype=DTYPES[family.dtype], attn_implementation="eager"
+    )
     stream = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
