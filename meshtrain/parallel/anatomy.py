@@ -49,9 +49,11 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the name and the ModuleList of the decoder layers: the highest one of the configured length.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if there is none, or the configuration has no length.
     """
     config = model.config.get_text_config()
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(f"the configuration of {type(model).__name__} does not say how many decoder layers there are")
     # A decoder that was built from the configuration of an encoder and a decoder keeps both numbers.
     expected = getattr(config, "decoder_layers", config.num_hidden_layers)
     candidates = [
