@@ -45,6 +45,8 @@ ECHO_SECONDS = 3.0
 TELLER_SECONDS = 3.0
 """A process that meets a mistake waits so long for rank 0 to meet it too and say it."""
 LINGER_SECONDS = 3.0
+# Longer than that: to say why this process ends.
+SECONDS_TO_SAY = 6.0
 """The process that hosts the store waits so long for the others to read the cause."""
 REPORT_SECONDS = 3.0
 PAUSE_SECONDS = 10.0
@@ -323,6 +325,9 @@ class Guard:
 
     def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
         """End this process because of another one, and say why."""
+        code = EXIT_CODES.get(reason.kind, PEER_FAILED)
+        # Whoever reads what is said here may be stuck himself, and the main thread waits for one that is gone.
+        threading.Timer(SECONDS_TO_SAY, os._exit, [code]).start()
         try:
             if not reason.is_told_by_its_rank:
                 console.stop_lines(reason.lines())
@@ -333,8 +338,7 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            # Whatever goes wrong here (nobody reads what is said, say), the main thread waits for a dead one.
-            os._exit(EXIT_CODES.get(reason.kind, PEER_FAILED))
+            os._exit(code)
 
     def _let_read(self, *, is_own: bool) -> None:
         """Note that the reason is known here; with the store in this process, let the others read it too."""

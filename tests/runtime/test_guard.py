@@ -112,14 +112,14 @@ def test_a_main_thread_is_seen_from_outside():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Let rank 1 fail in all ways, at once."""
+    """Let rank 1 fail in all ways, some at once; with more of them the machine itself would seem stuck."""
     names = [*FAULTS, "freeze for long", "freeze while stopping"]
     directories = [tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names]
     for name, directory in zip(names, directories, strict=True):
         write_run(directory, watchdog=QUICK if name in FAULTS else PATIENT)
     faults = [partial(strike, fault=fault) for fault in [*FAULTS, "freeze"]]
     faults.append(partial(strike, fault="freeze", and_terminate=0))
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(4) as pool:
         return dict(zip(names, pool.map(lambda fault, directory: fault(directory), faults, directories), strict=True))
 
 
@@ -139,7 +139,7 @@ def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, word
     outcome = outcomes[fault]
     assert outcome.seconds < 10.0
     assert {int(line.split()[1]) for line in outcome.stops()} == who_speaks
-    assert all(" stops: rank 1 on " in line and words in line for line in outcome.stops())
+    assert [line for line in outcome.stops() if not (" stops: rank 1 on " in line and words in line)] == []
     assert outcome.exit_codes == {0: 3, 1: code}
     assert outcome.failure["rank"] == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
-from meshtrain.config.run import CheckpointConfig, RunConfig
+from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.elastic import lose_a_machine
 from tests.chaos.stops import FAULTY, children_of, is_running, torchrun
@@ -90,7 +90,7 @@ def test_the_others_go_on_when_one_rank_has_to_go(whole: RunConfig) -> None:
 
 def test_all_end_when_the_store_no_longer_answers(whole: RunConfig) -> None:
     """It is torchrun that has it here; frozen it closes no connection, just as a machine whose link is cut."""
-    config, file = disturbed(whole, "silent", steps=100_000)
+    config, file = disturbed(whole, "silent", steps=100_000, logging=LoggingConfig(every=100_000))
     process = start(*torchrun("-m", "meshtrain", "train", file))
     wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
     workers = children_of(process.pid)
