@@ -5,7 +5,6 @@ A name may be asked for on several ranks with different meshes, as each pipeline
 gathered.
 """
 
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -55,8 +54,8 @@ from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_tog
 
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]
-HuggingFace = Callable[[Path], None] | Path | None
-"""Writes config and tokenizer into the directory it is given, or a directory to copy; used on rank 0 only."""
+HuggingFace = Callable[[Path], None] | None
+"""Writes config and tokenizer into the directory it is given; used on rank 0 only."""
 
 
 def save_checkpoint(
@@ -248,10 +247,7 @@ def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, S
     files: dict[str, SavedFile] = {}
     with TemporaryDirectory() as temporary:
         source = Path(temporary)
-        if isinstance(huggingface, Path):
-            shutil.copytree(huggingface, source, dirs_exist_ok=True)
-        else:
-            huggingface(source)
+        huggingface(source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             name = f"{HUGGINGFACE_NAME}/{file.relative_to(source).as_posix()}"
             (draft / name).parent.mkdir(parents=True, exist_ok=True)

@@ -103,15 +103,14 @@ def test_weights_alone(wide: Path) -> None:
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in tensors.items())
 
 
-def test_huggingface_files_are_written_or_copied(tmp_path: Path) -> None:
+def test_huggingface_files_are_written(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
     kept = Retention(newest=2)
-    first = save_checkpoint(tmp_path, {}, manifest=manifest_of(1), huggingface=write, retention=kept)
-    folder = first / "huggingface"
-    second = save_checkpoint(tmp_path, {}, manifest=manifest_of(2), huggingface=folder, retention=kept)
-    assert (second / "huggingface" / "config.json").read_text() == "{}"
+    saved = save_checkpoint(tmp_path, {}, manifest=manifest_of(1), huggingface=write, retention=kept)
+    assert (saved / "huggingface" / "config.json").read_text() == "{}"
+    assert "huggingface/config.json" in read_manifest(saved).files
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
