@@ -122,8 +122,7 @@ def load_checkpoint(
     directory: Location,
     tensors: Mapping[str, Tensor],
     *,
-    only: str | None = None,
-    casts: bool = False,
+    weights_only: bool = False,
     is_verified: bool = False,
 ) -> None:
     """Fill `tensors` in place from a checkpoint that was saved on any mesh. Collective.
@@ -132,8 +131,7 @@ def load_checkpoint(
         directory: a checkpoint.
         tensors: what this rank wants; together the ranks must want exactly what the checkpoint holds, with the same
             shapes and dtypes (DCP itself would cast in silence and leave out what nobody wants).
-        only: "model." to want only the names that start so.
-        casts: whether `tensors` may have other number formats than the checkpoint.
+        weights_only: want the parameters and nothing else, in any number format: to begin with them, not to go on.
         is_verified: whether its files were found to be what was written just now; otherwise they are compared first,
             because DCP loads a flipped byte without a word.
 
@@ -145,7 +143,7 @@ def load_checkpoint(
     metadata = _read_metadata_together(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     together = _merge(gather_objects(wanted))
-    raise_together(_differences(directory, metadata, together, only, casts=casts), CheckpointError)
+    raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
     problems = []
     try:
         read_tensors(directory, metadata, tensors)
@@ -276,11 +274,12 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
 
 
 def _differences(
-    directory: Location, metadata: Metadata, wanted: Mapping[str, Description], only: str | None, *, casts: bool
+    directory: Location, metadata: Metadata, wanted: Mapping[str, Description], *, weights_only: bool
 ) -> list[str]:
     """Return what keeps the checkpoint from being loaded into `wanted`, one line per kind."""
     saved = {
-        key: (tuple(entry.size), entry.properties.dtype) for key, entry in tensor_entries(metadata, only or "").items()
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in tensor_entries(metadata, MODEL_PREFIX if weights_only else "").items()
     }
     missing = [key for key in wanted if key not in saved]
     unexpected = [key for key in saved if key not in wanted]
@@ -289,7 +288,7 @@ def _differences(
     dtypes = [
         f"{key} {saved[key][1]} there, {wanted[key][1]} here"
         for key in both
-        if saved[key][1] != wanted[key][1] and not casts
+        if saved[key][1] != wanted[key][1] and not weights_only
     ]
     problems = [
         f"{directory} {what} ({len(names)}): {name_some(names)}"

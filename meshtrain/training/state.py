@@ -48,7 +48,7 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     fqns = pipeline.canonical_names()
     parameters = pipeline.named_parameters()
     wanted, twins = _without_twins([{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters])
-    load_checkpoint(checkpoint, wanted, only=MODEL_PREFIX, casts=True)
+    load_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_twins(twins)
 
 

@@ -99,7 +99,7 @@ def test_a_copy_is_written_once(tmp_path: Path) -> None:
 def test_weights_alone(wide: Path) -> None:
     tensors = {key: tensor for key, tensor in build_plain(filled=False).items() if key.startswith("model.")}
     wanted = build_plain(filled=True)
-    load_checkpoint(wide, tensors, only="model.")
+    load_checkpoint(wide, tensors, weights_only=True)
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in tensors.items())
 
 
