@@ -3,7 +3,6 @@
 from meshtrain import console
 from meshtrain.checkpoint.directory import (
     FormatError,
-    Manifest,
     find_checkpoints,
     foreign_files,
     is_checkpoint,
@@ -11,6 +10,7 @@ from meshtrain.checkpoint.directory import (
 )
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, shown_location
+from meshtrain.config.plan import MeshPlan, mesh_words
 from meshtrain.errors import CheckpointError, name_some
 
 COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
@@ -66,9 +66,11 @@ def _row(checkpoint: Location) -> tuple[object, ...]:
         return (checkpoint.name, error.problems[0], *[""] * (len(COLUMNS) - 2))
     loss = "" if manifest.evaluation_loss is None else f"{manifest.evaluation_loss:.4f}"
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
-    columns = (f"{num_bytes:,}", len(manifest.files), _mesh(manifest), manifest.architecture, manifest.dtype)
+    columns = (
+        f"{num_bytes:,}",
+        len(manifest.files),
+        mesh_words(MeshPlan(**manifest.mesh)),
+        manifest.architecture,
+        manifest.dtype,
+    )
     return (checkpoint.name, loss, *columns)
-
-
-def _mesh(manifest: Manifest) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items() if degree > 1) or "one process"

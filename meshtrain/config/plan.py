@@ -62,6 +62,11 @@ class MeshPlan(Words):
         return dp_shard
 
 
+def mesh_words(mesh: MeshPlan) -> str:
+    """Return a mesh as "pp 2 x tp 2"."""
+    return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
+
+
 class PipelinePlan(Words):
     """How the model is cut into stages and in what order the stages work."""
 

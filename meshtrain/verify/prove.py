@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from meshtrain import console
-from meshtrain.config.plan import AXES, MeshPlan
+from meshtrain.config.plan import AXES, MeshPlan, mesh_words
 from meshtrain.errors import ModelError, TrainingStopped, UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
 from meshtrain.verify.compare import TOLERANCE, Finding, are_watched, compare, first_divergent_layer
@@ -110,11 +110,6 @@ def show_proof(proof: Proof) -> None:
 def write_json(proofs: Sequence[Proof], path: Path) -> None:
     """Write proofs as JSON: a list, in the order in which they were made."""
     path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
-
-
-def mesh_words(mesh: MeshPlan) -> str:
-    """Return a mesh as "pp 2 x tp 2"."""
-    return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
 
 
 def _one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from meshtrain import console
+from meshtrain.config.plan import mesh_words
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import find_family, plan_hash
 from meshtrain.data.cache import Cache, identity_of
@@ -15,7 +16,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.directory import check_directory
 from meshtrain.training.report import Resolved, resolve_run
-from meshtrain.verify.prove import mesh_words, prepare_ranks, prove, write_json
+from meshtrain.verify.prove import prepare_ranks, prove, write_json
 from meshtrain.verify.run import make_subjects
 from meshtrain.verify.subject import Subject
 
