@@ -103,7 +103,7 @@ def _finish_saving(run: Run, stopped: TrainingStopped) -> None:
 
 def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
     """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
-    evaluation_loss, evaluated, place = None, 0, run.trainer.pipeline.place
+    evaluation_loss, place = None, run.trainer.pipeline.place
     with _open_metrics(run) as metrics:
         if rewound is not None:
             metrics.write_note(run.first_step, rewound.note("rewind", len(run.trainer.history.left_out)))
@@ -123,21 +123,21 @@ def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
             place.end_step()
             if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
                 metrics.write_epoch(step)
-            if stop_reason and step < run.num_steps:
-                _checkpoint(run, step, None, metrics)
+            may_go_on, loss_here, is_saved = step < run.num_steps, None, False
+            stop_reason = stop_reason if may_go_on else 0
+            if not stop_reason:
+                if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
+                    evaluation_loss = loss_here = _evaluate(run, step, metrics)
+                if is_saved := _is_due(step, run.config.checkpoint.every, run.num_steps):
+                    _checkpoint(run, step, loss_here, metrics)
+                if may_go_on and (is_saved or loss_here is not None):
+                    # Both may take longer than whoever asks to stop has patience for another step.
+                    stop_reason = _agreed_reason(run)
+            if stop_reason:
+                if not is_saved:
+                    _checkpoint(run, step, loss_here, metrics)
                 _stop(run, step, metrics, stop_reason)
                 return stop_reason
-            if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
-                evaluation_loss, evaluated = _evaluate(run, step, metrics), step
-            is_saved = _is_due(step, run.config.checkpoint.every, run.num_steps)
-            if is_saved:
-                _checkpoint(run, step, evaluation_loss if evaluated == step else None, metrics)
-            # An evaluation or a save may take longer than whoever asks to stop has patience for another step.
-            if (is_saved or evaluated == step) and step < run.num_steps and (reason := _agreed_reason(run)):
-                if not is_saved:
-                    _checkpoint(run, step, evaluation_loss, metrics)
-                _stop(run, step, metrics, reason)
-                return reason
         place.begin("checkpoint")
         run.saver.finish()
         _show_saved(run, metrics)
