@@ -221,15 +221,18 @@ def plan(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest.", show_default=False),
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest; may be a URL.", show_default=False
+        ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
     from meshtrain.checkpoint.export import export_checkpoint
+    from meshtrain.checkpoint.location import open_location
 
-    export_checkpoint(checkpoint, folder)
+    export_checkpoint(open_location(checkpoint), folder)
 
 
 @checkpoint_app.command("list")

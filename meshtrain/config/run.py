@@ -69,6 +69,8 @@ class ModelConfig(Words):
             raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
             raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
+        if self.path is not None and "://" in self.path:
+            raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and give that")
         return self
 
 
