@@ -9,6 +9,7 @@ from functools import partial
 from types import FrameType
 
 import pytest
+import torch.distributed as dist
 
 from meshtrain.errors import DataError
 from meshtrain.runtime.failure import (
@@ -171,6 +172,40 @@ def test_who_is_read_by_nobody_ends_all_the_same(tmp_path):
     finally:
         process.kill()
         process.stderr.close()
+
+
+HOST_THE_STORE = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+from meshtrain.runtime.failure import Failure, Report
+from meshtrain.runtime.guard import Guard
+from meshtrain.runtime.place import Limits
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+limits = Limits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
+guard = Guard(store, 0, 3, directory=Path(sys.argv[1]), limits=limits, hosts_store=True, is_stopping=lambda: False)
+reports = [Report(rank, "h", "step 5", ("a.py",) if rank < 2 else (), rank == 0) for rank in range(3)]
+print(store.port, flush=True)
+guard._end(Failure(sys.argv[2], 1, "h", "is it", reports=tuple(reports)))
+"""
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("stuck", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
+def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
+    """Of three ranks, the last is silent; the second is the cause, and reads it after a second."""
+    command = [sys.executable, "-c", HOST_THE_STORE, str(tmp_path), kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+    begin = time.monotonic()
+    while not store.check(["told/0"]):
+        time.sleep(0.01)
+    time.sleep(1.0)
+    store.set("told/1", "")
+    assert process.wait(30) == 3
+    shortest, longest = seconds
+    assert shortest <= time.monotonic() - begin < longest
+    process.stdout.close()
 
 
 @pytest.fixture(scope="module")
