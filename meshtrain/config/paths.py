@@ -13,6 +13,8 @@ PATHS = (
     ("checkpoint", "directory"),
     ("data", "train"),
     ("data", "validation"),
+    ("data", "sources", "*", "train"),
+    ("data", "sources", "*", "validation"),
     ("data", "cache_directory"),
 )
 PATHS_OR_HUB_IDS = (("model", "path"), ("data", "tokenizer", "path"))
@@ -32,11 +34,18 @@ def with_absolute_paths(run: Table, above: Key = ()) -> Table:
         key = (*above, name)
         if isinstance(node, dict):
             resolved[name] = with_absolute_paths(node, key)
-        elif key in PATHS or key in PATHS_OR_HUB_IDS:
+        elif _is_path(key) or key in PATHS_OR_HUB_IDS:
             resolved[name] = replace(node, value=_absolute(node.value, key, node.source.directory))
         else:
             resolved[name] = node
     return resolved
+
+
+def _is_path(key: Key) -> bool:
+    return any(
+        len(pattern) == len(key) and all(word in ("*", name) for word, name in zip(pattern, key, strict=True))
+        for pattern in PATHS
+    )
 
 
 def _absolute(value: Any, key: Key, directory: Path) -> Any:
@@ -45,7 +54,7 @@ def _absolute(value: Any, key: Key, directory: Path) -> Any:
     if not isinstance(value, str) or "://" in value:
         return value
     path = absolute(value, directory)
-    is_name = value in BUILT_IN_SOURCES if key in PATHS else is_hub_id(value) and not path.exists()
+    is_name = value in BUILT_IN_SOURCES if _is_path(key) else is_hub_id(value) and not path.exists()
     return value if is_name else str(path)
 
 

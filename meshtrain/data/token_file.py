@@ -59,6 +59,8 @@ class TokenFile:
     """(tokens,) uint16 or uint32, memory-mapped."""
     offsets: np.ndarray
     """(documents + 1,) int64, memory-mapped: document i is tokens[offsets[i] : offsets[i + 1]]."""
+    trained: np.ndarray | None = None
+    """(tokens,) bool, memory-mapped: whether to train on foretelling the token; None: on all of them."""
 
     @classmethod
     def open(cls, directory: Path) -> Self:

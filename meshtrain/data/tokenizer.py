@@ -7,7 +7,7 @@ import heapq
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +121,8 @@ def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
     return _tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
 
 
-def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Cache) -> TokenizerFiles:
-    """Train a byte-level BPE on the documents of `corpus` that are not held out, unless the cache has it.
+def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) -> TokenizerFiles:
+    """Train a byte-level BPE on the documents of `corpora` that are not held out, unless the cache has it.
 
     The same documents give the same tokenizer, byte for byte, on every machine.
 
@@ -132,7 +132,8 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Cache) -> TokenizerF
     Raises:
         DataError: if a document cannot be read.
     """
-    name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, corpus.identity, vocab_size)}"
+    identities = [corpus.identity for corpus in corpora]
+    name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_TOKEN,
@@ -142,14 +143,14 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Cache) -> TokenizerF
         "clean_up_tokenization_spaces": False,
         "model_max_length": NO_LENGTH_LIMIT,
     }
-    cache.build(name, lambda directory: _write(directory, _train(corpus, vocab_size).to_str(), settings))
+    cache.build(name, lambda directory: _write(directory, _train(corpora, vocab_size).to_str(), settings))
     file = cache.directory / name / "tokenizer.json"
     return _tokenizer_files(file, _load_tokenizer(file), settings)
 
 
-def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
+def _train(corpora: Sequence[Corpus], vocab_size: int) -> Tokenizer:
     console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
-    texts = _training_sample(corpus)
+    texts = _training_sample(corpora)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -164,11 +165,11 @@ def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _training_sample(corpus: Corpus) -> Iterator[str]:
+def _training_sample(corpora: Sequence[Corpus]) -> Iterator[str]:
     """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
     kept: list[tuple[int, int, int, str]] = []
     kept_bytes = 0
-    pieces = (piece for piece in DocumentReader(corpus) if not piece.is_held_out)
+    pieces = (piece for corpus in corpora for piece in DocumentReader(corpus) if not piece.is_held_out)
     for number, piece in enumerate(pieces):
         priority = xxh3_64_intdigest(number.to_bytes(8, "little"))
         heapq.heappush(kept, (-priority, number, piece.num_bytes, piece.text))

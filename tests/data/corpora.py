@@ -50,7 +50,7 @@ def byte_tokenizer(cache: Cache) -> TokenizerFiles:
     source = cache.directory / "any.txt"
     cache.directory.mkdir(parents=True, exist_ok=True)
     source.write_text("any text")
-    return train_tokenizer(open_corpus(source, cache=cache), 258, cache)
+    return train_tokenizer([open_corpus(source, cache=cache)], 258, cache)
 
 
 def expected_tokens(texts: list[str], tokenizer: TokenizerFiles) -> list[list[int]]:
