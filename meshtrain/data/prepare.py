@@ -11,9 +11,10 @@ from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.documents import Corpus
+from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.sources import SourceFile, find_files
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, prepare_token_files
+from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
+from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer, train_tokenizer
 from meshtrain.errors import DataError
 
