@@ -59,7 +59,8 @@ class MegatronIndex:
         """
         if not path.is_file():
             raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {MEND}")
-        header = path.open("rb").read(HEADER.size)
+        with path.open("rb") as stream:
+            header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
             raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {MEND}")
         if len(header) < HEADER.size:

@@ -45,7 +45,8 @@ def read_rows(file: SourceFile, text_key: str, first_row: int) -> Iterator[tuple
 
 def _check_column(arrow: Any, schema: Any, text_key: str) -> None:
     if text_key not in schema.names:
-        raise DamagedError(f'no column "{text_key}" (data.text_key); the columns are {name_some(schema.names)}')
+        names = name_some([f'"{name}"' for name in schema.names])
+        raise DamagedError(f'no column "{text_key}" (data.text_key); the columns are {names}')
     kind = schema.field(text_key).type
     of_values = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(of_values) or arrow.types.is_large_string(of_values)):
