@@ -37,6 +37,10 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="Look at checkpoints, verify and convert them.")
 app.add_typer(checkpoint_app, name="checkpoint")
+tokenizer_app = typer.Typer(help="Make tokenizers.")
+app.add_typer(tokenizer_app, name="tokenizer")
+data_app = typer.Typer(help="Look at data.")
+app.add_typer(data_app, name="data")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
 Overrides = Annotated[
@@ -277,6 +281,66 @@ def convert_checkpoint(
     from meshtrain.checkpoint.location import open_location
 
     convert(open_location(source), open_location(target))
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCES",
+        help="Files (.jsonl, .json, .txt, each also .gz or .zst; .parquet), directories, globs, or python-stdlib.",
+        show_default=False,
+    ),
+]
+TextKey = Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")]
+OnBadRecord = Annotated[
+    Literal["fail", "skip"], typer.Option(help="What to do with a record that is no text; skip counts them.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Only so many documents, from the first on.", show_default=False)
+]
+
+
+@app.command()
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="A Hugging Face directory, tokenizer.json or hub id.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    format: Annotated[
+        Literal["meshtrain", "megatron"],
+        typer.Option(
+            help="Token files of meshtrain, or .bin/.idx pairs of Megatron-LM with end tokens (--append-eod)."
+        ),
+    ] = "meshtrain",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; left out: one per core.", show_default=False)
+    ] = None,
+    validation: Annotated[
+        float, typer.Option(min=0.0, max=0.99, metavar="FRACTION", help="Keep so many of the documents aside.")
+    ] = 0.0,
+    limit: Limit = None,
+) -> None:
+    """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
+    from meshtrain.config.run import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.tokenise_to import Order, tokenise_to
+
+    order = Order(
+        sources,
+        tokenizer,
+        output,
+        text_key=text_key,
+        on_bad_record=on_bad_record,
+        format=format,
+        num_workers=workers,
+        validation=validation,
+        num_documents=limit,
+    )
+    tokenise_to(order, Cache(Path(DataConfig().cache_directory)))
 
 
 @app.command()

@@ -54,7 +54,6 @@ class _FileReader:
         self._text_key = corpus.text_key
         self._cutter = cutter
         self._position = start
-        self._told_bytes = 0
 
     def chunks(self) -> Iterator[Chunk]:
         try:
@@ -68,8 +67,8 @@ class _FileReader:
         except OSError as error:
             where = self._file.path
             raise DataError(f"cannot read {where}: {error.strerror or error}; mend it or leave it out") from error
-        self._position = Position(self._position.file + 1)
-        yield self._chunk("end", b"", disk_bytes=self._file.num_bytes)
+        end = self._chunk("end", b"", disk_bytes=self._file.num_bytes)
+        yield end._replace(end=Position(end.end.file + 1))
 
     def _chunk(
         self,
@@ -81,8 +80,8 @@ class _FileReader:
         ends_document: bool = True,
         disk_bytes: int | None = None,
     ) -> Chunk:
-        read = 0 if disk_bytes is None else disk_bytes - self._told_bytes
-        self._told_bytes += read
+        read = 0 if disk_bytes is None else disk_bytes - self._position.disk_bytes
+        self._position = self._position._replace(disk_bytes=self._position.disk_bytes + read)
         return Chunk(kind, data, place or str(self._file.path), first_line, ends_document, self._position, read)
 
     def _place(self) -> str:
@@ -91,8 +90,8 @@ class _FileReader:
         return f"{self._file.path}, after {what} {record:,}" if record else str(self._file.path)
 
     def _move(self, num_bytes: int, records: int) -> None:
-        file, offset, record = self._position
-        self._position = Position(file, offset + num_bytes, record + records)
+        before = self._position
+        self._position = before._replace(offset=before.offset + num_bytes, record=before.record + records)
 
     def _lines(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
         skip_to(stream, self._position.offset)
@@ -145,7 +144,7 @@ class _FileReader:
 
     def _rows(self) -> Iterator[Chunk]:
         for texts, fraction in read_rows(self._file, self._text_key, self._position.record):
-            read = self._told_bytes + int(fraction * self._file.num_bytes)
+            read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
             for text in texts:
                 self._move(0, 1)
                 place = f"{self._file.path}, row {self._position.record}"
@@ -207,10 +206,11 @@ def _not_utf8(data: bytes, stream: BinaryIO) -> str | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = 0
     while True:
+        kept_back = len(decoder.getstate()[0])
         try:
             decoder.decode(data, not data)
         except UnicodeDecodeError as error:
-            return not_utf8(error, before)
+            return not_utf8(error, before - kept_back)
         if not data:
             return None
         before += len(data)

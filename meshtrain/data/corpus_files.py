@@ -22,6 +22,8 @@ class Position(NamedTuple):
     """In the content of the file, decompressed, in bytes; 0 in a table."""
     record: int = 0
     """Lines or rows before it in the file."""
+    disk_bytes: int = 0
+    """Of the file as it lies on the disk, read before it."""
 
 
 START = Position()

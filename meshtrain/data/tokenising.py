@@ -1,8 +1,9 @@
 """Tokenising: a corpus becomes token files. Who was killed goes on where he stopped, and ends in the same bytes."""
 
 import json
+import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from meshtrain.data.cutting import Cutter
 from meshtrain.data.documents import count_problem
 from meshtrain.data.encoding import EncodedBlock, Task
 from meshtrain.data.part_writer import PartState, PartWriter, sizes_of
-from meshtrain.data.scanning import scan_tokens
+from meshtrain.data.scanning import scan_tokens, shown_if_long
 from meshtrain.data.token_file import (
     FORMAT_VERSION,
     TRAIN,
@@ -54,6 +55,11 @@ class Job:
     def parts(self) -> tuple[str, ...]:
         """The token files that it makes."""
         return (TRAIN, VALIDATION) if self.corpus.held_out else (TRAIN,)
+
+    @property
+    def journal_identity(self) -> str:
+        """The same for either policy about bad records: a job that failed at one may be gone on with without it."""
+        return replace(self, corpus=replace(self.corpus, on_bad_record="skip")).identity
 
     @property
     def type_on_disk(self) -> np.dtype:
@@ -98,7 +104,11 @@ def tokenise(directory: Path, *, job: Job) -> None:
     Raises:
         DataError: if a document cannot be read, a part comes out empty, or a file changes meanwhile.
     """
-    progress = _load_journal(directory, job) or Progress()
+    progress = _load_journal(directory, job)
+    if progress is None:
+        progress = Progress()
+        for entry in directory.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     with ExitStack() as stack:
         writers = {
             part: stack.enter_context(PartWriter(directory / part, job.type_on_disk, job.tokenizer.end_id, state))
@@ -135,7 +145,8 @@ def _load_journal(directory: Path, job: Job) -> Progress | None:
     if not path.exists():
         return None
     said: dict[str, Any] = json.loads(path.read_text())
-    if said.pop("identity") != job.identity:
+    is_strict = job.corpus.on_bad_record == "fail"
+    if said.pop("identity") != job.journal_identity or (is_strict and said["skipped_records"]):
         return None
     position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
     for part, state in zip(job.parts, parts, strict=True):
@@ -164,17 +175,23 @@ class _Run:
         last_entry = monotonic()
         with console.progress(self._job.description, corpus.num_bytes, unit="MB") as advance:
             advance(self._progress.disk_bytes)
-            for block, encoded in encode_blocks(blocks, task, num_workers):
-                self._write(encoded)
-                self._progress.position = block[-1].end
-                disk_bytes = sum(chunk.disk_bytes for chunk in block)
-                self._progress.disk_bytes += disk_bytes
-                advance(disk_bytes)
-                if self._is_enough():
-                    break
-                if monotonic() - last_entry > SECONDS_BETWEEN_ENTRIES:
-                    self._write_journal()
-                    last_entry = monotonic()
+            try:
+                for block, encoded in encode_blocks(blocks, task, num_workers):
+                    self._write(encoded)
+                    self._progress.position = block[-1].end
+                    disk_bytes = sum(chunk.disk_bytes for chunk in block)
+                    self._progress.disk_bytes += disk_bytes
+                    advance(disk_bytes)
+                    if self._is_enough():
+                        break
+                    if monotonic() - last_entry > SECONDS_BETWEEN_ENTRIES:
+                        self._write_journal()
+                        last_entry = monotonic()
+            except DataError:
+                # Never raised with a block half written. What was done need not be done again.
+                self._write_journal()
+                raise
+        self._write_journal()
 
     def _is_enough(self) -> bool:
         limit = self._job.corpus.num_documents
@@ -184,7 +201,7 @@ class _Run:
         for writer in self._writers.values():
             writer.flush()
         self._progress.parts = tuple(writer.state for writer in self._writers.values())
-        entry = asdict(self._progress) | {"identity": self._job.identity}
+        entry = asdict(self._progress) | {"identity": self._job.journal_identity}
         write_atomically(self._directory / JOURNAL, json.dumps(entry))
 
     def _write(self, block: EncodedBlock) -> None:
@@ -240,7 +257,9 @@ def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> N
         check_size(directory / name, size, said_by="the process that wrote it")
     offsets = np.memmap(directory / "documents.bin", np.int64, "r")
     vocab_size, end_id = job.tokenizer.vocab_size, job.tokenizer.end_id
-    scan = scan_tokens(directory / "tokens.bin", job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id)
+    tokens = directory / "tokens.bin"
+    with shown_if_long(f"Checking {directory.name}", tokens.stat().st_size) as advance:
+        scan = scan_tokens(tokens, job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id, advance=advance)
     assert scan.ended_documents == state.documents, "every document is followed by the end token"
     TokenCounts(
         documents=state.documents,

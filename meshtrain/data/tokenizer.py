@@ -47,6 +47,12 @@ TOKENIZER_FILE_NAMES = (
 TRAINING_BYTES = 64 << 20
 """A BPE learns next to nothing from more text than this, but its memory and time grow with it."""
 
+TO_TRAIN_ONE = {
+    "data.tokenizer.path": "set data.tokenizer.vocab_size to train one",
+    "--tokenizer": "train one with meshtrain tokenizer train",
+}
+"""By the key that named a tokenizer which is not there."""
+
 NO_LENGTH_LIMIT = int(1e30)
 """How Hugging Face writes that a tokenizer sets no limit."""
 
@@ -93,15 +99,18 @@ def use_all_cores() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
+def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path") -> TokenizerFiles:
     """Find an existing tokenizer: a directory, a tokenizer.json, or a hub id.
 
     Where no end token is declared, a directory that declares the one that was found is made in the cache.
 
+    Args:
+        key: the key or option that names it, for messages.
+
     Raises:
         DataError: if it is missing or broken, or has no end token.
     """
-    file = _locate(path)
+    file = _locate(path, key)
     settings = _settings(file.parent)
     tokenizer = _load_tokenizer(file)
     end_token = settings.get("eos_token")
@@ -180,25 +189,25 @@ def _training_sample(corpora: Sequence[Corpus]) -> Iterator[str]:
     return (text for _, _, _, text in sorted(kept, key=lambda entry: entry[1]))
 
 
-def _locate(path: str) -> Path:
-    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path)
+def _locate(path: str, key: str) -> Path:
+    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path, key)
     if place.is_file():
         return place
     if not place.is_dir():
         raise DataError(
-            f"data.tokenizer.path: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
-            "or set data.tokenizer.vocab_size to train one"
+            f"{key}: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
+            f"or {TO_TRAIN_ONE[key]}"
         )
     if not (place / "tokenizer.json").is_file():
         names = sorted(entry.name for entry in place.iterdir())
         raise DataError(
-            f"data.tokenizer.path: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
+            f"{key}: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
             "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     return place / "tokenizer.json"
 
 
-def _hub_directory(hub_id: str) -> Path:
+def _hub_directory(hub_id: str, key: str) -> Path:
     # Imported only where it is needed: it takes as long as all the rest of a start without torch.
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
 
@@ -211,7 +220,7 @@ def _hub_directory(hub_id: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f'data.tokenizer.path: "{hub_id}" is no path that exists, is not in the local hub cache, '
+            f'{key}: "{hub_id}" is no path that exists, is not in the local hub cache, '
             f"and the hub cannot give it: {reason}"
         ) from error
 

@@ -44,7 +44,8 @@ def blocks_of(chunks: Iterable[Chunk]) -> Iterator[Block]:
     for chunk in chunks:
         block.append(chunk)
         num_bytes += len(chunk.data)
-        if num_bytes >= BLOCK_BYTES:
+        # Whoever went on right behind a damage would meet it again: only what follows it leaves the file.
+        if num_bytes >= BLOCK_BYTES and chunk.kind != "damage":
             yield block
             block, num_bytes = [], 0
     if block:
