@@ -160,15 +160,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a directory": (
         ["run.toml", 'data.train=["folder.jsonl"]'],
         [
-            'data.train: "{here}/folder.jsonl" is a directory; name its files, for example '
-            '"{here}/folder.jsonl/*.txt"; {here}/folder.jsonl holds nothing'
+            'data.train: "{here}/folder.jsonl" is a directory without a file of a known kind that holds anything; '
+            "known are .jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet; "
+            "{here}/folder.jsonl holds nothing"
         ],
     ),
     "unreadable text": (
         ["run.toml", 'data.train=["latin.txt"]'],
         [
-            "{here}/latin.txt: not UTF-8 text (unexpected end of data); mend it, or leave such records out with "
-            'data.on_bad_record = "skip"'
+            "{here}/latin.txt: not UTF-8 text (byte 1: unexpected end of data); mend it, or leave such records out "
+            'with data.on_bad_record = "skip"'
         ],
     ),
     "an unreadable archive": (
@@ -181,7 +182,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a broken line": (
         ["run.toml", 'data.train=["broken.jsonl"]'],
         [
-            "{here}/broken.jsonl, line 61: not JSON (column 1: Expecting value); mend it, or leave "
+            "{here}/broken.jsonl, line 61: not JSON (column 10: Expecting value); mend it, or leave "
             'such records out with data.on_bad_record = "skip"'
         ],
     ),

@@ -4,9 +4,9 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO, Literal, NamedTuple
 
-from meshtrain.data.corpus_files import Corpus, Position
+from meshtrain.data.corpus_files import Corpus, Position, RecordForm
 from meshtrain.data.cutting import PIECE_CHARACTERS, Cutter, TooLongError
-from meshtrain.data.parquet import read_rows
+from meshtrain.data.parquet import read_records, read_rows
 from meshtrain.data.streams import DamagedError, opened, skip_to
 from meshtrain.errors import DataError
 
@@ -51,14 +51,14 @@ class _FileReader:
 
     def __init__(self, corpus: Corpus, cutter: Cutter, start: Position) -> None:
         self._file = corpus.files[start.file]
-        self._text_key = corpus.text_key
+        self._text_key, self._form = corpus.text_key, corpus.form
         self._cutter = cutter
         self._position = start
 
     def chunks(self) -> Iterator[Chunk]:
         try:
             if self._file.kind == "parquet":
-                yield from self._rows()
+                yield from self._rows() if self._form is None else self._records(self._form)
             else:
                 with opened(self._file) as (stream, raw):
                     yield from self._lines(stream, raw) if "json" in self._file.kind else self._text(stream, raw)
@@ -141,6 +141,14 @@ class _FileReader:
             shown = data if self._position.offset else data.removeprefix(codecs.BOM_UTF8)
             self._move(len(data), 0)
             yield self._chunk("text", shown, ends_document=is_all and not text, disk_bytes=raw.tell())
+
+    def _records(self, form: RecordForm) -> Iterator[Chunk]:
+        for lines, fraction in read_records(self._file, form.keys, self._position.record):
+            read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
+            for line in lines:
+                self._move(0, 1)
+                place = f"{self._file.path}, row {self._position.record}"
+                yield self._chunk("lines", line, place=place, disk_bytes=read)
 
     def _rows(self) -> Iterator[Chunk]:
         for texts, fraction in read_rows(self._file, self._text_key, self._position.record):

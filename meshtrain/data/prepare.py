@@ -11,7 +11,7 @@ from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.corpus_files import Corpus, RecordForm
 from meshtrain.data.sources import SourceFile, find_files
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
@@ -76,7 +76,7 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
     """
     cache = Cache(Path(config.cache_directory), leads=leads)
     found = _find_sources(config)
-    corpora = {source.name: _corpus(source.train, source.config, config, cache) for source in found}
+    corpora = {source.name: _corpus(source.name, source.train, source.config, config, cache) for source in found}
     tokenizer = _prepare_tokenizer(config, corpora, cache)
     built: list[bool] = []
     sources = tuple(_tokenise(source, corpora[source.name], tokenizer, config, cache, built) for source in found)
@@ -122,20 +122,33 @@ def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
             )
 
 
-def _corpus(files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache) -> Corpus:
+def _corpus(name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache) -> Corpus:
     return Corpus(
         tuple(files),
         tuple(content_hashes(files, cache)),
         text_key=source.text_key,
+        form=_record_form(name, source, config),
         on_bad_record=config.on_bad_record,
         held_out=0.0 if isinstance(source.validation, list) else source.validation,
     )
+
+
+def _record_form(name: str, source: MixedSourceConfig, config: DataConfig) -> RecordForm | None:
+    keys = {"chat": ["messages_key"], "completion": ["prompt_key", "completion_key"], "text": []}[source.format]
+    if source.format == "text":
+        return None
+    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in keys})
 
 
 def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Cache) -> TokenizerFiles:
     if config.tokenizer.path is not None:
         return find_tokenizer(config.tokenizer.path, cache)
     if config.tokenizer.vocab_size is not None:
+        if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
+            raise DataError(
+                f"data.tokenizer.vocab_size: a tokenizer is trained on texts, and {config.key_of(others[0], 'format')} "
+                "is another; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
+            )
         return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
         "data.tokenizer: neither `path` nor `vocab_size` is set; "
@@ -152,7 +165,9 @@ def _tokenise(
     built.append(is_new)
     identities = [corpus.identity]
     if source.validation:
-        validation = _corpus(source.validation, source.config.model_copy(update={"validation": []}), config, cache)
+        validation = _corpus(
+            source.name, source.validation, source.config.model_copy(update={"validation": []}), config, cache
+        )
         identities.append(validation.identity)
         found, is_new = prepare_token_files(
             validation, tokenizer, cache, description=f"Tokenising the validation data{of}"

@@ -73,6 +73,16 @@ def shown_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int], 
         yield advance
 
 
+def scan_marks(path: Path) -> tuple[int, str]:
+    """Return how many tokens are marked as trained on, and the hash of the file of marks."""
+    num_tokens, hashed = 0, xxh3_128()
+    with path.open("rb") as stream:
+        while (part := np.fromfile(stream, np.bool_, SCANNED_AT_ONCE)).size:
+            num_tokens += int(part.sum())
+            hashed.update(part.data)
+    return num_tokens, hashed.hexdigest()
+
+
 def _check_range(path: Path, part: np.ndarray, start: int, vocab_size: int) -> None:
     is_wrong = (part >= vocab_size) | (part < 0)
     if is_wrong.any():

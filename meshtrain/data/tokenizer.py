@@ -236,6 +236,8 @@ def _settings(directory: Path) -> dict[str, Any]:
             except ValueError as error:
                 raise DataError(f"{file} is not JSON ({error}); fetch or save the tokenizer again") from error
             settings |= {key: value for key, value in said.items() if value is not None}
+    if (directory / "chat_template.jinja").is_file():
+        settings["chat_template"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     return settings
 
 

@@ -252,7 +252,7 @@ def test_a_token_file_that_is_damaged(tmp_path, cache):
     counts = file.directory / "counts.json"
     counts.write_text('{"documents": 2}')
     assert problem_of(file.directory, made_with, cache) == (
-        f"{counts} is not of the format 2 that this version reads; tokenise again with meshtrain tokenize"
+        f"{counts} is not of the format 3 that this version reads; tokenise again with meshtrain tokenize"
     )
     counts.write_text("{")
     assert problem_of(file.directory, made_with, cache).startswith(f"{counts} cannot be read (Expecting ")
