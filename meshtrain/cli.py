@@ -325,7 +325,7 @@ def tokenize(
     limit: Limit = None,
 ) -> None:
     """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
-    from meshtrain.config.run import DataConfig
+    from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
     from meshtrain.data.tokenise_to import Order, tokenise_to
 
@@ -341,6 +341,55 @@ def tokenize(
         num_documents=limit,
     )
     tokenise_to(order, Cache(Path(DataConfig().cache_directory)))
+
+
+@tokenizer_app.command("train")
+def train_tokenizer_command(
+    sources: Sources,
+    vocab_size: Annotated[
+        int, typer.Option(min=258, help="256 bytes, 2 special tokens, and what is learnt.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    limit: Limit = None,
+) -> None:
+    """Train a byte-level BPE. The result is a Hugging Face directory, the same on every machine."""
+    from meshtrain.data.tokenizer_training import train_tokenizer_to
+
+    train_tokenizer_to(sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit)
+
+
+@data_app.command("inspect")
+def inspect_data(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|TOKENS", help="A run file, a token file, or a pair of Megatron-LM.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(min=0, help="Of the sample, or document of a token file, as stored.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many, from there on.")] = 1,
+    part: Annotated[Literal["train", "validation"], typer.Option(help="Of a run.")] = "train",
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
+    ] = None,
+) -> None:
+    """Show samples as the model sees them: decoded, with the borders of documents and what is trained on."""
+    if target.endswith(".toml"):
+        from meshtrain.config.toml import load_run
+        from meshtrain.data.inspection import inspect_run
+
+        config = load_run(target, overrides or ())
+        inspect_run(config.data, part=part, first=index, count=count, name=target)
+        return
+    from meshtrain.config.data import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.inspection import inspect_tokens
+
+    cache = Cache(Path(DataConfig().cache_directory))
+    inspect_tokens(str(Path(target).absolute()), tokenizer, cache, first=index, count=count)
 
 
 @app.command()

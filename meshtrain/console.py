@@ -65,6 +65,16 @@ def line(text: str) -> None:
     _screen.show(Text(text), soft_wrap=True)
 
 
+def has_colours() -> bool:
+    """Tell whether styles can be seen."""
+    return _screen.draws and not _screen.console.no_color
+
+
+def styled(segments: Iterable[tuple[str, str]]) -> None:
+    """Show texts one after another, each with a style of rich."""
+    _screen.show(Text.assemble(*segments), soft_wrap=True)
+
+
 def warning(text: str) -> None:
     """Show a line that starts with `warning:` on standard error."""
     if _screen.rank == 0:

@@ -44,6 +44,8 @@ class DocumentReader:
         for chunk in read_chunks(self._corpus, cutter, START):
             self.disk_bytes += chunk.disk_bytes
             for record in parse(chunk, self._corpus.text_key):
+                if self._num_documents == self._corpus.num_documents:
+                    return
                 if isinstance(record, Problem):
                     self._count(record)
                 else:

@@ -12,10 +12,12 @@ from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.corpus_files import Corpus, RecordForm
+from meshtrain.data.open_tokens import is_tokens, open_token_file
 from meshtrain.data.sources import SourceFile, find_files
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer, train_tokenizer
+from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer
 from meshtrain.errors import DataError
 
 
@@ -52,14 +54,18 @@ class PreparedData:
         return sum(each.unigram_entropy_nats * each.tokens for each in counts) / sum(each.tokens for each in counts)
 
 
+_Part = str | list[SourceFile]
+"""What one part of a source is: tokens already, under this path; or the files of its text."""
+
+
 @dataclass(frozen=True)
 class _Found:
-    """The files of a source."""
+    """What the words of a source stand for."""
 
     name: str
     config: MixedSourceConfig
-    train: list[SourceFile]
-    validation: list[SourceFile]
+    train: _Part
+    validation: _Part
 
 
 def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
@@ -76,13 +82,17 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
     """
     cache = Cache(Path(config.cache_directory), leads=leads)
     found = _find_sources(config)
-    corpora = {source.name: _corpus(source.name, source.train, source.config, config, cache) for source in found}
+    corpora = {
+        source.name: _corpus(source.name, source.train, source.config, config, cache, held_out=True)
+        for source in found
+        if not isinstance(source.train, str)
+    }
     tokenizer = _prepare_tokenizer(config, corpora, cache)
-    built: list[bool] = []
-    sources = tuple(_tokenise(source, corpora[source.name], tokenizer, config, cache, built) for source in found)
+    tokenising = _Tokenising(config, tokenizer, cache)
+    sources = tuple(tokenising.prepare(source, corpora.get(source.name)) for source in found)
     identity = identity_of([source.identity for source in sources], tokenizer.identity, _reading(config))
     prepared = PreparedData(config, tokenizer, sources, identity)
-    console.line(_summary(prepared, built=any(built)))
+    console.line(_summary(prepared, built=tokenising.has_built))
     return prepared
 
 
@@ -97,23 +107,44 @@ def _find_sources(config: DataConfig) -> list[_Found]:
     found = []
     for name, source in config.named_sources.items():
         validation = source.validation if isinstance(source.validation, list) else []
-        files = {}
+        parts: dict[str, _Part] = {}
         for part, names in (("train", source.train), ("validation", validation)):
             try:
-                files[part] = find_files(names, key=config.key_of(name, part))
+                parts[part] = _find_part(names, config.key_of(name, part))
             except DataError as error:
                 problems += error.problems
-        found.append(_Found(name, source, files.get("train", []), files.get("validation", [])))
+        if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
+            problems.append(
+                f"{config.key_of(name, 'validation')} = {source.validation}: of tokens no documents are kept aside; "
+                "tokenise with meshtrain tokenize --validation, and name what it wrote"
+            )
+        found.append(_Found(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)
     _check_apart(config, found)
     return found
 
 
+def _find_part(names: list[str], key: str) -> _Part:
+    tokens = [name for name in names if is_tokens(name)]
+    if not tokens:
+        return find_files(names, key=key)
+    if len(names) > 1:
+        raise DataError(
+            f"{key}: {tokens[0]} is tokens already, and stands beside {len(names) - 1} more; give each a source of its "
+            "own (data.sources.NAME)"
+        )
+    return tokens[0]
+
+
+def _paths(part: _Part) -> set[Path]:
+    return {Path(part)} if isinstance(part, str) else {file.path for file in part}
+
+
 def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
-    trained_on = {file.path: source.name for source in found for file in source.train}
+    trained_on = {path: source.name for source in found for path in _paths(source.train)}
     for source in found:
-        if shared := {file.path for file in source.validation} & trained_on.keys():
+        if shared := _paths(source.validation) & trained_on.keys():
             file = min(shared)
             raise DataError(
                 f"{config.key_of(source.name, 'validation')}: {file} is also in "
@@ -122,14 +153,16 @@ def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
             )
 
 
-def _corpus(name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache) -> Corpus:
+def _corpus(
+    name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache, *, held_out: bool
+) -> Corpus:
     return Corpus(
         tuple(files),
         tuple(content_hashes(files, cache)),
         text_key=source.text_key,
         form=_record_form(name, source, config),
         on_bad_record=config.on_bad_record,
-        held_out=0.0 if isinstance(source.validation, list) else source.validation,
+        held_out=source.validation if held_out and isinstance(source.validation, float) else 0.0,
     )
 
 
@@ -149,6 +182,11 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
                 f"data.tokenizer.vocab_size: a tokenizer is trained on texts, and {config.key_of(others[0], 'format')} "
                 "is another; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
             )
+        if not corpora:
+            raise DataError(
+                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokens already; name "
+                "the one that they were made with as data.tokenizer.path"
+            )
         return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
         "data.tokenizer: neither `path` nor `vocab_size` is set; "
@@ -156,25 +194,39 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
     )
 
 
-def _tokenise(
-    source: _Found, corpus: Corpus, tokenizer: TokenizerFiles, config: DataConfig, cache: Cache, built: list[bool]
-) -> PreparedSource:
-    """Tokenise a source, unless the cache has it; whether it has is added to `built`."""
-    of = f" of {source.name}" if config.sources else ""
-    parts, is_new = prepare_token_files(corpus, tokenizer, cache, description=f"Tokenising the training data{of}")
-    built.append(is_new)
-    identities = [corpus.identity]
-    if source.validation:
-        validation = _corpus(
-            source.name, source.validation, source.config.model_copy(update={"validation": []}), config, cache
-        )
-        identities.append(validation.identity)
-        found, is_new = prepare_token_files(
-            validation, tokenizer, cache, description=f"Tokenising the validation data{of}"
-        )
-        built.append(is_new)
-        parts[VALIDATION] = found[TRAIN]
-    return PreparedSource(source.name, source.config, parts[TRAIN], parts.get(VALIDATION), identity_of(identities))
+@dataclass
+class _Tokenising:
+    """Makes tokens of sources, or opens them."""
+
+    config: DataConfig
+    tokenizer: TokenizerFiles
+    cache: Cache
+    has_built: bool = False
+
+    def prepare(self, source: _Found, corpus: Corpus | None) -> PreparedSource:
+        """Tokenise a source, unless the cache has it.
+
+        Args:
+            corpus: to train on; None: it is tokens already.
+        """
+        of = f" of {source.name}" if self.config.sources else ""
+        if corpus is None:
+            assert isinstance(source.train, str)
+            parts = {TRAIN: open_token_file(source.train, self.tokenizer, self.cache)}
+        else:
+            parts = self._tokenise(corpus, f"Tokenising the training data{of}")
+        if isinstance(source.validation, str):
+            parts[VALIDATION] = open_token_file(source.validation, self.tokenizer, self.cache)
+        elif source.validation:
+            validation = _corpus(source.name, source.validation, source.config, self.config, self.cache, held_out=False)
+            parts[VALIDATION] = self._tokenise(validation, f"Tokenising the validation data{of}")[TRAIN]
+        identity = identity_of({part: file.identity for part, file in parts.items()})
+        return PreparedSource(source.name, source.config, parts[TRAIN], parts.get(VALIDATION), identity)
+
+    def _tokenise(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
+        parts, is_new = prepare_token_files(corpus, self.tokenizer, self.cache, description=description)
+        self.has_built |= is_new
+        return parts
 
 
 def _summary(prepared: PreparedData, *, built: bool) -> str:

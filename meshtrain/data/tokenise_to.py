@@ -17,7 +17,8 @@ from meshtrain import console
 from meshtrain.data.cache import Cache, build_directory, identity_of
 from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.megatron import megatron_type_of, write_index
-from meshtrain.data.sources import PYTHON_STDLIB, find_files
+from meshtrain.data.options import told_as_options
+from meshtrain.data.sources import find_typed_files
 from meshtrain.data.token_file import TokenCounts
 from meshtrain.data.tokenising import Job, tokenise
 from meshtrain.data.tokenizer import find_tokenizer
@@ -27,14 +28,6 @@ from meshtrain.errors import DataError
 Format = Literal["meshtrain", "megatron"]
 RECORD = "tokenize.json"
 """What an output says about how it was made."""
-
-OPTIONS = {
-    'data.on_bad_record = "skip"': "--on-bad-record skip",
-    "data.text_key": "--text-key",
-    "data.validation = ": "--validation ",
-    "set data.validation to files of its own, or to 0": "leave --validation out",
-}
-"""By the keys of a run file that mean the same."""
 
 BYTES_PER_MB = 1_000_000
 
@@ -88,14 +81,13 @@ def tokenise_to(order: Order, cache: Cache) -> None:
             _write_record(directory / RECORD, order, job, name, parts)
 
     order.output.parent.mkdir(parents=True, exist_ok=True)
-    with _told_as_options():
+    with told_as_options():
         build_directory(order.output, fill, keeps=(BaseException,), another_place="choose another --output")
     _show(order, parts, time.monotonic() - started)
 
 
 def _job(order: Order, cache: Cache) -> Job:
-    paths = [source if source == PYTHON_STDLIB else str(Path(source).absolute()) for source in order.sources]
-    files = find_files(paths, key="SOURCES")
+    files = find_typed_files(order.sources)
     tokenizer = find_tokenizer(order.tokenizer, cache, key="--tokenizer")
     # Not hashed, as for the cache: whoever goes on with an output is on the machine where it was begun.
     contents = tuple(f"{file.path} {file.num_bytes} {file.modified_nanoseconds}" for file in files)
@@ -133,18 +125,6 @@ def _locked(directory: Path, output: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def _told_as_options() -> Iterator[None]:
-    """Name the options of the command where a problem names the keys of a run file."""
-    try:
-        yield
-    except DataError as error:
-        problems = list(error.problems)
-        for key, option in OPTIONS.items():
-            problems = [problem.replace(key, option) for problem in problems]
-        raise DataError(problems) from error
-
-
 def _to_megatron(part: Path, token_type: np.dtype) -> None:
     """Turn a token file into a pair of the same name."""
     offsets = np.memmap(part / "documents.bin", np.int64, "r")
@@ -176,7 +156,7 @@ def _show(order: Order, parts: dict[str, TokenCounts], seconds: float) -> None:
         )
         for part, counts in parts.items()
     ]
-    console.table(f"{order.output}", ["part", "documents", "tokens", "text", "bytes per token"], rows)
+    console.table("Token files", ["part", "documents", "tokens", "text", "bytes per token"], rows)
     text_bytes = sum(counts.text_bytes for counts in parts.values())
     skipped = sum(counts.skipped_records for counts in parts.values())
     empty = sum(counts.empty_documents for counts in parts.values())

@@ -28,7 +28,8 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.sources import find_files
 from meshtrain.data.tokenising import Job, tokenise
-from meshtrain.data.tokenizer import find_tokenizer, train_tokenizer
+from meshtrain.data.tokenizer import find_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer
 
 PROCESSES = 2
 VOCAB_SIZE = 8192
@@ -64,7 +65,7 @@ def python_sources() -> Iterator[str]:
 def train(directory: Path) -> None:
     """Train the tokenizer that all use."""
     files = tuple(find_files([str(directory / "0.jsonl")], key="data.train"))
-    tokenizer = train_tokenizer(Corpus(files, ("",)), VOCAB_SIZE, Cache(directory / "cache"))
+    tokenizer = train_tokenizer([Corpus(files, ("",))], VOCAB_SIZE, Cache(directory / "cache"))
     (directory / "tokenizer").mkdir()
     tokenizer.copy(directory / "tokenizer")
 

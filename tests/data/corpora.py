@@ -15,7 +15,8 @@ from meshtrain.data.documents import DocumentReader
 from meshtrain.data.sources import find_files
 from meshtrain.data.token_file import TRAIN, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, train_tokenizer
+from meshtrain.data.tokenizer import TokenizerFiles
+from meshtrain.data.tokenizer_training import train_tokenizer
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import END_TOKEN, PAD_TOKEN, find_tokenizer, train_tokenizer, use_all_cores
+from meshtrain.data.tokenizer import find_tokenizer, use_all_cores
+from meshtrain.data.tokenizer_training import END_TOKEN, PAD_TOKEN, train_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import open_corpus, random_texts, write_lines
 
@@ -89,7 +90,7 @@ TRAIN_ELSEWHERE = """
 import sys
 from pathlib import Path
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import train_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer
 from tests.data.corpora import open_corpus
 cache = Cache(Path(sys.argv[1]))
 print(train_tokenizer([open_corpus(sys.argv[2], cache=cache)], 1000, cache).identity)
