@@ -20,7 +20,7 @@ from meshtrain.data.megatron import megatron_type_of, write_index
 from meshtrain.data.options import told_as_options
 from meshtrain.data.sources import find_typed_files
 from meshtrain.data.token_file import TokenCounts
-from meshtrain.data.tokenising import Job, tokenise
+from meshtrain.data.tokenising import JOURNAL, Job, tokenise
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.data.workers import num_cores
 from meshtrain.errors import DataError
@@ -67,6 +67,8 @@ def tokenise_to(order: Order, cache: Cache) -> None:
         console.line(f"{order.output} holds just that already; nothing was done")
         return
     started = time.monotonic()
+    partial = order.output.with_name(f"{order.output.name}.partial")
+    goes_on = (partial / JOURNAL).exists()
     parts: dict[str, TokenCounts] = {}
 
     def fill(directory: Path) -> None:
@@ -83,7 +85,7 @@ def tokenise_to(order: Order, cache: Cache) -> None:
     order.output.parent.mkdir(parents=True, exist_ok=True)
     with told_as_options():
         build_directory(order.output, fill, keeps=(BaseException,), another_place="choose another --output")
-    _show(order, parts, time.monotonic() - started)
+    _show(order, parts, None if goes_on else time.monotonic() - started)
 
 
 def _job(order: Order, cache: Cache) -> Job:
@@ -114,13 +116,15 @@ def _check_same(output: Path, name: str) -> None:
 
 @contextmanager
 def _locked(directory: Path, output: Path) -> Iterator[None]:
+    # A lock on the directory itself leaves no file behind.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = f"--output: another process is writing {output}; wait for it, or choose another place"
+            raise DataError(problem) from error
         yield
-    except BlockingIOError as error:
-        problem = f"--output: another process is writing {output}; wait for it, or choose another place"
-        raise DataError(problem) from error
     finally:
         os.close(descriptor)
 
@@ -145,7 +149,7 @@ def _write_record(path: Path, order: Order, job: Job, name: str, parts: dict[str
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _show(order: Order, parts: dict[str, TokenCounts], seconds: float) -> None:
+def _show(order: Order, parts: dict[str, TokenCounts], seconds: float | None) -> None:
     rows = [
         (
             part,
@@ -160,9 +164,9 @@ def _show(order: Order, parts: dict[str, TokenCounts], seconds: float) -> None:
     text_bytes = sum(counts.text_bytes for counts in parts.values())
     skipped = sum(counts.skipped_records for counts in parts.values())
     empty = sum(counts.empty_documents for counts in parts.values())
-    console.line(
-        f"{seconds:,.1f} s, {text_bytes / BYTES_PER_MB / seconds:,.2f} MB/s; "
-        f"left out: {skipped:,} broken records, {empty:,} empty documents"
-    )
-    keys = [f'data.{part}=["{order.output / part}"]' for part in parts]
-    console.line(f'To train on it: {" ".join(keys)} data.tokenizer.path="{order.output / "tokenizer"}"')
+    # Of what was gone on with, a part was done before.
+    speed = f"{seconds:,.1f} s, {text_bytes / BYTES_PER_MB / seconds:,.2f} MB/s; " if seconds else ""
+    console.line(f"{speed}left out: {skipped:,} broken records, {empty:,} empty documents")
+    place = order.output.absolute()
+    keys = [f'data.{part} = ["{place / part}"]' for part in parts] + [f'data.tokenizer.path = "{place / "tokenizer"}"']
+    console.line("\n".join(["To train on it:", *keys]))

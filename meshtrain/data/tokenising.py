@@ -185,7 +185,7 @@ class _Run:
         task = Task(tokenizer.to_str(), self._job.type_on_disk, corpus.text_key, corpus.form, self._job.template)
         blocks = blocks_of(read_chunks(corpus, Cutter(tokenizer), self._progress.position))
         # A process takes longer to start than one block takes to encode.
-        num_workers = self._job.num_workers if corpus.num_bytes > BLOCK_BYTES else 0
+        num_workers = min(self._job.num_workers, corpus.num_bytes // BLOCK_BYTES)
         last_entry = monotonic()
         with console.progress(self._job.description, corpus.num_bytes, unit="MB") as advance:
             advance(self._progress.disk_bytes)

@@ -22,6 +22,15 @@ def test_both_sides_of_the_throughput_benchmark_train_in_every_layout() -> None:
     assert all(float(row[-1]) > 0 for row in rows)
 
 
+def test_the_tokenising_benchmark_measures_every_contender() -> None:
+    lines = run_benchmark("tests.benchmarks.tokenising")
+    rows = {row[0]: row for row in lines if row and row[0] in ("bare", "meshtrain", "datasets", "datatrove")}
+    assert len(rows) == 4
+    # All write the same number of tokens.
+    assert len({row[-1] for row in rows.values()}) == 1
+    assert [row[:4] for row in lines[-2:]] == [["peak", "memory", "of", "meshtrain"]] * 2
+
+
 def test_the_checkpoint_benchmark_measures_every_contender() -> None:
     _, *rows, hashing, stall = run_benchmark("tests.benchmarks.checkpoints", "--repeat", "1")
     names = [" ".join(word for word in row if word.isalpha()) for row in rows]
