@@ -17,6 +17,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -88,9 +90,7 @@ def _bare_file(files: list[Path], tokenizer: Path, out: Path) -> None:
     with out.open("wb") as stream:
         for file in files:
             with file.open("rb") as lines:
-                while batch := [
-                    json.loads(line)["text"] for line, _ in zip(lines, range(BATCH_DOCUMENTS), strict=False)
-                ]:
+                while batch := [json.loads(line)["text"] for line in islice(lines, BATCH_DOCUMENTS)]:
                     for encoding in loaded.encode_batch_fast(batch, add_special_tokens=False):
                         stream.write(np.array([*encoding.ids, END_ID], np.uint16).tobytes())
 
@@ -150,6 +150,14 @@ CONTENDERS: dict[str, Callable[[list[Path], Path, Path], None]] = {
 }
 
 
+def installed() -> list[str]:
+    """Return the contenders that are there."""
+    missing = [name for name in ("datasets", "datatrove") if find_spec(name) is None]
+    for name in missing:
+        console.warning(f"{name} is not installed, and not measured")
+    return [name for name in CONTENDERS if name not in missing]
+
+
 def measure_here(name: str, files: list[Path], tokenizer: Path) -> None:
     """Run a contender in this process, and print what it took as JSON."""
     if name == "datasets":
@@ -158,12 +166,29 @@ def measure_here(name: str, files: list[Path], tokenizer: Path) -> None:
         import datatrove.executor
         import datatrove.pipeline.tokens  # noqa: F401
     with tempfile.TemporaryDirectory(dir=tokenizer.parents[1]) as out:
+        spent_before = spent()
         started = time.perf_counter()
         CONTENDERS[name](files, tokenizer, Path(out))
         seconds = time.perf_counter() - started
+        cpu_seconds = spent() - spent_before
         tokens = written(name, Path(out))
     peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({"seconds": seconds, "tokens": tokens, "peak_mb": [peak * 1024 / MB for peak in peaks]}))
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
+                "tokens": tokens,
+                "peak_mb": [peak * 1024 / MB for peak in peaks],
+            }
+        )
+    )
+
+
+def spent() -> float:
+    """Return the seconds of all cores that this process and its ended children have spent."""
+    spent_by = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in spent_by)
 
 
 def written(name: str, out: Path) -> int:
@@ -187,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=100, help="of text")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="else all that are installed")
     parser.add_argument("--small", action="store_true", help="only see that everything runs")
     parser.add_argument("--run", nargs="+", metavar="WORD", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -198,18 +224,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         write_corpus(Path(place), num_bytes)
         train(Path(place))
-        compare(Path(place), 1 if options.small else options.repeat)
+        compare(Path(place), 1 if options.small else options.repeat, options.contenders or installed())
 
 
-def compare(place: Path, repeat: int) -> None:
+def compare(place: Path, repeat: int, contenders: list[str]) -> None:
     """Print a table of all contenders, and the memory of meshtrain for one and four times the text."""
     files, tokenizer = sorted(place.glob("*.jsonl")), place / "tokenizer" / "tokenizer.json"
     num_bytes = sum(len(json.loads(line)["text"].encode()) for file in files for line in file.open())
-    runs: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
+    runs: dict[str, list[dict]] = {name: [] for name in contenders}
     for _ in range(repeat):
         for name, found in runs.items():
             found.append(measure(name, files, tokenizer))
     seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
+
+    def cpu(name: str) -> float:
+        return min(run["cpu_seconds"] for run in runs[name])
+
     rows = [
         [
             name,
@@ -218,11 +248,23 @@ def compare(place: Path, repeat: int) -> None:
             f"{num_bytes / MB / min(taken):.2f} MB/s",
             f"{min(seconds['bare']) / min(taken):.3f}",
             f"{median(a / b for a, b in zip(seconds['bare'], taken, strict=True)):.3f}",
+            f"{cpu(name):.2f} s",
+            f"{cpu('bare') / cpu(name):.3f}",
             f"{runs[name][0]['tokens']:,}",
         ]
         for name, taken in seconds.items()
     ]
-    columns = ["contender", "least", "median", "speed", "bare / it, least", "bare / it, median of pairs", "tokens"]
+    columns = [
+        "contender",
+        "least",
+        "median",
+        "speed",
+        "bare / it, least",
+        "bare / it, pairs",
+        "CPU, least",
+        "bare / it, CPU",
+        "tokens",
+    ]
     console.table(f"{num_bytes / MB:,.1f} MB of text by {PROCESSES} processes, {repeat} times", columns, rows)
     once, four_times = runs["meshtrain"][0], measure("meshtrain", files * 4, tokenizer)
     for times, run in ((1, once), (4, four_times)):
