@@ -1,0 +1,18 @@
+"""What a step of a preparation consists of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from datatrove.pipeline.base import PipelineStep
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass over shards of documents: datatrove blocks, and how many tasks share the work.
+
+    Stages run one after another.
+    """
+
+    name: str
+    pipeline: Sequence[PipelineStep | Callable]
+    tasks: int
