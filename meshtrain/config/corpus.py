@@ -77,16 +77,16 @@ class CleanConfig(Words):
 
 
 class DeduplicateConfig(Words):
-    """Near duplicates by MinHash: one document of each group stays."""
+    """Near duplicates: MinHash finds candidates, an exact check decides, and one document of each group stays."""
 
-    similarity: Annotated[float, Field(gt=0.0, le=1.0)] = 0.7
-    """The Jaccard similarity of the shingles from which two documents are near duplicates."""
+    similarity: Annotated[float, Field(ge=0.1, le=1.0)] = 0.7
+    """Jaccard similarity of the sets of word n-grams from which on the later of two documents is removed."""
     ngram: Count = 5
-    """Words per shingle."""
-    num_buckets: Count = 14
-    """Buckets (bands) of hashes; documents that agree in one whole bucket are compared."""
-    hashes_per_bucket: Count = 8
-    """Hashes (rows) per bucket."""
+    """Words in an n-gram."""
+    num_buckets: Count | None = None
+    """MinHash buckets where documents can meet; left out: enough to find 98% of the pairs at `similarity`."""
+    hashes_per_bucket: Count | None = None
+    """MinHashes that two documents share to meet in a bucket; left out: as many as 128 hashes allow."""
 
 
 class ShuffleConfig(Words):

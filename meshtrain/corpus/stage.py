@@ -1,7 +1,8 @@
-"""What a step of a preparation consists of."""
+"""A stage: one pass over shards of documents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
@@ -14,5 +15,5 @@ class Stage:
     """
 
     name: str
-    pipeline: Sequence[PipelineStep | Callable]
+    pipeline: Sequence[PipelineStep | Callable[..., Any]]
     tasks: int
