@@ -4,6 +4,7 @@ Each task reads what the step before has left on disk and writes files that are 
 that was killed is done again from its beginning, and writes the same bytes.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.typeshelper import StatHints
 
 from meshtrain.corpus.buckets import MEETING, MEETINGS_AT_ONCE, Components, find_meetings, write_parts
-from meshtrain.corpus.lines import ENDING, Line, read_shard, shard_names, written_shard
+from meshtrain.corpus.lines import compression_of, existing_shards, understood
 from meshtrain.corpus.minhash import Bands
+from meshtrain.corpus.shards import ShardWriter, read_lines, shard_name
 from meshtrain.corpus.shingles import shingles_of
 from meshtrain.corpus.sketches import SKETCHES, Sketches, SketchWriter, mapped, written_file, written_whole
 from meshtrain.corpus.verdicts import VERDICT, Judge
@@ -37,6 +39,10 @@ class DeduplicationStep(PipelineStep):
         super().__init__()
         self.source = source
         self.work = work
+
+    def sketches(self) -> Sketches:
+        """Return the sketches of all shards."""
+        return Sketches(self.work, [shard.name for shard in existing_shards(self.source)])
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Do one task's share."""
@@ -60,25 +66,28 @@ class SketchDocuments(DeduplicationStep):
 
     def work_on(self, rank: int, world_size: int) -> None:
         """Write the sketches of every shard of this task."""
-        for name in shard_names(self.source)[rank::world_size]:
-            writer = SketchWriter(self.work / SKETCHES / name, self.bands)
+        for shard in existing_shards(self.source)[rank::world_size]:
+            writer = SketchWriter(self.work / SKETCHES / shard.name, self.bands)
             with writer.opened():
-                for batch in _batches(read_shard(self.source / f"{name}{ENDING}")):
-                    shingles = shingles_of([line.record["text"] for line in batch], self.ngram)
-                    writer.add([line.record["id"] for line in batch], shingles)
+                for texts, identifiers in _batches(shard):
+                    shingles = shingles_of(texts, self.ngram)
+                    writer.add(identifiers, shingles)
                     self.stat_update("shingles", value=len(shingles.hashes), unit="batch")
 
 
-def _batches(lines: Iterator[Line]) -> Iterator[list[Line]]:
-    batch: list[Line] = []
+def _batches(shard: Path) -> Iterator[tuple[list[str], list[str]]]:
+    texts: list[str] = []
+    identifiers: list[str] = []
     num_characters = 0
-    for line in lines:
-        batch.append(line)
-        num_characters += len(line.record["text"])
+    for place, line in enumerate(read_lines(shard)):
+        document = understood(line, shard, place)
+        texts.append(document["text"])
+        identifiers.append(document["id"])
+        num_characters += len(texts[-1])
         if num_characters >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, num_characters = [], 0
-    yield batch
+            yield texts, identifiers
+            texts, identifiers, num_characters = [], [], 0
+    yield texts, identifiers
 
 
 class FindMeetings(DeduplicationStep):
@@ -92,7 +101,7 @@ class FindMeetings(DeduplicationStep):
 
     def work_on(self, rank: int, world_size: int) -> None:
         """Write the meetings of every band of this task."""
-        sketches = Sketches(self.work, shard_names(self.source))
+        sketches = self.sketches()
         for band in range(self.num_bands)[rank::world_size]:
             with written_file(_meetings_file(self.work, band)) as file:
                 for meetings in find_meetings(sketches, band):
@@ -113,7 +122,7 @@ class ConnectMeetings(DeduplicationStep):
     def work_on(self, rank: int, world_size: int) -> None:
         """Write the parts."""
         meetings = [mapped(_meetings_file(self.work, band), MEETING) for band in range(self.num_bands)]
-        components = Components(Sketches(self.work, shard_names(self.source)).num_documents)
+        components = Components(self.sketches().num_documents)
         for band in meetings:
             components.unite(band)
         num_parts = max(self.num_parts, sum(map(len, meetings)) // MEETINGS_AT_ONCE)
@@ -133,7 +142,7 @@ class CompareDocuments(DeduplicationStep):
 
     def work_on(self, rank: int, world_size: int) -> None:
         """Write the verdicts on every part of this task."""
-        judge = Judge(Sketches(self.work, shard_names(self.source)), self.similarity, self.least_agreement)
+        judge = Judge(self.sketches(), self.similarity, self.least_agreement)
         for part in sorted((self.work / "parts").iterdir())[rank::world_size]:
             with written_file(self.work / "verdicts" / part.name) as file:
                 judge.judge(mapped(part, MEETING)).tofile(file)
@@ -159,7 +168,7 @@ class WriteGroups(DeduplicationStep):
         _, removals["group"] = np.unique(removals["kept"], return_inverse=True)
         removals.sort(order=("group", "document"))
         with written_file(self.dropped / "groups.jsonl") as file:
-            for line in _groups(removals, Sketches(self.work, shard_names(self.source))):
+            for line in _groups(removals, self.sketches()):
                 file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
                 self.stat_update("groups")
         removals.sort(order="document")
@@ -190,29 +199,32 @@ class RemoveDuplicates(DeduplicationStep):
 
     def work_on(self, rank: int, world_size: int) -> None:
         """Write both shards for every shard of this task."""
-        names = shard_names(self.source)
-        sketches = Sketches(self.work, names)
+        shards = existing_shards(self.source)
+        sketches = self.sketches()
         removals = mapped(self.work / "removals.bin", REMOVAL)
-        for number in range(len(names))[rank::world_size]:
+        for number in range(len(shards))[rank::world_size]:
             first, end = sketches.first_documents[number : number + 2].tolist()
             begin, stop = np.searchsorted(removals["document"], (first, end))
             reasons = {
                 int(removal["document"]) - first: self._reason(removal, sketches) for removal in removals[begin:stop]
             }
-            self._part(f"{names[number]}{ENDING}", end - first, reasons)
+            self._part(shards[number], end - first, reasons)
 
-    def _part(self, name: str, num_documents: int, reasons: dict[int, dict[str, object]]) -> None:
-        lines = read_shard(self.source / name)
+    def _part(self, shard: Path, num_documents: int, reasons: dict[int, dict[str, object]]) -> None:
+        name, compression = shard_name(shard), compression_of(shard)
         place = -1
-        with written_shard(self.target / name) as target, written_shard(self.dropped / name) as dropped:
-            for place, line in enumerate(lines):
+        with (
+            ShardWriter(self.target, name, compression) as target,
+            ShardWriter(self.dropped, name, compression) as dropped,
+        ):
+            for place, line in enumerate(read_lines(shard)):
                 if place in reasons:
-                    dropped.write(orjson.dumps(line.record | reasons[place], option=orjson.OPT_APPEND_NEWLINE))
+                    dropped.write(_dropped_line(understood(line, shard, place), reasons[place]))
                 else:
-                    target.write(line.raw)
+                    target.write(line)
             if place + 1 != num_documents:
                 raise DataError(
-                    f"{self.source / name}: {place + 1} documents, and {num_documents} when they were compared; "
+                    f"{shard}: {place + 1} documents, and {num_documents} when they were compared; "
                     "deduplicate again from the start, and let nothing write to the shards meanwhile"
                 )
         self.stat_update(StatHints.total, value=num_documents, unit="shard")
@@ -221,10 +233,17 @@ class RemoveDuplicates(DeduplicationStep):
 
     def _reason(self, removal: np.void, sketches: Sketches) -> dict[str, object]:
         return {
-            "reason": f"near duplicate of {sketches.identifier(int(removal['kept']))}",
+            "reason": "near duplicate",
+            "detail": f"of {sketches.identifier(int(removal['kept']))}",
             "similarity": float(removal["similarity"]),
             "group": int(removal["group"]),
         }
+
+
+def _dropped_line(document: dict[str, object], reason: dict[str, object]) -> bytes:
+    return (
+        json.dumps(document | reason, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") + b"\n"
+    )
 
 
 def _meetings_file(work: Path, band: int) -> Path:

@@ -1,72 +1,60 @@
-"""Shards of documents: gzipped JSON lines, of which every line is accounted for."""
+"""Lines of shards: what is expected of a document, and of a directory with documents."""
 
-import gzip
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
+from meshtrain.corpus.shards import SUFFIXES, Compression, list_shards
 from meshtrain.errors import DataError
 
-ENDING = ".jsonl.gz"
-COMPRESSION_LEVEL = 1
-"""Shards are read again soon: at level 9 to write them would cost more than all the rest."""
 
-
-class Line(NamedTuple):
-    """A document, as it stands in its shard and as it is understood."""
-
-    raw: bytes
-    record: dict[str, Any]
-
-
-def shard_names(directory: Path) -> list[str]:
-    """Return the names of the shards in a directory, without their ending, in order.
+def existing_shards(directory: Path) -> list[Path]:
+    """Return the shards in a directory, sorted by name.
 
     Raises:
         DataError: there are none.
     """
-    names = sorted(path.name.removesuffix(ENDING) for path in directory.glob(f"*{ENDING}"))
-    if not names:
-        raise DataError(f"{directory}: no shards (*{ENDING}) are here; run the step before this one first")
-    return names
+    shards = list_shards(directory)
+    if not shards:
+        endings = ", ".join(f"*{suffix}" for suffix in SUFFIXES.values())
+        raise DataError(f"{directory}: there are no shards ({endings}); run the step before this one first")
+    return shards
 
 
-def read_shard(path: Path) -> Iterator[Line]:
-    """Yield the documents of a shard.
+def compression_of(shard: Path) -> Compression:
+    """Return how a shard is compressed."""
+    return next(compression for compression, suffix in SUFFIXES.items() if shard.name.endswith(suffix))
+
+
+def understood(line: bytes, shard: Path, place: int) -> dict[str, Any]:
+    """Return the document of a line.
+
+    Args:
+        line: as it stands in the shard.
+        shard: for messages.
+        place: of the line in the shard, from zero.
 
     Raises:
-        DataError: the shard is damaged, or a line is not a document; with the file and the line.
+        DataError: it is not a document; with the file and the line.
     """
-    try:
-        with gzip.open(path, "rb") as lines:
-            for number, raw in enumerate(lines, 1):
-                yield Line(raw, _record(raw, f"{path}, line {number}"))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"cannot read {path}: {error}; the shard is damaged, remove it and write it again") from error
-
-
-def _record(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error}); write the shard again") from None
+    where = f"{shard}, line {place + 1}"
+    record = _parsed(line, where)
     if not isinstance(record, dict):
-        raise DataError(f"{where}: not a JSON object; write the shard again")
+        raise DataError(f"{where}: not a JSON object; redo the step that wrote it")
     for key in ("text", "id"):
         if not isinstance(record.get(key), str):
             raise DataError(f'{where}: no text under the key "{key}"; every document needs one')
     return record
 
 
-@contextmanager
-def written_shard(path: Path) -> Iterator[gzip.GzipFile]:
-    """Write a shard beside its place, and put it there when it is complete; the same lines make the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as raw, gzip.GzipFile("", "wb", COMPRESSION_LEVEL, raw, mtime=0) as lines:
-        yield lines
-    partial.rename(path)
+def _parsed(line: bytes, where: str) -> object:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # It refuses NaN and half surrogate pairs, which others write.
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); redo the step that wrote it") from None
