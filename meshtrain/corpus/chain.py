@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.corpus.clean import cleaning_stages
+from meshtrain.corpus.deduplicate import deduplication_stages
 from meshtrain.corpus.download import download_stages
-from meshtrain.corpus.executors import counted, prepare_processes, run_stage
+from meshtrain.corpus.executors import counted, run_stage
 from meshtrain.corpus.reading import reading_stages
 from meshtrain.corpus.shards import remove_partials
 from meshtrain.corpus.shuffle import PARTS, shuffling_stages, split_stages
@@ -47,7 +48,6 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
     Raises:
         UserError: what is wrong with the configuration, the sources or a step.
     """
-    prepare_processes()
     directory = Path(config.directory)
     with _locked(directory):
         steps = build_chain(config)
@@ -137,19 +137,13 @@ def _stages(config: CorpusConfig, name: str, files: list[SourceFile], source: Pl
         case "deduplicate":
             assert config.deduplicate is not None
             tasks = len(source.shards())
-            return _deduplication()(read, kept, dropped, work, config.deduplicate, tasks)
+            return deduplication_stages(read, kept, dropped, work, config.deduplicate, tasks)
         case "shuffle":
             assert config.shuffle is not None
             return shuffling_stages(read, kept, work, config, seed=config.shuffle, num_bytes=num_bytes)
         case _:
             assert config.split is not None
             return split_stages(read, kept, config.split, compression)
-
-
-def _deduplication() -> Callable[..., list[Stage]]:
-    from meshtrain.corpus.deduplicate import deduplication_stages  # noqa: PLC0415
-
-    return deduplication_stages
 
 
 def _run_step(step: Step, entered: int | None, config: CorpusConfig) -> Counts:

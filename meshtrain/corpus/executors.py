@@ -4,14 +4,12 @@ Which tasks are done, what they counted and what they logged lies in the directo
 """
 
 import json
-import os
 import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +24,7 @@ from datatrove.utils.stats import PipelineStats
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.lifetime import die_with_parent
+from meshtrain.corpus.lifetime import children_die_with_parent, die_with_parent
 from meshtrain.corpus.stage import Stage
 from meshtrain.errors import DataError, UserError
 
@@ -39,6 +37,13 @@ class LocalExecutor(LocalPipelineExecutor):
 
     A killed run must not leave workers behind: they would go on, and write beside those of the next run.
     """
+
+    def run(self) -> PipelineStats | None:
+        """Run the tasks that are not done."""
+        # The workers are forked from a server, and would all import the same.
+        multiprocess.set_forkserver_preload(["meshtrain.corpus.chain"])
+        with children_die_with_parent():
+            return super().run()
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         if self.workers > 1:
@@ -159,11 +164,3 @@ def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:
             # The last task may have ended between the two looks: the caller looks again.
             return
         time.sleep(SECONDS_BETWEEN_QUEUE_GLANCES)
-
-
-@cache
-def prepare_processes() -> None:
-    """Let the processes that datatrove's local executor makes start fast, and end with this one. Call it first."""
-    # The executor forks a manager, and a server that forks the workers, which would all import the same.
-    multiprocess.set_forkserver_preload(["meshtrain.corpus.chain"])
-    os.register_at_fork(after_in_child=die_with_parent)
