@@ -173,7 +173,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "an unreadable archive": (
         ["run.toml", 'data.train=["torn.jsonl.gz"]'],
-        ["cannot read {here}/torn.jsonl.gz: Not a gzipped file (b'no'); mend it or leave it out"],
+        [
+            "{here}/torn.jsonl.gz: the gzip file is damaged: Not a gzipped file (b'no'); mend it, or leave such "
+            'records out with data.on_bad_record = "skip"'
+        ],
     ),
     "a broken line": (
         ["run.toml", 'data.train=["broken.jsonl"]'],

@@ -1,25 +1,20 @@
 """Records: what source files hold, one after another; what cannot be read is told with its place, never left out."""
 
-import gzip
-import io
 import json
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-import zstandard
 from datatrove.data import Document
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from meshtrain.data.sources import SourceFile
+from meshtrain.data.streams import DamagedError, opened
 from meshtrain.errors import DataError, name_some
 
 BROKEN = "broken record"
 DAMAGED = "damaged file"
 NOT_UTF8 = "not UTF-8 text"
-DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 ROWS_AT_ONCE = 1024
 KEPT_OF_BROKEN_CHARACTERS = 1000
 
@@ -46,17 +41,12 @@ def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Documen
     Raises:
         DataError: if the file cannot be opened.
     """
-    try:
-        with file.path.open("rb") as raw:
-            kind: str = file.kind
-            if kind == "parquet":
-                yield from _table_rows(raw, file, name, text_key)
-            elif kind.startswith("jsonl"):
-                yield from _json_lines(_decompressed(raw, kind), file, name, text_key)
-            else:
-                yield _text_file(_decompressed(raw, kind), file.path, name)
-    except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}; mend it or leave it out") from error
+    if file.kind == "parquet":
+        yield from _table_rows(file, name, text_key)
+    elif file.kind.startswith("jsonl"):
+        yield from _json_lines(file, name, text_key)
+    else:
+        yield _text_file(file, name)
 
 
 def read_text_lines(file: SourceFile) -> Iterator[str]:
@@ -66,50 +56,50 @@ def read_text_lines(file: SourceFile) -> Iterator[str]:
         DataError: if the file cannot be read, or is damaged.
     """
     try:
-        with file.path.open("rb") as raw:
-            for line in _decompressed(raw, file.kind):
+        with opened(file) as (lines, _):
+            for line in lines:
                 yield line.decode("utf-8", "backslashreplace")
-    except DAMAGES as error:
-        raise DataError(f"cannot read {file.path}: {error}; the file is damaged, write it again") from error
-    except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}; mend it or leave it out") from error
+    except DamagedError as error:
+        raise DataError(f"cannot read {file.path}: {error}; write it again") from error
 
 
-def _text_file(raw: BinaryIO, path: Path, name: str) -> Document | BadRecord:
-    content = b""
+def _text_file(file: SourceFile, name: str) -> Document | BadRecord:
     try:
-        content = raw.read()
+        with opened(file) as (stream, _):
+            content = stream.read()
         return Document(text=content.decode("utf-8-sig"), id=name)
-    except DAMAGES as error:
-        return BadRecord(f"{path}", DAMAGED, str(error), "")
+    except DamagedError as error:
+        return BadRecord(f"{file.path}", DAMAGED, str(error), "")
     except UnicodeDecodeError as error:
-        return BadRecord(f"{path}", NOT_UTF8, f"byte {error.start + 1}: {error.reason}", _shown(content))
+        return BadRecord(f"{file.path}", NOT_UTF8, f"byte {error.start + 1}: {error.reason}", _shown(content))
 
 
-def _json_lines(lines: BinaryIO, file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
     number = 0
     try:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                yield _document(_record(line), f"{name}:{number}", text_key)
-            except (ValueError, RecursionError) as error:
-                yield BadRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
-    except DAMAGES as error:
+        with opened(file) as (lines, _):
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                try:
+                    yield _document(_record(line), f"{name}:{number}", text_key)
+                except (ValueError, RecursionError) as error:
+                    yield BadRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
+    except DamagedError as error:
         yield BadRecord(f"{file.path}, after line {number}", DAMAGED, str(error), "")
 
 
-def _table_rows(raw: BinaryIO, file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
     number = 0
     try:
-        for batch in ParquetFile(raw).iter_batches(ROWS_AT_ONCE):
-            for record in batch.to_pylist():
-                number += 1
-                try:
-                    yield _document(_plain(record), f"{name}:{number}", text_key)
-                except ValueError as error:
-                    yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
+        with opened(file) as (stream, _):
+            for batch in ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
+                for record in batch.to_pylist():
+                    number += 1
+                    try:
+                        yield _document(_plain(record), f"{name}:{number}", text_key)
+                    except ValueError as error:
+                        yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
     except (ArrowException, OSError) as error:
         yield BadRecord(f"{file.path}, after row {number}", DAMAGED, str(error), "")
 
@@ -117,14 +107,6 @@ def _table_rows(raw: BinaryIO, file: SourceFile, name: str, text_key: str) -> It
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
     """Return what JSON can say of a row: times and the like as text."""
     return json.loads(json.dumps(record, default=str))
-
-
-def _decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
-    if kind.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
-    if kind.endswith(".zst"):
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-    return raw
 
 
 def _document(record: dict[str, Any], place: str, text_key: str) -> Document:

@@ -5,18 +5,18 @@ has a `reason`, and a `detail` where there is more to say.
 """
 
 import gzip
-import io
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, Self
 
 import zstandard
 from datatrove.data import Document
 
+from meshtrain.data.sources import Kind, SourceFile
+from meshtrain.data.streams import DamagedError, opened
 from meshtrain.errors import DataError
 
 Compression = Literal["gzip", "zstd"]
@@ -24,7 +24,6 @@ SUFFIXES: dict[Compression, str] = {"gzip": ".jsonl.gz", "zstd": ".jsonl.zst"}
 PARTIAL = ".partial"
 GZIP_LEVEL = 4
 ZSTD_LEVEL = 3
-BUFFER_BYTES = 1 << 20
 
 
 def list_shards(directory: Path) -> list[Path]:
@@ -62,13 +61,12 @@ def read_lines(path: Path) -> Iterator[bytes]:
     Raises:
         DataError: if it is damaged or cannot be read.
     """
+    kind: Kind = "jsonl.gz" if path.suffix == ".gz" else "jsonl.zst"
     try:
-        with path.open("rb") as raw, _decompressed(raw, path) as lines:
+        with opened(SourceFile(path, kind, 0, 0)) as (lines, _):
             yield from lines
-    except (EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"cannot read {path}: {error}; the file is damaged, redo the step that wrote it") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; mend it or redo its step") from error
+    except DamagedError as error:
+        raise DataError(f"cannot read {path}: {error}; redo the step that wrote it") from error
 
 
 def read_shard(path: Path) -> Iterator[Document]:
@@ -80,13 +78,6 @@ def read_shard(path: Path) -> Iterator[Document]:
     return map(as_document, read_lines(path))
 
 
-def _decompressed(raw: BinaryIO, path: Path) -> io.BufferedReader:
-    if path.name.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER_BYTES)
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(reader, BUFFER_BYTES)
-
-
 @contextmanager
 def _compressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     if compression == "gzip":
@@ -94,7 +85,8 @@ def _compressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
         with gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0) as stream:
             yield stream  # type: ignore[misc]
     else:
-        with zstandard.ZstdCompressor(ZSTD_LEVEL).stream_writer(raw, closefd=False) as stream:
+        packer = zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=True)
+        with packer.stream_writer(raw, closefd=False) as stream:
             yield stream
 
 
@@ -131,10 +123,13 @@ class ShardWriter:
     def __exit__(self, *exception: object) -> None:
         if self._raw is None:
             return
+        with self._raw as raw:
+            self._stream.__exit__(None, None, None)
+            raw.flush()
+            os.fsync(raw.fileno())
         if exception[0] is None:
-            self._finish(self._raw)
-        self._raw.close()
-        with suppress(FileNotFoundError):
+            self._partial.replace(self._path)
+        else:
             self._partial.unlink()
 
     def _open(self) -> None:
@@ -142,12 +137,6 @@ class ShardWriter:
         self._raw = self._partial.open("wb")
         self._stream = _compressed(self._raw, self._compression)
         self._lines = self._stream.__enter__()
-
-    def _finish(self, raw: BinaryIO) -> None:
-        self._stream.__exit__(None, None, None)
-        raw.flush()
-        os.fsync(raw.fileno())
-        self._partial.replace(self._path)
 
 
 class RollingWriter:

@@ -31,17 +31,25 @@ class Cache:
     leads: bool = True
     """Whether this process goes first where several ask at once; it is the one whose progress bar is seen."""
 
-    def build(self, name: str, fill: Callable[[Path], None], *, is_whole: Callable[[Path], bool] = Path.is_dir) -> bool:
+    def build(
+        self,
+        name: str,
+        fill: Callable[[Path], None],
+        *,
+        is_whole: Callable[[Path], bool] = Path.is_dir,
+        keeps_partial: bool = False,
+    ) -> bool:
         """Make sure that the directory `name` is there; of all processes that ask at once, one builds it.
 
         It is built beside its place, flushed to disk, and renamed: a process that is killed leaves nothing behind that
-        is believed. What it leaves is removed by the next one that builds. The others wait; if the building failed,
-        they fail alike and at once.
+        is believed. What it leaves is removed by the next one that builds, or gone on with. The others wait; if the
+        building failed, they fail alike and at once.
 
         Args:
             name: relative to the cache.
-            fill: fills the directory it is given, which is new and empty.
+            fill: fills the directory it is given, which is new and empty unless `keeps_partial`.
             is_whole: whether a directory is complete; one that is not is built again.
+            keeps_partial: `fill` goes on with what a killed process left, and says itself what of it can be believed.
 
         Returns:
             Whether it had to be built since this process asked, by this process or another.
@@ -67,7 +75,7 @@ class Cache:
                 # The process that we waited for failed. To try the same again would fail again, one rank after another.
                 raise DataError(json.loads(note.read_text()))
             try:
-                _build(directory, fill)
+                build_directory(directory, fill, keeps_partial=keeps_partial)
             except UserError as error:
                 write_atomically(note, json.dumps(error.problems))
                 raise
@@ -122,23 +130,37 @@ def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> No
         time.sleep(FOLLOWER_GLANCE_SECONDS)
 
 
-def _build(directory: Path, fill: Callable[[Path], None]) -> None:
+def build_directory(directory: Path, fill: Callable[[Path], None], *, keeps_partial: bool = False) -> None:
+    """Fill a directory beside its place, flush it to disk and rename it; see `Cache.build`.
+
+    What was begun is removed when `fill` fails, unless the disk is full or the process is stopped and `keeps_partial`.
+
+    Raises:
+        UserError: what `fill` raised; a DataError if the directory cannot be written.
+    """
     partial = directory.with_name(f"{directory.name}.partial")
+    keeps = False
     try:
-        for left_behind in (partial, directory):
-            shutil.rmtree(left_behind, ignore_errors=True)
-        partial.mkdir()
+        shutil.rmtree(directory, ignore_errors=True)
+        if not keeps_partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(exist_ok=keeps_partial)
         fill(partial)
         for path in (*partial.rglob("*"), partial):
             _flush(path)
         partial.rename(directory)
         _flush(directory.parent)
     except OSError as error:
+        keeps = keeps_partial
         raise DataError(
             f"cannot write {directory}: {error.strerror}; make room, or set data.cache_directory to another place"
         ) from error
+    except KeyboardInterrupt:
+        keeps = keeps_partial
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not keeps:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,91 +1,133 @@
-"""Encoding: pieces of text become tokens, on all cores, while the next ones are read and the last ones written."""
+"""Encoding: chunks of source files become tokens, in one process, without threads; workers run many of these."""
 
-import os
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from meshtrain.data.documents import DocumentReader, Piece
-from meshtrain.data.tokenizer import TokenizerFiles, use_all_cores
+from meshtrain.data.chunks import Chunk
+from meshtrain.data.cutting import Cutter, TooLongError
+from meshtrain.data.records import Problem, parse
 
-BATCH_BYTES = 1 << 20
-CORES_PER_ENCODER = 8
-MOST_ENCODERS = 8
+BATCH_CHARACTERS = 1 << 17
+"""Encoded at once: more takes longer, because it leaves the caches of a core, and hundred times the memory."""
 
 
 @dataclass(frozen=True)
-class EncodedBatch:
-    """Consecutive pieces as tokens."""
+class EncodedBlock:
+    """The documents of consecutive chunks as tokens, without end tokens."""
 
     tokens: np.ndarray
-    """(tokens,) int64, of all pieces one after another."""
+    """(tokens,) of all texts one after another."""
     lengths: np.ndarray
-    """(pieces,) int64: tokens per piece."""
+    """(texts,) int64: tokens per text. A text is a document or a piece of one."""
     num_bytes: np.ndarray
-    """(pieces,) int64: bytes of text per piece."""
+    """(texts,) int64."""
     ends_document: np.ndarray
-    """(pieces,) bool."""
-    is_held_out: np.ndarray
-    """(pieces,) bool."""
-    disk_bytes: int
-    """How much of the files was read for this batch."""
+    """(texts,) bool."""
+    problems: list[tuple[int, Problem]]
+    """What was no text, and how many texts came before it."""
 
     def select(self, chosen: np.ndarray) -> Self:
-        """Return the pieces that are `chosen`, (pieces,) bool."""
+        """Return the texts that are `chosen`, (texts,) bool, without the problems."""
         return type(self)(
             tokens=self.tokens[np.repeat(chosen, self.lengths)],
             lengths=self.lengths[chosen],
             num_bytes=self.num_bytes[chosen],
             ends_document=self.ends_document[chosen],
-            is_held_out=self.is_held_out[chosen],
-            disk_bytes=self.disk_bytes,
+            problems=[],
         )
 
 
-def encode_documents(reader: DocumentReader, tokenizer: TokenizerFiles) -> Iterator[EncodedBatch]:
-    """Encode all pieces of `reader`, in order, without special tokens.
+class Encoder:
+    """Turns chunks into tokens.
 
-    `encode_batch_fast` spreads a batch over all cores and lets go of the interpreter meanwhile. A second batch under
-    way keeps the cores busy where the first one runs out, and hides reading and writing.
+    Args:
+        tokenizer: loaded without truncation and padding.
+        token_type: of the tokens, wide enough for the vocabulary.
+        text_key: see `Corpus`.
     """
-    loaded = tokenizer.load()
-    encoders = min(MOST_ENCODERS, max(2, (os.cpu_count() or 1) // CORES_PER_ENCODER))
-    pending: deque[Future[EncodedBatch]] = deque()
-    with use_all_cores(), ThreadPoolExecutor(encoders) as pool:
-        disk_bytes = 0
-        for pieces in _batches(reader):
-            pending.append(pool.submit(_encode, loaded, pieces, reader.disk_bytes - disk_bytes))
-            disk_bytes = reader.disk_bytes
-            if len(pending) > encoders:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+
+    def __init__(self, tokenizer: Tokenizer, token_type: np.dtype, text_key: str) -> None:
+        self._tokenizer = tokenizer
+        self._token_type = token_type
+        self._text_key = text_key
+        self._cutter = Cutter(tokenizer)
+
+    def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
+        """Encode all texts of chunks, in order, without special tokens."""
+        texts = _Texts(self._tokenizer, self._token_type)
+        for chunk in chunks:
+            for record in parse(chunk, self._text_key):
+                if isinstance(record, Problem):
+                    texts.problems.append((len(texts.lengths), record))
+                    continue
+                try:
+                    pieces = list(self._cutter.pieces(record.text))
+                except TooLongError as error:
+                    problem = Problem(f"{record.place}: {error}", is_damage=False)
+                    texts.problems.append((len(texts.lengths), problem))
+                else:
+                    texts.add(pieces, ends_document=record.ends_document)
+        return texts.encoded()
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_bytes += piece.num_bytes
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+@dataclass(frozen=True)
+class Task:
+    """What an encoder is made of, in another process."""
+
+    tokenizer: str
+    """As JSON."""
+    token_type: np.dtype
+    text_key: str
+
+    def build(self) -> Encoder:
+        """Build the encoder."""
+        return Encoder(Tokenizer.from_str(self.tokenizer), self.token_type, self.text_key)
 
 
-def _encode(tokenizer: Tokenizer, pieces: list[Piece], disk_bytes: int) -> EncodedBatch:
-    texts, num_bytes, ends_document, is_held_out = zip(*pieces, strict=True)
-    encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-    tokens = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int64, int(lengths.sum()))
-    return EncodedBatch(
-        tokens, lengths, np.array(num_bytes), np.array(ends_document), np.array(is_held_out), disk_bytes
-    )
+@dataclass
+class _Texts:
+    """Texts on their way to tokens."""
+
+    tokenizer: Tokenizer
+    token_type: np.dtype
+    lengths: list[int] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    ends_document: list[bool] = field(default_factory=list)
+    problems: list[tuple[int, Problem]] = field(default_factory=list)
+    _tokens: list[np.ndarray] = field(default_factory=list)
+    _waiting: list[tuple[int, str]] = field(default_factory=list)
+    _waiting_characters: int = 0
+
+    def add(self, pieces: list[str], *, ends_document: bool) -> None:
+        number = len(self.lengths)
+        self.lengths.append(0)
+        self.num_bytes.append(sum(len(piece) if piece.isascii() else len(piece.encode()) for piece in pieces))
+        self.ends_document.append(ends_document)
+        for piece in pieces:
+            self._waiting.append((number, piece))
+            self._waiting_characters += len(piece)
+            if self._waiting_characters >= BATCH_CHARACTERS:
+                self._encode_waiting()
+
+    def encoded(self) -> EncodedBlock:
+        self._encode_waiting()
+        return EncodedBlock(
+            tokens=np.concatenate([np.zeros(0, self.token_type), *self._tokens]),
+            lengths=np.array(self.lengths, np.int64),
+            num_bytes=np.array(self.num_bytes, np.int64),
+            ends_document=np.array(self.ends_document, np.bool_),
+            problems=self.problems,
+        )
+
+    def _encode_waiting(self) -> None:
+        pieces = [piece for _, piece in self._waiting]
+        encodings = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        for (number, _), encoding in zip(self._waiting, encodings, strict=True):
+            tokens = np.array(encoding.ids, self.token_type)
+            self.lengths[number] += len(tokens)
+            self._tokens.append(tokens)
+        self._waiting, self._waiting_characters = [], 0

@@ -10,11 +10,12 @@ from meshtrain import console
 from meshtrain.config.run import DataConfig
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.documents import Corpus
+from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.order import SampleOrder
 from meshtrain.data.samples import PackedSamples, PaddedSamples, Samples
 from meshtrain.data.sources import SourceFile, find_files
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, prepare_token_files
+from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
+from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer, train_tokenizer
 from meshtrain.errors import DataError
 

@@ -16,8 +16,21 @@ PYTHON_STDLIB = "python-stdlib"
 
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-Kind = Literal["python", "jsonl", "jsonl.gz", "txt"]
-KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".txt": "txt"}
+Kind = Literal["python", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet", "tokens"]
+KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
+    ".jsonl.zst": "jsonl.zst",
+    ".json": "jsonl",
+    ".json.gz": "jsonl.gz",
+    ".json.zst": "jsonl.zst",
+    ".txt": "txt",
+    ".txt.gz": "txt.gz",
+    ".txt.zst": "txt.zst",
+    ".parquet": "parquet",
+}
+NOT_OF_A_DIRECTORY = ".json"
+"""Directories of text hold such files that are not text (`dataset_info.json`); named one by one, they are lines."""
 
 NAMES_SHOWN = 8
 
@@ -33,16 +46,17 @@ class SourceFile:
 
     def is_unchanged(self) -> bool:
         """Tell whether the directory entry still says the same."""
-        return self.path.is_file() and _source_file(self.path, self.kind) == self
+        return self.path.is_file() and source_file(self.path, self.kind) == self
 
 
 def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
-    """Expand sources into files, in the order of the sources; the files of a glob are sorted by name.
+    """Expand sources into files, in the order of the sources; those of a glob or a directory are sorted by name.
 
-    A file that is named twice is read twice. Empty files of a glob are left out.
+    A file that is named twice is read twice. Empty files of a glob or a directory are left out; a directory stands for
+    all files of a known kind below it but NOT_OF_A_DIRECTORY and those that begin with a dot.
 
     Args:
-        sources: PYTHON_STDLIB, or absolute paths and globs.
+        sources: PYTHON_STDLIB, or absolute paths of files and directories, and globs.
         key: the key of the run file that names them, for messages.
 
     Raises:
@@ -72,7 +86,7 @@ def find_python_files(root: str) -> list[SourceFile]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = set(subdirectories) - NOT_STDLIB_TEXT
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
-    files = [file for path in sorted(paths) if (file := _source_file(path, "python")).num_bytes]
+    files = [file for path in sorted(paths) if (file := source_file(path, "python")).num_bytes]
     if not files:
         raise DataError(f"{PYTHON_STDLIB}: this Python keeps no .py files in {root}; name files of your own")
     return files
@@ -83,14 +97,32 @@ def _expand(source: str) -> list[SourceFile]:
         return _expand_glob(source)
     path = Path(source)
     if path.is_dir():
-        example = f"{source.rstrip('/')}/*.txt"
-        raise DataError(f'"{source}" is a directory; name its files, for example "{example}"; {_contents(path)}')
+        return _expand_directory(path)
     if not path.exists():
         raise DataError(f'"{source}" does not exist{_nearest(path)}')
-    file = _source_file(path, _kind(path))
+    file = source_file(path, _kind(path))
     if not file.num_bytes:
         raise DataError(f'"{source}" is empty; leave it out, or write documents into it')
     return [file]
+
+
+def _expand_directory(root: Path) -> list[SourceFile]:
+    paths: list[Path] = []
+    for directory, subdirectories, names in os.walk(root, onerror=_raise):
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+        paths += [Path(directory, name) for name in names if not name.startswith(".")]
+    known = [path for path in sorted(paths) if path.name.endswith(tuple(KINDS)) and path.suffix != NOT_OF_A_DIRECTORY]
+    files = [file for path in known if (file := source_file(path, _kind(path))).num_bytes]
+    if not files:
+        raise DataError(
+            f'"{root}" is a directory without a file of a known kind that holds anything; '
+            f"known are {_known_kinds(of_a_directory=True)}; {_contents(root)}"
+        )
+    return files
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _expand_glob(pattern: str) -> list[SourceFile]:
@@ -100,7 +132,7 @@ def _expand_glob(pattern: str) -> list[SourceFile]:
         while glob.has_magic(str(fixed)):
             fixed = fixed.parent
         raise DataError(f'"{pattern}" matches no file; {_contents(_existing(fixed))}')
-    files = [_source_file(path, _kind(path)) for path in paths]
+    files = [source_file(path, _kind(path)) for path in paths]
     if not any(file.num_bytes for file in files):
         raise DataError(f'"{pattern}" matches only empty files; the first is {paths[0]}')
     return [file for file in files if file.num_bytes]
@@ -110,12 +142,20 @@ def _kind(path: Path) -> Kind:
     for suffix, kind in KINDS.items():
         if path.name.endswith(suffix):
             return kind
-    raise DataError(
-        f'"{path}" is of no known kind; known are {", ".join(KINDS)} and the built-in source {PYTHON_STDLIB}'
-    )
+    raise DataError(f'"{path}" is of no known kind; known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}')
 
 
-def _source_file(path: Path, kind: Kind) -> SourceFile:
+def _known_kinds(*, of_a_directory: bool = False) -> str:
+    return ", ".join(suffix for suffix in KINDS if suffix != NOT_OF_A_DIRECTORY or not of_a_directory)
+
+
+def source_file(path: Path, kind: Kind) -> SourceFile:
+    """Look at a file.
+
+    Raises:
+        DataError: if it may not be read.
+        OSError: if it is not there.
+    """
     if not os.access(path, os.R_OK, effective_ids=True):
         raise DataError(f'"{path}" may not be read by this user; mend its permissions or leave it out')
     status = path.stat()

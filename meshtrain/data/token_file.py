@@ -9,23 +9,21 @@ Every document has 2 tokens or more: those that come out empty are left out and 
 """
 
 import json
-from dataclasses import asdict, dataclass
-from functools import partial
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from meshtrain import console
 from meshtrain.data.cache import Cache, identity_of
-from meshtrain.data.documents import Corpus, DocumentReader
-from meshtrain.data.encoding import EncodedBatch, encode_documents
+from meshtrain.data.contents import content_hashes
+from meshtrain.data.sources import source_file
 from meshtrain.data.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TRAIN, VALIDATION = "train", "validation"
+FILE_NAMES = ("tokens.bin", "documents.bin", "counts.json")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,10 @@ class TokenCounts:
     documents: int
     tokens: int
     """End tokens included."""
+    ended_documents: int
+    """Documents whose last token is the end token: all, or none of those that Megatron-LM wrote without them."""
     text_bytes: int
+    """0: nobody knows."""
     skipped_records: int
     """Broken records of the corpus; those of a corpus that was split are counted in its train part."""
     empty_documents: int
@@ -45,8 +46,36 @@ class TokenCounts:
     vocab_size: int
     tokenizer: str
     """The identity of the tokenizer."""
+    tokens_hash: str
+    """Of tokens.bin."""
+    documents_hash: str
+    """Of documents.bin."""
     meshtrain: str
     """The version that wrote it."""
+    format: int = FORMAT_VERSION
+
+    def write(self, directory: Path) -> None:
+        """Write counts.json."""
+        (directory / "counts.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read counts.json.
+
+        Raises:
+            DataError: if it is not what this version writes.
+        """
+        path = directory / "counts.json"
+        try:
+            said: Any = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read ({error}); tokenise again, or copy it again") from error
+        if not isinstance(said, dict) or set(said) != {field.name for field in fields(cls)}:
+            raise DataError(
+                f"{path} is not of the format {FORMAT_VERSION} that this version reads; "
+                "tokenise again with meshtrain tokenize"
+            )
+        return cls(**said)
 
 
 @dataclass(frozen=True)
@@ -54,152 +83,94 @@ class TokenFile:
     """An open token file."""
 
     directory: Path
+    """Of one that Megatron-LM wrote: its name without .bin and .idx."""
     counts: TokenCounts
     tokens: np.ndarray
-    """(tokens,) uint16 or uint32, memory-mapped."""
+    """(tokens,) uint16 or uint32 (any integer, if Megatron-LM wrote it), memory-mapped."""
     offsets: np.ndarray
     """(documents + 1,) int64, memory-mapped: document i is tokens[offsets[i] : offsets[i + 1]]."""
 
+    @property
+    def identity(self) -> str:
+        """A hash of all its tokens and borders."""
+        return identity_of(self.counts.tokens_hash, self.counts.documents_hash, self.counts.tokenizer)
+
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Map a token file into memory."""
-        counts = TokenCounts(**json.loads((directory / "counts.json").read_text()))
-        tokens = np.memmap(directory / "tokens.bin", _token_type(counts.vocab_size), "r", shape=(counts.tokens,))
+        """Map a token file into memory, if its files are as long as they should be.
+
+        Raises:
+            DataError: if a file is missing, of another length or of another format.
+        """
+        counts = TokenCounts.read(directory)
+        token_type = np.dtype(token_type_of(counts.vocab_size))
+        sizes = {"tokens.bin": counts.tokens * token_type.itemsize, "documents.bin": (counts.documents + 1) * 8}
+        for name, size in sizes.items():
+            check_size(directory / name, size, said_by="counts.json")
+        tokens = np.memmap(directory / "tokens.bin", token_type, "r", shape=(counts.tokens,))
         offsets = np.memmap(directory / "documents.bin", np.int64, "r", shape=(counts.documents + 1,))
         return cls(directory, counts, tokens, offsets)
 
 
-def prepare_token_files(
-    corpus: Corpus, tokenizer: TokenizerFiles, cache: Cache, *, description: str
-) -> tuple[dict[str, TokenFile], bool]:
-    """Tokenise a corpus, unless the cache has it.
+def is_token_file(directory: Path) -> bool:
+    """Tell whether a directory is meant to be a token file; it may be damaged."""
+    return all((directory / name).is_file() for name in FILE_NAMES[:2]) or (directory / FILE_NAMES[2]).is_file()
+
+
+def is_whole(directory: Path) -> bool:
+    """Tell whether a directory is a token file that can be opened."""
+    try:
+        TokenFile.open(directory)
+    except DataError:
+        return False
+    return True
+
+
+def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache) -> TokenFile:
+    """Open a token file that somebody named: its content is what was written, and by the right tokenizer.
+
+    The content is read once; the cache remembers it for as long as the files do not change.
 
     Args:
-        description: what the progress bar says.
-
-    Returns:
-        The token files by part (TRAIN, and VALIDATION if documents are held out), and whether they had to be built.
+        tokenizer: that the model is trained with; None: any.
 
     Raises:
-        DataError: if a document cannot be read, a part comes out empty, or the cache cannot be written.
+        DataError: if it is not.
     """
-    parts = [TRAIN, VALIDATION] if corpus.held_out else [TRAIN]
-    name = f"tokens/{identity_of(FORMAT_VERSION, corpus.identity, tokenizer.identity)}"
-
-    def is_whole(directory: Path) -> bool:
-        return all(_is_whole(directory / part) for part in parts)
-
-    fill = partial(_tokenise, corpus=corpus, tokenizer=tokenizer, parts=parts, description=description)
-    built = cache.build(name, fill, is_whole=is_whole)
-    return {part: TokenFile.open(cache.directory / name / part) for part in parts}, built
-
-
-def _is_whole(directory: Path) -> bool:
-    counts_file = directory / "counts.json"
-    if not counts_file.exists():
-        return False
-    counts = TokenCounts(**json.loads(counts_file.read_text()))
-    sizes = {
-        "tokens.bin": counts.tokens * np.dtype(_token_type(counts.vocab_size)).itemsize,
-        "documents.bin": (counts.documents + 1) * 8,
-    }
-    files = {name: directory / name for name in sizes}
-    return all(files[name].exists() and files[name].stat().st_size == size for name, size in sizes.items())
-
-
-def _token_type(vocab_size: int) -> type[np.unsignedinteger]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
-
-
-def _tokenise(
-    directory: Path, *, corpus: Corpus, tokenizer: TokenizerFiles, parts: list[str], description: str
-) -> None:
-    reader = DocumentReader(corpus)
-    writers = [_Writer(directory / part, tokenizer) for part in parts]
-    with console.progress(description, corpus.num_bytes, unit="MB") as advance:
-        for batch in encode_documents(reader, tokenizer):
-            if corpus.held_out:
-                writers[0].write(batch.select(~batch.is_held_out))
-                writers[1].write(batch.select(batch.is_held_out))
-            else:
-                writers[0].write(batch)
-            advance(batch.disk_bytes)
-    corpus.check_unchanged()
-    empty_documents = reader.empty_documents + sum(writer.empty_documents for writer in writers)
-    _check_not_empty(corpus, [writer.num_documents for writer in writers], reader.skipped_records, empty_documents)
-    for writer, skipped, empty in zip(writers, (reader.skipped_records, 0), (empty_documents, 0), strict=False):
-        writer.close(tokenizer, skipped_records=skipped, empty_documents=empty)
-
-
-def _check_not_empty(corpus: Corpus, documents: list[int], skipped_records: int, empty_documents: int) -> None:
-    if min(documents) > 0:
-        return
-    where = str(corpus.files[0].path) if len(corpus.files) == 1 else f"{corpus.files[0].path} and the files after it"
-    if sum(documents):
+    file = TokenFile.open(directory)
+    if tokenizer is not None and file.counts.tokenizer != tokenizer.identity:
         raise DataError(
-            f"{where}: {sum(documents):,} documents cannot be parted by data.validation = {corpus.held_out}; "
-            "set data.validation to files of its own, or to 0"
+            f"{directory} was tokenised with another tokenizer (identity {file.counts.tokenizer[:12]}) than "
+            f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
+            "name the tokenizer it was made with as data.tokenizer.path, or tokenise again"
         )
-    raise DataError(
-        f"{where}: no text found, but {empty_documents:,} empty documents and {skipped_records:,} skipped records; "
-        f"check the files and data.text_key, which is {json.dumps(corpus.text_key)}"
-    )
+    names = ("tokens.bin", "documents.bin")
+    hashes = content_hashes([source_file(directory / name, "tokens") for name in names], cache)
+    for name, found, said in zip(names, hashes, (file.counts.tokens_hash, file.counts.documents_hash), strict=True):
+        if found != said:
+            raise DataError(
+                f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not {said}); "
+                "copy it again, or tokenise again"
+            )
+    return file
 
 
-class _Writer:
-    """Writes one token file, batch by batch."""
+def check_size(path: Path, size: int, *, said_by: str) -> None:
+    """Check that a file is as long as another one says.
 
-    def __init__(self, directory: Path, tokenizer: TokenizerFiles) -> None:
-        directory.mkdir()
-        self.num_documents = 0
-        self.empty_documents = 0
-        self._directory = directory
-        self._end_id = tokenizer.end_id
-        self._token_type = _token_type(tokenizer.vocab_size)
-        self._frequencies = np.zeros(tokenizer.vocab_size, np.int64)
-        self._text_bytes = 0
-        self._whole_tokens = 0
-        self._open_tokens = 0
-        self._append("tokens.bin", np.zeros(0, self._token_type))
-        self._append("documents.bin", np.zeros(1, np.int64))
-
-    def write(self, batch: EncodedBatch) -> None:
-        """Append the pieces of a batch, and the end token after each piece that ends a document."""
-        # Within the tokens of this batch; the first document may have begun in a batch before, the last may go on.
-        borders = np.append(-self._open_tokens, np.cumsum(batch.lengths)[batch.ends_document])
-        self._open_tokens = len(batch.tokens) - int(borders[-1])
-        lengths = np.diff(borders)
-        kept = lengths > 0
-        tokens = np.insert(batch.tokens, borders[1:][kept], self._end_id)
-        self._frequencies += np.bincount(tokens, minlength=len(self._frequencies))
-        self._append("tokens.bin", tokens.astype(self._token_type))
-        document_ends = self._whole_tokens + np.cumsum(lengths[kept] + 1)
-        self._append("documents.bin", document_ends)
-        self._whole_tokens += int((lengths[kept] + 1).sum())
-        self._text_bytes += int(batch.num_bytes.sum())
-        self.num_documents += int(kept.sum())
-        self.empty_documents += int((~kept).sum())
-
-    def close(self, tokenizer: TokenizerFiles, *, skipped_records: int, empty_documents: int) -> None:
-        """Write what the files hold."""
-        counts = TokenCounts(
-            documents=self.num_documents,
-            tokens=self._whole_tokens,
-            text_bytes=self._text_bytes,
-            skipped_records=skipped_records,
-            empty_documents=empty_documents,
-            unigram_entropy_nats=_entropy_nats(self._frequencies),
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.identity,
-            meshtrain=version("meshtrain"),
+    Raises:
+        DataError: if it is missing or of another size.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is missing; copy it again, or tokenise again")
+    found = path.stat().st_size
+    if found != size:
+        trouble = "it was cut short" if found < size else "it is not the file that belongs to it"
+        raise DataError(
+            f"{path} holds {found:,} bytes where {said_by} says {size:,}: {trouble}; copy it again, or tokenise again"
         )
-        (self._directory / "counts.json").write_text(json.dumps(asdict(counts), indent=2) + "\n")
-
-    def _append(self, name: str, values: np.ndarray) -> None:
-        with (self._directory / name).open("ab") as stream:
-            stream.write(values.tobytes())
 
 
-def _entropy_nats(frequencies: np.ndarray) -> float:
-    probabilities = frequencies[frequencies > 0] / frequencies.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())
+def token_type_of(vocab_size: int) -> type[np.unsignedinteger]:
+    """Return the type of the tokens in tokens.bin."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32

@@ -23,7 +23,8 @@ from xxhash import xxh3_64_intdigest
 from meshtrain import console
 from meshtrain.config.paths import is_hub_id
 from meshtrain.data.cache import Cache, identity_of
-from meshtrain.data.documents import Corpus, DocumentReader
+from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.documents import DocumentReader
 from meshtrain.errors import DataError, name_some
 
 END_TOKEN = "<|endoftext|>"

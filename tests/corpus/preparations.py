@@ -11,7 +11,8 @@ import zstandard
 from meshtrain.config.toml import load_corpus
 from meshtrain.corpus.chain import run_chain
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven small boats drift slowly down some river".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven small boats drift slowly down some river"
+WORDS = SENTENCE.split()
 
 
 def texts(number: int, *, words: int = 40, seed: int = 0) -> list[str]:
@@ -42,7 +43,11 @@ def read_shards(directory: Path) -> list[dict]:
     lines: list[str] = []
     for path in sorted(directory.glob("*.jsonl.*")):
         content = path.read_bytes()
-        unpacked = gzip.decompress(content) if path.suffix == ".gz" else zstandard.decompress(content)
+        unpacked = (
+            gzip.decompress(content)
+            if path.suffix == ".gz"
+            else zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        )
         lines += unpacked.decode().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -55,4 +60,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     """Return all that decides a result: shards, dropped shards and what the steps were made of; no logs, no times."""
     paths = (path for path in directory.rglob("*") if path.is_file() and "logs" not in path.parts)
     kept = {str(path.relative_to(directory)): path.read_bytes() for path in paths if path.name[0] != "."}
-    return {name: content for name, content in kept.items() if not name.endswith(("counts.json", "content-hashes.json"))}
+    return {
+        name: content for name, content in kept.items() if not name.endswith(("counts.json", "content-hashes.json"))
+    }

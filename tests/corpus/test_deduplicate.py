@@ -206,9 +206,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         shard.write_bytes(gzip.compress(good + bad))
         assert refusal(tmp_path) == f"/source/00000.jsonl.gz, line 3: {message}"
     shard.write_bytes(gzip.compress(good)[:-12])
-    assert refusal(tmp_path).startswith("cannot read /source/00000.jsonl.gz: Compressed file ended before")
+    assert refusal(tmp_path).startswith(
+        "cannot read /source/00000.jsonl.gz: the gzip file is damaged: Compressed file ended before"
+    )
     shard.write_bytes(good)
-    assert refusal(tmp_path).startswith("cannot read /source/00000.jsonl.gz: Not a gzipped file")
+    assert refusal(tmp_path).startswith(
+        "cannot read /source/00000.jsonl.gz: the gzip file is damaged: Not a gzipped file"
+    )
 
 
 def test_shards_that_change_meanwhile_are_noticed(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from meshtrain.corpus.records import BadRecord, read_records, read_text_lines
 from meshtrain.data.sources import SourceFile
 from meshtrain.errors import DataError
 
-LINES = b'{"text": "one", "url": "http://a.example/", "n": 1}\n\n{"id": "mine", "text": "two"}\n{"id": 7, "text": "3"}\n'
+LINES = (
+    b'{"text": "one", "url": "http://a.example/", "n": 1}\n\n{"id": "mine", "text": "two"}\n{"id": 7, "text": "3"}\n'
+)
 
 
 def records(path, kind, text_key="text"):
@@ -45,7 +47,9 @@ def test_rows_of_a_table(tmp_path):
     *found, bad = records(path, "parquet")
 
     assert simple(found) == [(f"a.parquet:{number + 1}", f"text {number}", {"n": number}) for number in range(2500)]
-    assert bad == BadRecord(f"{path}, row 2501", "broken record", 'the key "text" (text_key) holds null and not text', "")
+    assert bad == BadRecord(
+        f"{path}, row 2501", "broken record", 'the key "text" (text_key) holds null and not text', ""
+    )
 
 
 @pytest.mark.parametrize(("kind", "pack"), [("txt", bytes), ("python", bytes), ("txt.gz", gzip.compress)])
@@ -116,5 +120,5 @@ def test_a_file_that_is_gone(tmp_path):
 def test_a_damaged_list(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"http://a.example\n" * 1000)[:-10])
 
-    with pytest.raises(DataError, match=r"cannot read .*a.txt.gz: .*; the file is damaged, write it again"):
+    with pytest.raises(DataError, match=r"cannot read .*a.txt.gz: the gzip file is damaged: .*; write it again"):
         list(read_text_lines(SourceFile(tmp_path / "a.txt.gz", "txt.gz", 1, 0)))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from meshtrain.data.cache import Cache
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.documents import Corpus, DocumentReader
+from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.documents import DocumentReader
 from meshtrain.data.sources import find_files
-from meshtrain.data.token_file import TRAIN, TokenFile, prepare_token_files
+from meshtrain.data.token_file import TRAIN, TokenFile
+from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, train_tokenizer
 
 

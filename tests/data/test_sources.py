@@ -99,10 +99,26 @@ def test_a_glob_without_a_match_shows_what_there_is(corpus):
     )
 
 
-def test_a_directory_is_not_a_source(corpus):
-    assert problems_of(corpus / "sub") == (
-        f'data.train: "{corpus}/sub" is a directory; name its files, for example "{corpus}/sub/*.txt"; '
-        f"{corpus}/sub holds d.txt",
+def test_a_directory_stands_for_the_texts_below_it(corpus):
+    for name in ("sub/e.parquet", "sub/.hidden.txt", ".git/f.txt", "sub/dataset_info.json", "README.md", "z.json.gz"):
+        (corpus / name).parent.mkdir(exist_ok=True)
+        (corpus / name).write_text("text")
+    (corpus / "empty.txt").touch()
+
+    files = find_files([str(corpus)], key="data.train")
+
+    names = [file.path.relative_to(corpus).as_posix() for file in files]
+    assert names == ["a.jsonl", "b.jsonl", "c.jsonl.gz", "sub/d.txt", "sub/e.parquet", "z.json.gz"]
+
+
+def test_a_directory_without_texts_shows_what_there_is(corpus):
+    (corpus / "other").mkdir()
+    (corpus / "other/info.json").write_text("{}")
+
+    assert problems_of(corpus / "other") == (
+        f'data.train: "{corpus}/other" is a directory without a file of a known kind that holds anything; known are '
+        ".jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet; "
+        f"{corpus}/other holds info.json",
     )
 
 
@@ -112,7 +128,8 @@ def test_an_unknown_kind_shows_the_known_ones(corpus):
     for source in ("table.csv", "t*.csv"):
         assert problems_of(corpus / source) == (
             f'data.train: "{corpus}/table.csv" is of no known kind; '
-            "known are .jsonl, .jsonl.gz, .txt and the built-in source python-stdlib",
+            "known are .jsonl, .jsonl.gz, .jsonl.zst, .json, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet "
+            "and the built-in source python-stdlib",
         )
 
 
@@ -135,7 +152,7 @@ def test_a_glob_of_empty_files_is_refused(tmp_path):
 
 
 def test_all_wrong_sources_are_told_at_once(corpus):
-    assert len(problems_of("/nowhere/a.txt", corpus / "b.jsonl", corpus / "*.csv", corpus)) == 3
+    assert len(problems_of("/nowhere/a.txt", corpus / "b.jsonl", corpus / "*.csv", corpus / "sub/x")) == 3
 
 
 def test_a_directory_that_may_not_be_entered():

@@ -20,7 +20,8 @@ from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, prepare_token_files
+from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
+from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, open_corpus, random_texts, read_pieces, write_lines

@@ -1,0 +1,95 @@
+"""Cutting: the pieces of a long document become the tokens that the whole becomes, or it is not cut."""
+
+import random
+
+import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence, Split
+from tokenizers.trainers import BpeTrainer
+
+from meshtrain.data import cutting
+from meshtrain.data.cutting import PIECE_CHARACTERS, Cutter, TooLongError
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+GPT4O = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+USUAL = {
+    "gpt2": ByteLevel(add_prefix_space=False),
+    "llama3": Sequence([Split(Regex(LLAMA3), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "gpt4o": Sequence([Split(Regex(GPT4O), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]),
+}
+
+
+def text_of(num_characters: int) -> str:
+    """Write words of letters, digits, signs and other alphabets, in lines that begin and end in every way."""
+    rng = random.Random(0)
+    words = ["word", "under_score", "x", "1234", "don't", "==", "//", "été", "日本語", "🦜", "  ", "\t", "end;", " "]
+    line_ends = ["\n", "\n\n", "\n    ", " \n", "\r\n", "\n/", "\n}"]
+    lines = [" ".join(rng.choices(words, k=8)) + rng.choice(line_ends) for _ in range(1000)]
+    text = "".join(lines)
+    return (text * (num_characters // len(text) + 1))[:num_characters]
+
+
+def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, text: str) -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator(
+        [text[:50_000]], BpeTrainer(vocab_size=600, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    )
+    return tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_pieces_have_the_tokens_of_the_whole(name):
+    text = text_of(3 * PIECE_CHARACTERS)
+    tokenizer = trained(USUAL[name], text)
+
+    pieces = list(Cutter(tokenizer).pieces(text))
+
+    assert "".join(pieces) == text
+    assert len(pieces) >= 3
+    assert max(map(len, pieces)) <= PIECE_CHARACTERS
+    assert [token for piece in pieces for token in ids(tokenizer, piece)] == ids(tokenizer, text)
+
+
+def test_a_line_end_where_words_join_is_passed_over():
+    # With this one, whatever stands before a slash and a line end joins what follows.
+    text = "word;\n/other\n" * 100_000
+    tokenizer = trained(USUAL["gpt4o"], text)
+
+    first = next(Cutter(tokenizer).pieces(text))
+
+    assert first.endswith("other\n")
+
+
+def test_a_tokenizer_that_puts_a_blank_first_gets_the_whole():
+    text = "word other\n" * 150_000
+    tokenizer = trained(Metaspace(), text)
+
+    assert list(Cutter(tokenizer).pieces(text)) == [text]
+
+
+def test_a_document_without_a_line_end_stays_whole():
+    text = "words " * 200_000
+
+    assert list(Cutter(trained(USUAL["gpt2"], text)).pieces(text)) == [text]
+    assert list(Cutter().pieces("")) == []
+
+
+def test_a_document_too_long_to_stay_whole(monkeypatch):
+    monkeypatch.setattr(cutting, "LONGEST_PIECE_CHARACTERS", 2 * PIECE_CHARACTERS)
+
+    with pytest.raises(TooLongError) as caught:
+        list(Cutter().pieces("x" * (2 * PIECE_CHARACTERS + 1)))
+
+    assert str(caught.value) == (
+        "the document is longer than 2,097,152 characters and has no line end where it could be cut without another "
+        "tokenisation; cut it into documents, or take another tokenizer"
+    )
