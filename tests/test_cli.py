@@ -15,7 +15,8 @@ from meshtrain.cli import SECONDS_FOR_RANK_0
 
 RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
 MOST_CPU_SECONDS = 0.5
-VERBS = ("train", "check", "plan", "export", "generate", "schema")
+VERBS = ("train", "check", "plan", "export", "corpus", "generate", "schema")
+CORPUS_VERBS = ("run", "urls", "download", "clean", "deduplicate", "shuffle", "split", "report")
 
 
 def meshtrain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +36,12 @@ def test_help_names_every_verb(arguments):
 
     assert shown.returncode == 0
     assert all(f"\n  {verb} " in shown.stdout for verb in VERBS)
+
+
+def test_help_names_every_verb_of_a_corpus():
+    shown = meshtrain("corpus", "--help").stdout
+
+    assert all(f"\n  {verb} " in shown for verb in CORPUS_VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -119,7 +126,9 @@ def test_control_c_has_its_own_exit_code(tmp_path):
     assert (process.returncode, error) == (130, b"")
 
 
-@pytest.mark.parametrize(("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan")])
+@pytest.mark.parametrize(
+    ("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan"), ("corpus", "CorpusConfig")]
+)
 def test_schemas(kind, title):
     assert json.loads(meshtrain("schema", kind).stdout)["title"] == title
 
@@ -128,10 +137,18 @@ def test_an_unknown_schema():
     shown = meshtrain("schema", "rnu")
 
     assert shown.returncode == 2
-    assert "'rnu' is not one of 'run', 'plan'" in shown.stderr
+    assert "'rnu' is not one of 'run', 'plan', 'corpus'" in shown.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "run.toml", "plan.mesh.tq=4", "plan=families/gpt2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["corpus", "--help"],
+        ["train", "run.toml", "plan.mesh.tq=4", "plan=families/gpt2"],
+        ["corpus", "run", "run.toml"],
+    ],
+)
 def test_help_and_mistakes_answer_at_once(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-X", "importtime", "-m", "meshtrain", *arguments]
@@ -142,5 +159,5 @@ def test_help_and_mistakes_answer_at_once(arguments):
     print(f"meshtrain {' '.join(arguments)}: {seconds:.2f} s of CPU")
     loaded = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert "meshtrain.cli" in loaded
-    assert not {"torch", "transformers", "numpy"}.intersection(loaded)
+    assert not {"torch", "transformers", "numpy", "datatrove", "ftfy", "aiohttp"}.intersection(loaded)
     assert seconds < MOST_CPU_SECONDS

@@ -93,6 +93,7 @@ class ShuffleConfig(Words):
     """A random order of all documents."""
 
     seed: int = 0
+    """Another one makes another order."""
     bucket_megabytes: Positive = 256.0
     """About so much text is sorted in memory at once, by each worker."""
 
@@ -118,14 +119,19 @@ class SlurmConfig(Words):
     time: str
     """The time limit of a task, as Slurm writes it (`02:00:00`)."""
     partition: str
+    """Where Slurm runs them."""
     cpus_per_task: Count = 1
+    """Cores for each task."""
     mem_per_cpu_gb: Count = 2
+    """Memory for each of its cores, in GB."""
     qos: str | None = None
+    """The quality of service."""
     env_command: str | None = None
     """A shell command that activates the Python environment on a node."""
     sbatch_args: dict[str, Any] = {}
     """Further arguments of sbatch."""
     tasks_per_job: Count = 1
+    """Tasks that one job of Slurm runs one after another."""
 
 
 class RayConfig(Words):
@@ -134,8 +140,11 @@ class RayConfig(Words):
     address: str = "auto"
     """Of the cluster, as `ray.init` takes it."""
     cpus_per_task: Count = 1
+    """Cores for each task."""
     mem_per_cpu_gb: Count = 2
+    """Memory for each of its cores, in GB."""
     tasks_per_job: Count = 1
+    """Tasks that one job of Ray runs one after another."""
 
 
 class CorpusConfig(Words):
