@@ -10,6 +10,7 @@ replaced, inserted and deleted. What is similar is computed exactly, for all pai
   asked.
 - wrong: removed documents to which no document that stays is as similar as asked.
 - missed: documents that stay although an earlier one that stays is as similar as asked.
+- decided/s: documents per second until it is known which of them go; docs/s: until the others are written, too.
 
 All take part with two processes, from the same gzipped JSON lines; datatrove and meshtrain also write what stays and
 what goes. datatrove has its default buckets (14 of 8 hashes) and words between white space, as its default tokeniser
@@ -18,163 +19,23 @@ meshtrain, and its estimate of the similarity as a check.
 """
 
 import argparse
-import gzip
-import json
-import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from datatrove.executor.local import LocalPipelineExecutor
-from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
-from datatrove.pipeline.dedup.minhash import MinhashConfig
-from datatrove.pipeline.readers import JsonlReader
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove.utils.word_tokenizers import WordTokenizer
-from rensa import RMinHash, RMinHashLSH
-from xxhash import xxh64_intdigest
 
-from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.deduplicate import deduplication_stages
+from tests.benchmarks.deduplicators import CONTENDERS, Removals
 from tests.benchmarks.duplicates_corpus import (
     Pairs,
-    plain_shingles,
     python_documents,
     similar_pairs,
     with_near_duplicates,
     write_corpus,
 )
-
-PROCESSES = 2
-NUM_HASHES = 128
-
-Removals = dict[int, int]
-"""By the number of each document that goes: the one that stays for it."""
-
-
-class WhiteSpaceWords(WordTokenizer):
-    """Words are what stands between white space."""
-
-    def word_tokenize(self, text: str) -> list[str]:
-        """Return the words."""
-        return text.split()
-
-    def sent_tokenize(self, text: str) -> list[str]:
-        """Return sentences; nobody asks."""
-        raise NotImplementedError
-
-    span_tokenize = sent_tokenize
-
-
-def hashed(text: str) -> int:
-    """Return the hash that datatrove uses."""
-    return xxh64_intdigest(text.encode())
-
-
-def run_stage(pipeline: list[PipelineStep], tasks: int, logs: Path) -> None:
-    """Run one stage in two processes."""
-    with silenced():
-        LocalPipelineExecutor(pipeline, tasks, min(tasks, PROCESSES), str(logs)).run()
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Throw away what these processes write to standard error: the log of datatrove, which is in files too."""
-    before = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def meshtrain_removals(source: Path, place: Path, similarity: float) -> Removals:
-    """Deduplicate with meshtrain."""
-    config = DeduplicateConfig(similarity=similarity)
-    folders = [place / name for name in ("target", "dropped", "work")]
-    for number, stage in enumerate(deduplication_stages(source, *folders, config, PROCESSES)):
-        begin = time.perf_counter()
-        run_stage(list(stage.pipeline), stage.tasks, place / "logs" / str(number))
-        print(f"    {stage.name} {time.perf_counter() - begin:.1f} s", flush=True)
-    groups = map(json.loads, (place / "dropped" / "groups.jsonl").read_text().splitlines())
-    return {int(removed["id"]): int(group["kept"]) for group in groups for removed in group["removed"]}
-
-
-def datatrove_removals(source: Path, place: Path, similarity: float) -> Removals:
-    """Deduplicate with datatrove; its buckets decide alone, whatever similarity is asked."""
-    config = MinhashConfig()
-    signatures, pairs, clusters, target, dropped = (str(place / name) for name in "spctd")
-
-    def reader() -> PipelineStep:
-        return JsonlReader(str(source))
-
-    signer = MinhashDedupSignature(signatures, config, WhiteSpaceWords())
-    signer._hash_func = hashed
-    stages = [
-        ([reader(), signer], PROCESSES),
-        ([MinhashDedupBuckets(signatures, pairs, config=config)], config.num_buckets),
-        ([MinhashDedupCluster(pairs, clusters, config, save_cluster_id=True)], 1),
-        (
-            [
-                reader(),
-                MinhashDedupFilter(clusters, JsonlWriter(dropped), load_cluster_ids=True),
-                JsonlWriter(target),
-            ],
-            PROCESSES,
-        ),
-    ]
-    for number, (pipeline, tasks) in enumerate(stages):
-        run_stage(pipeline, tasks, place / "logs" / str(number))
-    stays = {cluster: document for document, cluster in _clusters(Path(target)) if cluster >= 0}
-    return {document: stays[cluster] for document, cluster in _clusters(Path(dropped))}
-
-
-def _clusters(directory: Path) -> Iterator[tuple[int, int]]:
-    for path in directory.iterdir():
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                record = json.loads(line)
-                yield int(record["id"]), record["metadata"]["minhash_cluster_id"]
-
-
-def rensa_removals(source: Path, place: Path, similarity: float) -> Removals:
-    """Deduplicate with rensa: signatures in two processes, the index in one."""
-    index = RMinHashLSH(similarity, NUM_HASHES, 16)
-    stays: dict[int, RMinHash] = {}
-    removals: Removals = {}
-    with get_context("fork").Pool(PROCESSES) as pool:
-        for shard in pool.imap(_rensa_signatures, sorted(source.iterdir())):
-            for document, signature in shard:
-                other = next((o for o in index.query(signature) if stays[o].jaccard(signature) >= similarity), None)
-                if other is None:
-                    index.insert(document, signature)
-                    stays[document] = signature
-                else:
-                    removals[document] = other
-    return removals
-
-
-def _rensa_signatures(shard: Path) -> list[tuple[int, RMinHash]]:
-    with gzip.open(shard, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
-    signatures = RMinHash.from_token_sets([plain_shingles(record["text"]) for record in records], NUM_HASHES, 42)
-    return [(int(record["id"]), signature) for record, signature in zip(records, signatures, strict=True)]
-
-
-CONTENDERS: dict[str, Callable[[Path, Path, float], Removals]] = {
-    "meshtrain": meshtrain_removals,
-    "datatrove": datatrove_removals,
-    "rensa": rensa_removals,
-}
 
 
 def judged(removals: Removals, truth: Pairs, similarity: float, num_documents: int) -> list[str]:
@@ -196,12 +57,10 @@ def judged(removals: Removals, truth: Pairs, similarity: float, num_documents: i
     return [*(f"{ratio:.4f}" for ratio in ratios), *map(str, (len(removals), wrong, missed))]
 
 
-def print_row(values: list[str]) -> None:
+def print_row(name: str, values: Sequence[str]) -> None:
     """Print one line of the table."""
-    print(
-        "".join(value.rjust(width) for value, width in zip(values, (10, 8, 8, 9, 9, 11, 9, 7, 8), strict=True)),
-        flush=True,
-    )
+    widths = (10, 8, 8, 8, 11, 9, 7, 8)
+    print(name.rjust(10) + "".join(value.rjust(width) for value, width in zip(values, widths, strict=True)))
 
 
 def main() -> None:
@@ -232,19 +91,19 @@ def compare(place: Path, size: int, injected: int, similarity: float, tools: lis
     print(
         f"{num_documents} documents, {megabytes:.1f} MB, {len(truth.first)} pairs at {similarity} and above", flush=True
     )
-    print(f"    found by comparing all with all in {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"truth: {time.perf_counter() - begin:.1f} s", flush=True)
     del texts
-    rows = []
-    for tool in tools:
-        begin = time.perf_counter()
-        removals = CONTENDERS[tool](place / "source", place / tool, similarity)
-        seconds = time.perf_counter() - begin
-        speed = [f"{num_documents / seconds:.0f}", f"{megabytes / seconds:.1f}"]
-        rows.append([tool, *speed, *judged(removals, truth, similarity, num_documents)])
-    higher = f"-{similarity + 0.1:.1f}"
-    print_row(["tool", "docs/s", "MB/s", "recall", higher, "precision", "removed", "wrong", "missed"])
-    for row in rows:
-        print_row(row)
+    outcomes = {tool: CONTENDERS[tool](place / "source", place / tool, similarity) for tool in tools}
+    for tool, outcome in outcomes.items():
+        print(f"{tool}:", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.stage_seconds.items()))
+    print_row(
+        "", ["decided/s", "docs/s", "recall", f"-{similarity + 0.1:.1f}", "precision", "removed", "wrong", "missed"]
+    )
+    for tool, (removals, seconds) in outcomes.items():
+        whole = sum(seconds.values())
+        speeds = [f"{num_documents / (whole - seconds.get('remove', 0)):.0f}"]
+        speeds.append(f"{num_documents / whole:.0f}" if "remove" in seconds else "-")
+        print_row(tool, [*speeds, *judged(removals, truth, similarity, num_documents)])
 
 
 if __name__ == "__main__":
