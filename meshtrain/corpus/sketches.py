@@ -106,6 +106,11 @@ class ShardSketches:
         flat = mapped(self._directory / "agreement.bin", np.uint8)
         return flat.reshape(len(self.shingle_ends), -1) if len(flat) else flat.reshape(0, 0)
 
+    def num_shingles(self, documents: Positions) -> Positions:
+        """Return (documents,) int64."""
+        begins = np.where(documents > 0, self.shingle_ends[documents - 1], 0)
+        return self.shingle_ends[documents] - begins
+
     def shingles(self, document: int) -> Hashes:
         """Return the shingles of a document of this shard."""
         return self._shingles[_begin(self.shingle_ends, document) : self.shingle_ends[document]]
@@ -154,11 +159,8 @@ class Sketches:
         return shard.identifier(place)
 
     def num_shingles(self, documents: Positions) -> Positions:
-        """Return (documents,) int64."""
-        return np.concatenate(
-            [np.diff(shard.shingle_ends, prepend=0)[inside] for shard, inside in self._by_shard(documents)]
-            or [np.zeros(0, np.int64)]
-        )
+        """Return (documents,) int64 of ascending documents."""
+        return np.concatenate([shard.num_shingles(inside) for shard, inside in self._by_shard(documents)])
 
     def agreement(self, documents: Positions) -> NDArray[np.uint8]:
         """Return (documents, hashes) uint8 of ascending documents."""

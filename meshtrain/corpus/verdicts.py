@@ -73,8 +73,8 @@ class Judge:
         if not len(met):
             return []
         smaller, larger = np.minimum(sizes[met], sizes[place]), np.maximum(sizes[met], sizes[place])
-        # The similarity of two sets is at most the ratio of their sizes.
-        met = met[smaller >= self._similarity * larger]
+        # The similarity of two sets is at most the ratio of their sizes. Both are divided: both are rounded alike.
+        met = met[smaller / larger >= self._similarity]
         num_agreeing = np.count_nonzero(agreement[met] == agreement[place], axis=1)
         promising = num_agreeing >= self._least_agreement
         order = np.argsort(-num_agreeing[promising], kind="stable")

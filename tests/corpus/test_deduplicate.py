@@ -121,6 +121,16 @@ def test_in_a_chain_the_last_stays_where_only_one_that_goes_is_similar_to_it(tmp
     }
 
 
+@pytest.mark.parametrize("size", [11, 55, 80, 100])
+def test_a_similarity_of_exactly_the_threshold_is_enough(tmp_path: Path, size: int) -> None:
+    words = [f"word{number}" for number in range(100)]
+    given = documents(" ".join(words), " ".join(words[:size]))
+    # 0.55 * 100 is more than 55 where numbers are rounded.
+    config = DeduplicateConfig(similarity=size / 100, ngram=1, num_buckets=512, hashes_per_bucket=1)
+    assert deduplicated(tmp_path, given, config) == ["0"]
+    assert verdicts(tmp_path) == {"1": ("0", size / 100)}
+
+
 def test_case_and_punctuation_make_no_difference_and_other_words_do(tmp_path: Path) -> None:
     given = documents(
         "Über den Wolken, muß die Freiheit wohl grenzenlos sein",
