@@ -21,7 +21,7 @@ from meshtrain.corpus.shingles import Hashes, Shingles, odd_factor
 RECALL_AT_SIMILARITY = 0.98
 MOST_HASHES = 128
 MOST_ROWS = 16
-DEVIATIONS = 4
+DEVIATIONS = 3
 """How many standard deviations below the threshold an estimate of the similarity still counts as a candidate."""
 
 
@@ -42,7 +42,7 @@ class Bands:
         return 1 - (1 - similarity**self.rows) ** self.num_bands
 
     def least_agreement(self, similarity: float) -> int:
-        """Return how many hashes two documents of a similarity share, save for one pair in 30,000."""
+        """Return how many hashes two documents of a similarity share, save for one pair in 700."""
         deviation = math.sqrt(self.num_hashes * similarity * (1 - similarity))
         return math.floor(self.num_hashes * similarity - DEVIATIONS * deviation)
 
