@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor
@@ -101,6 +102,11 @@ def build_executor(stage: Stage, logs: Path, config: CorpusConfig) -> PipelineEx
     """
     pipeline = list(stage.pipeline)
     if config.executor == "slurm":
+        if which("sbatch") is None:
+            raise UserError(
+                'executor = "slurm" needs the command sbatch, which is not on this machine; start it where jobs are '
+                "submitted"
+            )
         assert config.slurm is not None
         words = config.slurm.model_dump(exclude_none=True)
         return SlurmPipelineExecutor(
