@@ -65,7 +65,8 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
             entered = counts.kept
             if step.name == only:
                 break
-    console.line(_next_command(step, counts))
+    following = next((later.name for later in steps[steps.index(step) + 1 :]), None)
+    console.line(_next_command(step, counts, following))
 
 
 def build_chain(config: CorpusConfig) -> list[Step]:
@@ -254,8 +255,10 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _next_command(step: Step, counts: Counts) -> str:
+def _next_command(step: Step, counts: Counts, following: str | None) -> str:
     directory = step.place.directory
+    if following is not None:
+        return f"Done. The next step: meshtrain corpus {following} FILE"
     if step.name == "urls":
         return f"Done. The links are in {directory}; add a table [download] to fetch them"
 

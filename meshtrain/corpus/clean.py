@@ -1,7 +1,7 @@
 """Cleaning: text is mended, and documents in other languages or without enough text are dropped."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from datatrove.data import Document
@@ -82,7 +82,9 @@ def tokenizer_file(path: str) -> Path:
     return file
 
 
+@cache
 def _identifier() -> LanguageIdentifier:
+    # It takes a second to load: once in a process, not in each of its tasks.
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 

@@ -55,3 +55,9 @@ def test_the_truth_of_the_deduplication_benchmark_is_what_comparing_all_pairs_fi
     expected = [pair for pair in found if pair[2] >= 0.7]
     assert len(expected) > 150
     assert list(zip(*(values.tolist() for values in similar_pairs(texts, 0.7)), strict=True)) == expected
+
+
+def test_the_cleaning_benchmark_compares_the_same_results() -> None:
+    _, ours, ftfy, ratio = run_benchmark("tests.benchmarks.cleaning")
+    assert (ours[0], ftfy[0]) == ("meshtrain", "ftfy")
+    assert ratio[2:] == ["same", "True"]

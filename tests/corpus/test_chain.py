@@ -135,10 +135,12 @@ def test_a_step_that_is_no_longer_named_is_told(tmp_path, file):
     assert sorted(path.name for path in (tmp_path / "out").glob("*-*")) == ["01-read", "02-clean", "03-split"]
 
 
-def test_steps_one_by_one(tmp_path, file):
+def test_steps_one_by_one(tmp_path, file, capsys):
     assert problem(file, only="split") == f"{tmp_path}/out/02-clean is not complete; run `meshtrain corpus clean` first"
     for step in STEPS:
         prepare(file, only=step)
+        if step == "clean":
+            assert capsys.readouterr().out.endswith("\nDone. The next step: meshtrain corpus shuffle FILE\n")
     stepwise = contents(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     prepare(file)
