@@ -82,7 +82,8 @@ def build_chain(config: CorpusConfig) -> list[Step]:
     source: Place | None = None
     for name, place in places(config):
         words = {"version": VERSION, "input": read, **_words(config, name)}
-        steps.append(Step(name, place, words, partial(_stages, config, name, files, source or place, place)))
+        stages = partial(_stages, config, name, files, source or place, place)
+        steps.append(Step(name, place, words, stages, () if source else tuple(files)))
         read = identity_of(words)
         source = place
     return steps
@@ -168,6 +169,7 @@ def _work(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
     logs = [place.logs(f"{number}-{stage.name}") for number, stage in enumerate(stages)]
     for stage, log in zip(stages, logs, strict=True):
         run_stage(stage, log, config, step.name if len(stages) == 1 else f"{step.name}: {stage.name}")
+    step.check_unchanged()
     seconds = place.add_seconds(time.monotonic() - began)
     counting = counting_stage(place)
     run_stage(counting, place.logs("count"), config, f"{step.name}: count", is_shown=False)

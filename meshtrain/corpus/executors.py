@@ -3,7 +3,9 @@
 Which tasks are done, what they counted and what they logged lies in the directory that a stage is given for it.
 """
 
+import gc
 import json
+import signal
 import subprocess
 import threading
 import time
@@ -22,6 +24,7 @@ from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from datatrove.utils.stats import PipelineStats
+from multiprocess import forkserver
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
@@ -39,12 +42,20 @@ class LocalExecutor(LocalPipelineExecutor):
     A killed run must not leave workers behind: they would go on, and write beside those of the next run.
     """
 
-    def run(self) -> PipelineStats | None:
+    def run(self) -> None:
         """Run the tasks that are not done."""
-        # The workers are forked from a server, and would all import the same.
-        multiprocess.set_forkserver_preload(["meshtrain.corpus.chain"])
+        if self.workers > 1:
+            _start_server()
+        is_interrupted = False
         with children_die_with_parent():
-            return super().run()
+            try:
+                super().run()
+            except KeyboardInterrupt:
+                is_interrupted = True
+        if is_interrupted:
+            # Nothing holds the pool any more: without this, a helper of Python complains of its semaphores.
+            gc.collect()
+            raise KeyboardInterrupt
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         if self.workers > 1:
@@ -57,6 +68,16 @@ class LocalExecutor(LocalPipelineExecutor):
                 return super()._run_for_rank(rank, local_rank, node_rank)
             finally:
                 logger.remove()
+
+
+def _start_server() -> None:
+    """Start the process that workers are forked from, if it does not run yet."""
+    # The workers would all import the same.
+    multiprocess.set_forkserver_preload(["meshtrain.corpus.chain"])
+    # Ctrl-C reaches all processes of a terminal; the one that started the others ends them.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, handler)
 
 
 def run_stage(stage: Stage, logs: Path, config: CorpusConfig, description: str, *, is_shown: bool = True) -> None:

@@ -22,6 +22,7 @@ from meshtrain.corpus.shards import list_shards, read_lines
 from meshtrain.corpus.shuffle import PARTS
 from meshtrain.corpus.stage import Stage
 from meshtrain.data.cache import write_atomically
+from meshtrain.data.sources import SourceFile
 from meshtrain.errors import DataError
 
 MOST_COUNTERS = 64
@@ -39,6 +40,20 @@ class Step:
     """All of the configuration that decides the result."""
     stages: Callable[[], list[Stage]]
     """Called when what the step reads is complete."""
+    files: Sequence[SourceFile] = ()
+    """What the first step reads."""
+
+    def check_unchanged(self) -> None:
+        """Check that nobody wrote to what was read.
+
+        Raises:
+            DataError: naming the first file that changed.
+        """
+        for file in self.files:
+            if not file.is_unchanged():
+                raise DataError(
+                    f"{file.path} changed while it was read; add --redo {self.name} when nothing writes to it any more"
+                )
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,22 @@ def test_other_documents_are_told(tmp_path, file):
     )
 
 
+def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import chain
+
+    run_stage = chain.run_stage
+
+    def write_to_a_source(*arguments, **options):
+        run_stage(*arguments, **options)
+        with (tmp_path / "in" / "b.jsonl").open("a") as stream:
+            stream.write('{"text": "late"}\n')
+
+    monkeypatch.setattr(chain, "run_stage", write_to_a_source)
+    assert problem(file) == (
+        f"{tmp_path}/in/b.jsonl changed while it was read; add --redo read when nothing writes to it any more"
+    )
+
+
 def test_a_step_that_is_no_longer_named_is_told(tmp_path, file):
     prepare(file)
 
@@ -270,6 +286,21 @@ def test_after_a_kill_the_result_is_the_same(tmp_path, undisturbed, stage):
     time.sleep(0.3)
     assert len(os.listdir(completions)) == done
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).stdout == b""
+    subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
+    assert contents(tmp_path / "out") == whole
+
+
+def test_control_c_ends_all_processes_without_a_word(tmp_path, undisturbed):
+    file, whole = undisturbed
+    again = command(file, "workers=2", f"directory={tmp_path}/out")
+    process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    completions = tmp_path / "out" / "02-clean" / "logs" / "0-clean" / "completions"
+    while process.poll() is None and not (completions.exists() and len(os.listdir(completions)) >= 2):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+
+    assert (process.returncode, error) == (130, b"")
     subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
     assert contents(tmp_path / "out") == whole
 
