@@ -295,7 +295,7 @@ def _prepare_corpus(file: Path, overrides: list[str] | None, only: str | None, r
     from meshtrain.corpus.installed import check_installed
 
     check_installed()
-    from meshtrain.corpus.chain import run_chain
+    from meshtrain.corpus.run import run_chain
 
     run_chain(config, only=only, redo=redo)
 

@@ -16,9 +16,10 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import DownloadConfig
+from meshtrain.corpus.answers import Refused
 from meshtrain.corpus.blocks import Documents, dropped_line, names_of
 from meshtrain.corpus.extractor import Extractor
-from meshtrain.corpus.fetch import Fetcher, Refused
+from meshtrain.corpus.fetch import Fetcher
 from meshtrain.corpus.shards import Compression, ShardWriter, as_line, list_shards, read_shard
 from meshtrain.corpus.stage import Stage
 from meshtrain.errors import UserError

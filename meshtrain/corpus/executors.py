@@ -73,7 +73,7 @@ class LocalExecutor(LocalPipelineExecutor):
 def _start_server() -> None:
     """Start the process that workers are forked from, if it does not run yet."""
     # The workers would all import the same.
-    multiprocess.set_forkserver_preload(["meshtrain.corpus.chain"])
+    multiprocess.set_forkserver_preload(["meshtrain.corpus.run"])
     # Ctrl-C reaches all processes of a terminal; the one that started the others ends them.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()

@@ -6,8 +6,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
+from meshtrain.corpus.answers import Page, Refused
 from meshtrain.corpus.extraction import LENGTH_BYTES, READY
-from meshtrain.corpus.fetch import Page, Refused
 from meshtrain.errors import DataError
 
 START_SECONDS = 120.0

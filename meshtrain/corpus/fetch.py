@@ -7,68 +7,34 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from time import time
-from typing import NamedTuple
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import aiohttp
 from protego import Protego
 
 from meshtrain.config.corpus import DownloadConfig
+from meshtrain.corpus.answers import (
+    ASKED_TO_WAIT,
+    BAD_REDIRECT,
+    CONNECTION,
+    PASSING,
+    REDIRECT_LOOP,
+    REDIRECTS,
+    ROBOTS,
+    TIME_OUT,
+    TOO_LARGE,
+    TOO_MANY_REDIRECTS,
+    WRONG_TYPE,
+    NotNow,
+    Page,
+    Refused,
+    refusal,
+)
 
 CHUNK_BYTES = 1 << 16
 LARGEST_ROBOTS_BYTES = 500 * 1024
 """RFC 9309, section 2.5: at least so much of a robots.txt must be read."""
-
-REDIRECTS = (301, 302, 303, 307, 308)
-PASSING = (408, 429, 500, 502, 503, 504)
-"""Statuses that may be another one soon."""
-
-TIME_OUT = "time-out"
-CONNECTION = "connection"
-TOO_LARGE = "too large"
-WRONG_TYPE = "wrong type"
-ROBOTS = "robots.txt"
-REDIRECT_LOOP = "redirect loop"
-TOO_MANY_REDIRECTS = "too many redirects"
-BAD_REDIRECT = "bad redirect"
-ASKED_TO_WAIT = "asked to wait too long"
-
-
-class Page(NamedTuple):
-    """What a server answered."""
-
-    body: bytes
-    content_type: str
-    charset: str | None
-
-
-class Refused(Exception):
-    """There is no page, and there will be none.
-
-    Args:
-        reason: one of the names above, or `HTTP 4xx` and the like.
-        detail: what was found.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-
-
-class NotNow(Refused):
-    """There is no page, but there may be one later.
-
-    Args:
-        retry_after: the seconds that the server asks to wait.
-    """
-
-    def __init__(self, reason: str, detail: str, retry_after: float = 0.0) -> None:
-        super().__init__(reason, detail)
-        self.retry_after = retry_after
 
 
 class Fetcher:
@@ -144,7 +110,7 @@ class Fetcher:
             if response.status in REDIRECTS and (place := response.headers.get("Location")):
                 return place
             if response.status != HTTPStatus.OK:
-                raise _refusal(response)
+                raise refusal(response)
             if response.content_type not in self._config.content_types:
                 raise Refused(WRONG_TYPE, response.content_type)
             most_bytes = int(self._config.max_megabytes * 1_000_000)
@@ -210,7 +176,7 @@ class Fetcher:
                     address = urljoin(address, following)
                     continue
                 if response.status in PASSING or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                    trouble = _refusal(response)
+                    trouble = refusal(response)
                     raise NotNow(ROBOTS, f"{address}: {trouble.detail}", getattr(trouble, "retry_after", 0.0))
                 if response.status != HTTPStatus.OK:
                     break
@@ -224,26 +190,6 @@ class Fetcher:
 
 def _places(host: str, robots: dict[str, Protego]) -> list[str]:
     return [place for place in (f"http://{host}", f"https://{host}") if place in robots]
-
-
-def _refusal(response: aiohttp.ClientResponse) -> Refused:
-    reason = f"HTTP {response.status // 100}xx"
-    detail = f"{response.status} {response.reason or ''}".strip()
-    if response.status in PASSING:
-        return NotNow(reason, detail, seconds_to_wait(response.headers.get("Retry-After")))
-    return Refused(reason, detail)
-
-
-def seconds_to_wait(retry_after: str | None) -> float:
-    """Return what a Retry-After header asks for: seconds, or a date; one that is neither asks for nothing."""
-    if retry_after is None:
-        return 0.0
-    if retry_after.strip().isdigit():
-        return float(retry_after)
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
-    except ValueError:
-        return 0.0
 
 
 async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:

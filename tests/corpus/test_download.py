@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.corpus import DownloadConfig
+from meshtrain.corpus.answers import Page, Refused, seconds_to_wait
 from meshtrain.corpus.download import Journal
 from meshtrain.corpus.extractor import Extractor
-from meshtrain.corpus.fetch import Fetcher, Page, Refused, seconds_to_wait
+from meshtrain.corpus.fetch import Fetcher
 from meshtrain.errors import DataError
 from tests.corpus.preparations import counts_of, prepare, read_shards, write_corpus_file
 from tests.corpus.server import Site, running_site

@@ -21,12 +21,12 @@ ATOMS = [
 def test_the_text_is_what_ftfy_makes_of_it():
     rng = random.Random(0)
     changed = 0
-    for _ in range(15_000):
+    for _ in range(8_000):
         text = "".join(rng.choices(ATOMS, k=rng.randint(1, 14)))
         fixed = ftfy.fix_text(text)
         changed += fixed != text
         assert fix_text(text) == fixed, repr(text)
-    assert 1000 < changed < 14_500
+    assert 1000 < changed < 7_800
 
 
 def test_real_text_is_what_ftfy_makes_of_it():

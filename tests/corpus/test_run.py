@@ -1,4 +1,4 @@
-"""The chain: every document accounted for, whatever is skipped, redone, interrupted or shared among workers."""
+"""Running the chain: every document accounted for, whatever is skipped, redone, interrupted or shared among workers."""
 
 import fcntl
 import gzip
@@ -125,16 +125,16 @@ def test_other_documents_are_told(tmp_path, file):
 
 
 def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import chain
+    from meshtrain.corpus import run
 
-    run_stage = chain.run_stage
+    run_stage = run.run_stage
 
     def write_to_a_source(*arguments, **options):
         run_stage(*arguments, **options)
         with (tmp_path / "in" / "b.jsonl").open("a") as stream:
             stream.write('{"text": "late"}\n')
 
-    monkeypatch.setattr(chain, "run_stage", write_to_a_source)
+    monkeypatch.setattr(run, "run_stage", write_to_a_source)
     assert problem(file) == (
         f"{tmp_path}/in/b.jsonl changed while it was read; add --redo read when nothing writes to it any more"
     )
@@ -216,15 +216,15 @@ def test_a_place_that_cannot_be_written(tmp_path, file):
 
 
 def test_a_shard_that_vanishes_is_noticed(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import chain
+    from meshtrain.corpus import run
 
-    counting_stage = chain.counting_stage
+    counting_stage = run.counting_stage
 
     def lose_a_shard(place):
         place.shards()[0].unlink()
         return counting_stage(place)
 
-    monkeypatch.setattr(chain, "counting_stage", lose_a_shard)
+    monkeypatch.setattr(run, "counting_stage", lose_a_shard)
     told = problem(file)
     assert told.startswith("read: 74 documents came in, but ")
     assert told.endswith(f"something else writes into {tmp_path}/out/01-read, or a disk lost files: add --redo read")
@@ -263,7 +263,7 @@ def test_links_in_something_else_are_told(tmp_path):
 def undisturbed(tmp_path_factory):
     """A corpus file of twenty shards, and what it makes when nobody disturbs it."""
     directory = tmp_path_factory.mktemp("corpus")
-    write_records(directory / "in.jsonl", [{"text": text} for text in texts(700)])
+    write_records(directory / "in.jsonl", [{"text": text} for text in texts(400)])
     file = write_corpus_file(directory, sources=["in.jsonl"], shard_megabytes=0.012, **STEPS)
     prepare(file)
     return file, contents(directory / "out")
