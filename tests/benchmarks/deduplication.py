@@ -1,6 +1,6 @@
 """Near duplicates: recall, precision and documents per second, next to datatrove's own pipeline and to rensa.
 
-    python -m tests.benchmarks.deduplication [--documents 100000] [--injected 10000] [--similarity 0.8]
+    python -m tests.benchmarks.deduplication [--documents 100000] [--injected 10000] [--similarity 0.8] [--repeat 2]
 
 The documents are pieces of the Python sources of this machine; the injected ones are copies of them in which words are
 replaced, inserted and deleted. What is similar is computed exactly, for all pairs: copies that were there before count.
@@ -15,11 +15,12 @@ replaced, inserted and deleted. What is similar is computed exactly, for all pai
 All take part with two processes, from the same gzipped JSON lines; datatrove and meshtrain also write what stays and
 what goes. datatrove has its default buckets (14 of 8 hashes) and words between white space, as its default tokeniser
 needs spaCy; and bytes to hash, as xxhash 4 takes no text any more. rensa has 128 permutations, 16 bands, the words of
-meshtrain, and its estimate of the similarity as a check.
+meshtrain, and its estimate of the similarity as a check. They take turns, and the fastest turn of each counts.
 """
 
 import argparse
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.deduplicators import CONTENDERS, Removals
+from tests.benchmarks.deduplicators import CONTENDERS, Outcome, Removals
 from tests.benchmarks.duplicates_corpus import (
     Pairs,
     python_documents,
@@ -69,36 +70,50 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--injected", type=int, default=10_000)
     parser.add_argument("--similarity", type=float, default=0.8)
+    parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--tools", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--small", action="store_true", help="a few documents, to see that it works")
     arguments = parser.parse_args()
-    size, injected = (300, 100) if arguments.small else (arguments.documents, arguments.injected)
-    with tempfile.TemporaryDirectory() as name:
-        compare(Path(name), size, injected, arguments.similarity, arguments.tools)
-
-
-def compare(place: Path, size: int, injected: int, similarity: float, tools: list[str]) -> None:
-    """Print a line for every contender."""
-    # The first pieces of a long list are all of one package: take the same number from everywhere.
+    size, injected, repeat = (
+        (300, 100, 1) if arguments.small else (arguments.documents, arguments.injected, arguments.repeat)
+    )
+    # Of one package after the other: as many from everywhere.
     pieces = list(islice(python_documents(), 20 * size))
     texts = with_near_duplicates(random.Random(0).sample(pieces, min(size, len(pieces))), injected)
-    del pieces
-    megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    write_corpus(place / "source", texts)
+    with tempfile.TemporaryDirectory() as name:
+        write_corpus(Path(name) / "source", texts)
+        truth = find_truth(texts, arguments.similarity)
+        outcomes = take_turns(Path(name), arguments.similarity, arguments.tools, repeat)
+    print_outcomes(outcomes, truth, arguments.similarity, len(texts))
+
+
+def find_truth(texts: list[str], similarity: float) -> Pairs:
+    """Compare all with all, and say how much there was to do."""
     begin = time.perf_counter()
     truth = similar_pairs(texts, similarity)
-    num_documents = len(texts)
-    print(
-        f"{num_documents} documents, {megabytes:.1f} MB, {len(truth.first)} pairs at {similarity} and above", flush=True
-    )
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    print(f"{len(texts)} documents, {megabytes:.1f} MB, {len(truth.first)} pairs at {similarity} and above", flush=True)
     print(f"truth: {time.perf_counter() - begin:.1f} s", flush=True)
-    del texts
-    outcomes = {tool: CONTENDERS[tool](place / "source", place / tool, similarity) for tool in tools}
+    return truth
+
+
+def take_turns(place: Path, similarity: float, tools: list[str], repeat: int) -> dict[str, Outcome]:
+    """Return the fastest outcome of each contender."""
+    best: dict[str, Outcome] = {}
+    for _ in range(repeat):
+        for tool in tools:
+            outcome = CONTENDERS[tool](place / "source", place / tool, similarity)
+            shutil.rmtree(place / tool, ignore_errors=True)
+            best[tool] = min(best.get(tool, outcome), outcome, key=lambda one: sum(one.stage_seconds.values()))
+    return best
+
+
+def print_outcomes(outcomes: dict[str, Outcome], truth: Pairs, similarity: float, num_documents: int) -> None:
+    """Print the seconds of each stage, and a line of the table for each contender."""
     for tool, outcome in outcomes.items():
         print(f"{tool}:", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.stage_seconds.items()))
-    print_row(
-        "", ["decided/s", "docs/s", "recall", f"-{similarity + 0.1:.1f}", "precision", "removed", "wrong", "missed"]
-    )
+    higher = f"-{similarity + 0.1:.1f}"
+    print_row("", ["decided/s", "docs/s", "recall", higher, "precision", "removed", "wrong", "missed"])
     for tool, (removals, seconds) in outcomes.items():
         whole = sum(seconds.values())
         speeds = [f"{num_documents / (whole - seconds.get('remove', 0)):.0f}"]
