@@ -44,8 +44,8 @@ class Judge:
         Args:
             meetings: of whole components, in any order.
         """
-        verdicts = list(self._verdicts(np.sort(meetings, order=("document", "bucket"))))
-        return np.array(verdicts, VERDICT)
+        by_document = meetings[np.lexsort((meetings["bucket"], meetings["document"]))]
+        return np.array(list(self._verdicts(by_document)), VERDICT)
 
     def _verdicts(self, meetings: Meetings) -> Iterator[tuple[int, int, float]]:
         documents, starts = np.unique(meetings["document"], return_index=True)
