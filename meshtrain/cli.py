@@ -37,6 +37,10 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="Look at checkpoints, verify and convert them.")
 app.add_typer(checkpoint_app, name="checkpoint")
+tokenizer_app = typer.Typer(help="Make tokenizers.")
+app.add_typer(tokenizer_app, name="tokenizer")
+data_app = typer.Typer(help="Look at data.")
+app.add_typer(data_app, name="data")
 
 corpus_app = typer.Typer(help="Prepare a corpus: from links or raw documents to text that is ready to be tokenised.")
 app.add_typer(corpus_app, name="corpus")
@@ -233,15 +237,18 @@ def plan(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest.", show_default=False),
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest; may be a URL.", show_default=False
+        ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
     from meshtrain.checkpoint.export import export_checkpoint
+    from meshtrain.checkpoint.location import open_location
 
-    export_checkpoint(checkpoint, folder)
+    export_checkpoint(open_location(checkpoint), folder)
 
 
 @checkpoint_app.command("list")
@@ -354,6 +361,115 @@ def report_corpus(file: CorpusFile, overrides: CorpusOverrides = None) -> None:
     from meshtrain.corpus.report import report
 
     report(config)
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCES",
+        help="Files (.jsonl, .json, .txt, each also .gz or .zst; .parquet), directories, globs, or python-stdlib.",
+        show_default=False,
+    ),
+]
+TextKey = Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")]
+OnBadRecord = Annotated[
+    Literal["fail", "skip"], typer.Option(help="What to do with a record that is no text; skip counts them.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Only so many documents, from the first on.", show_default=False)
+]
+
+
+@app.command()
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="A Hugging Face directory, tokenizer.json or hub id.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    format: Annotated[
+        Literal["meshtrain", "megatron"],
+        typer.Option(
+            help="Token files of meshtrain, or .bin/.idx pairs of Megatron-LM with end tokens (--append-eod)."
+        ),
+    ] = "meshtrain",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; left out: one per core.", show_default=False)
+    ] = None,
+    validation: Annotated[
+        float, typer.Option(min=0.0, max=0.99, metavar="FRACTION", help="Keep so many of the documents aside.")
+    ] = 0.0,
+    limit: Limit = None,
+) -> None:
+    """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
+    from meshtrain.config.data import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.tokenise_to import Order, tokenise_to
+
+    order = Order(
+        sources,
+        tokenizer,
+        output,
+        text_key=text_key,
+        on_bad_record=on_bad_record,
+        format=format,
+        num_workers=workers,
+        validation=validation,
+        num_documents=limit,
+    )
+    tokenise_to(order, Cache(Path(DataConfig().cache_directory)))
+
+
+@tokenizer_app.command("train")
+def train_tokenizer_command(
+    sources: Sources,
+    vocab_size: Annotated[
+        int, typer.Option(min=258, help="256 bytes, 2 special tokens, and what is learnt.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    limit: Limit = None,
+) -> None:
+    """Train a byte-level BPE. The result is a Hugging Face directory, the same on every machine."""
+    from meshtrain.data.tokenizer_training import train_tokenizer_to
+
+    train_tokenizer_to(sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit)
+
+
+@data_app.command("inspect")
+def inspect_data(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|TOKENS", help="A run file, a token file, or a pair of Megatron-LM.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(min=0, help="Of the sample, or document of a token file, as stored.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many, from there on.")] = 1,
+    part: Annotated[Literal["train", "validation"], typer.Option(help="Of a run.")] = "train",
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
+    ] = None,
+) -> None:
+    """Show samples as the model sees them: decoded, with the borders of documents and what is trained on."""
+    if target.endswith(".toml"):
+        from meshtrain.config.toml import load_run
+        from meshtrain.data.inspection import inspect_run
+
+        config = load_run(target, overrides or ())
+        inspect_run(config.data, part=part, first=index, count=count, name=target)
+        return
+    from meshtrain.config.data import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.inspection import inspect_tokens
+
+    cache = Cache(Path(DataConfig().cache_directory))
+    inspect_tokens(str(Path(target).absolute()), tokenizer, cache, first=index, count=count)
 
 
 @app.command()

@@ -65,6 +65,16 @@ def line(text: str) -> None:
     _screen.show(Text(text), soft_wrap=True)
 
 
+def has_colours() -> bool:
+    """Tell whether styles can be seen."""
+    return _screen.draws and not _screen.console.no_color
+
+
+def styled(segments: Iterable[tuple[str, str]]) -> None:
+    """Show texts one after another, each with a style of rich."""
+    _screen.show(Text.assemble(*segments), soft_wrap=True)
+
+
 def warning(text: str) -> None:
     """Show a line that starts with `warning:` on standard error."""
     if _screen.rank == 0:
@@ -120,14 +130,17 @@ def progress(
     pace = _Pace(SECONDS_BETWEEN_LINES)
     done = 0
 
+    def told(eta: str) -> tuple[str, ...]:
+        return (f"{left.per_second(done) / scale:,.1f} MB/s", eta) if unit == "MB" and eta else (eta,)
+
     def advance(amount: int) -> None:
         nonlocal done
         done += amount
         size = f"{done / scale:,.{digits}f}/{total / scale:,.{digits}f} {unit}"
         if bar is not None:
-            bar.draw(done, description, _joined(size, left.at(done)))
+            bar.draw(done, description, _joined(size, *told(left.at(done))))
         elif pace.is_due() or done >= total:
-            line(_joined(description, size, left.at(done)))
+            line(_joined(description, size, *told(left.at(done))))
 
     with _Bar(total) if _screen.draws else nullcontext() as bar:
         yield advance
@@ -233,6 +246,11 @@ class _TimeLeft:
     def __init__(self, total: int) -> None:
         self._total = total
         self._first: tuple[int, float] | None = None
+
+    def per_second(self, done: int) -> float:
+        """Return the pace, once `at` tells something."""
+        assert self._first is not None
+        return (done - self._first[0]) / (time.monotonic() - self._first[1])
 
     def at(self, done: int) -> str:
         """Return `eta 1:12`, or nothing while there is no telling or nothing left."""

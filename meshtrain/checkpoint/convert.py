@@ -22,12 +22,8 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.mesh import build_mesh
-from meshtrain.runtime.place import Limits
-from meshtrain.runtime.process import run_process
+from meshtrain.runtime.process import process_group
 
-# A large model from slow storage takes its time; what hangs is seen by the person who waits.
-WEEK = 7 * 24 * 3600.0
-LIMITS = Limits(first_step_seconds=WEEK, minimum_seconds=WEEK, factor=1.0)
 # Everything of a Hugging Face folder that is small: configurations, tokenizers, chat templates.
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
@@ -63,9 +59,9 @@ def _import(folder: Path, root: Location) -> None:
     world_size = world_size_from_environment()
     plan = resolve_plan(plan, model, BatchShape(world_size, 1, 1), world_size)
     tied = dict(model.all_tied_weights_keys)
-    with run_process(root if isinstance(root, Path) else Path.cwd(), LIMITS) as process:
-        mesh = build_mesh(plan.mesh, process.device.type)
-        pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=process.device)
+    with process_group() as device:
+        mesh = build_mesh(plan.mesh, device.type)
+        pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_weights(

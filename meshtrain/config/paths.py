@@ -14,6 +14,8 @@ PATHS = (
     ("checkpoint", "directory"),
     ("data", "train"),
     ("data", "validation"),
+    ("data", "sources", "*", "train"),
+    ("data", "sources", "*", "validation"),
     ("data", "cache_directory"),
 )
 CORPUS_PATHS = (
@@ -42,11 +44,18 @@ def with_absolute_paths(table: Table, paths: Sequence[Key] = PATHS, above: Key =
         key = (*above, name)
         if isinstance(node, dict):
             resolved[name] = with_absolute_paths(node, paths, key)
-        elif key in paths or key in PATHS_OR_HUB_IDS:
+        elif _is_path(key, paths) or key in PATHS_OR_HUB_IDS:
             resolved[name] = replace(node, value=_absolute(node.value, key, node.source.directory))
         else:
             resolved[name] = node
     return resolved
+
+
+def _is_path(key: Key, paths: Sequence[Key]) -> bool:
+    return any(
+        len(pattern) == len(key) and all(word in ("*", name) for word, name in zip(pattern, key, strict=True))
+        for pattern in paths
+    )
 
 
 def _absolute(value: Any, key: Key, directory: Path) -> Any:

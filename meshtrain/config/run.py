@@ -1,17 +1,14 @@
 """The run file: everything that is not the plan."""
 
 import re
-from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from meshtrain.config.data import DataConfig
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.words import Words
+from meshtrain.config.words import Count, Fraction, Positive, Words
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
 ScheduleName = Literal[
     "constant",
     "constant_with_warmup",
@@ -69,48 +66,9 @@ class ModelConfig(Words):
             raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
             raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
+        if self.path is not None and "://" in self.path:
+            raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and give that")
         return self
-
-
-class TokenizerConfig(Words):
-    """Which tokenizer: an existing one (`path`), or a byte-level BPE trained on the data (`vocab_size`)."""
-
-    path: str | None = None
-    """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
-    vocab_size: Annotated[int, Field(ge=258)] | None = None
-    """Train a byte-level BPE of this size (256 bytes, 2 special tokens, merges) on the training data, once."""
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if self.path is not None and self.vocab_size is not None:
-            raise ValueError(
-                "both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one"
-            )
-        return self
-
-
-class DataConfig(Words):
-    """What to train on."""
-
-    train: list[str] = Field(default=["python-stdlib"], min_length=1)
-    """Sources: `python-stdlib`, or files and globs of `.jsonl`, `.jsonl.gz` and `.txt` (relative to the run file)."""
-    validation: Fraction | list[str] = 0.0
-    """Sources for evaluation, or the fraction of the training documents kept aside for it, the same for every seed."""
-    form: Literal["packed", "padded"] = "packed"
-    """`packed`: documents joined by the end token into full sequences; `padded`: one document per sample."""
-    sequence_length: Count = 1024
-    """Tokens per sample."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    text_key: str = "text"
-    """The key of a JSON line that holds the text."""
-    on_bad_record: Literal["fail", "skip"] = "fail"
-    """What to do with a line that is not JSON or has no text, or a `.txt` that is not UTF-8; `skip` counts them."""
-    shuffle: bool = True
-    """Visit the samples of an epoch in a seeded random order."""
-    drop_last: bool = True
-    """Leave out the samples of an epoch that do not fill a global batch; otherwise untrained rows fill it."""
-    cache_directory: Annotated[str, AfterValidator(expanduser), Field(validate_default=True)] = "~/.cache/meshtrain"
-    """Where token files and trained tokenizers are kept."""
 
 
 class OptimizerConfig(Words):

@@ -75,7 +75,7 @@ class Cache:
                 # The process that we waited for failed. To try the same again would fail again, one rank after another.
                 raise DataError(json.loads(note.read_text()))
             try:
-                build_directory(directory, fill, keeps_partial=keeps_partial)
+                build_directory(directory, fill, keeps=(OSError, KeyboardInterrupt) if keeps_partial else ())
             except UserError as error:
                 write_atomically(note, json.dumps(error.problems))
                 raise
@@ -130,36 +130,42 @@ def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> No
         time.sleep(FOLLOWER_GLANCE_SECONDS)
 
 
-def build_directory(directory: Path, fill: Callable[[Path], None], *, keeps_partial: bool = False) -> None:
+def build_directory(
+    directory: Path,
+    fill: Callable[[Path], None],
+    *,
+    keeps: tuple[type[BaseException], ...] = (),
+    another_place: str = "set data.cache_directory to another place",
+) -> None:
     """Fill a directory beside its place, flush it to disk and rename it; see `Cache.build`.
 
-    What was begun is removed when `fill` fails, unless the disk is full or the process is stopped and `keeps_partial`.
+    Args:
+        keeps: what `fill` may raise without that what it began is removed; with any, it is given what is there.
+        another_place: how to write elsewhere, for the message that it cannot be written.
 
     Raises:
         UserError: what `fill` raised; a DataError if the directory cannot be written.
     """
     partial = directory.with_name(f"{directory.name}.partial")
-    keeps = False
+    is_kept = False
     try:
         shutil.rmtree(directory, ignore_errors=True)
-        if not keeps_partial:
+        if not keeps:
             shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(exist_ok=keeps_partial)
+        partial.mkdir(exist_ok=True)
         fill(partial)
         for path in (*partial.rglob("*"), partial):
             _flush(path)
         partial.rename(directory)
         _flush(directory.parent)
-    except OSError as error:
-        keeps = keeps_partial
-        raise DataError(
-            f"cannot write {directory}: {error.strerror}; make room, or set data.cache_directory to another place"
-        ) from error
-    except KeyboardInterrupt:
-        keeps = keeps_partial
+    except BaseException as error:
+        is_kept = isinstance(error, keeps)
+        if isinstance(error, OSError):
+            problem = f"cannot write {directory}: {error.strerror}; make room, or {another_place}"
+            raise DataError(problem) from error
         raise
     finally:
-        if not keeps:
+        if not is_kept:
             shutil.rmtree(partial, ignore_errors=True)
 
 

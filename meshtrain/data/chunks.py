@@ -4,9 +4,9 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO, Literal, NamedTuple
 
-from meshtrain.data.corpus_files import Corpus, Position
+from meshtrain.data.corpus_files import Corpus, Position, RecordForm
 from meshtrain.data.cutting import PIECE_CHARACTERS, Cutter, TooLongError
-from meshtrain.data.parquet import read_rows
+from meshtrain.data.parquet import read_records, read_rows
 from meshtrain.data.streams import DamagedError, opened, skip_to
 from meshtrain.errors import DataError
 
@@ -51,15 +51,14 @@ class _FileReader:
 
     def __init__(self, corpus: Corpus, cutter: Cutter, start: Position) -> None:
         self._file = corpus.files[start.file]
-        self._text_key = corpus.text_key
+        self._text_key, self._form = corpus.text_key, corpus.form
         self._cutter = cutter
         self._position = start
-        self._told_bytes = 0
 
     def chunks(self) -> Iterator[Chunk]:
         try:
             if self._file.kind == "parquet":
-                yield from self._rows()
+                yield from self._rows() if self._form is None else self._records(self._form)
             else:
                 with opened(self._file) as (stream, raw):
                     yield from self._lines(stream, raw) if "json" in self._file.kind else self._text(stream, raw)
@@ -68,8 +67,8 @@ class _FileReader:
         except OSError as error:
             where = self._file.path
             raise DataError(f"cannot read {where}: {error.strerror or error}; mend it or leave it out") from error
-        self._position = Position(self._position.file + 1)
-        yield self._chunk("end", b"", disk_bytes=self._file.num_bytes)
+        end = self._chunk("end", b"", disk_bytes=self._file.num_bytes)
+        yield end._replace(end=Position(end.end.file + 1))
 
     def _chunk(
         self,
@@ -81,8 +80,8 @@ class _FileReader:
         ends_document: bool = True,
         disk_bytes: int | None = None,
     ) -> Chunk:
-        read = 0 if disk_bytes is None else disk_bytes - self._told_bytes
-        self._told_bytes += read
+        read = 0 if disk_bytes is None else disk_bytes - self._position.disk_bytes
+        self._position = self._position._replace(disk_bytes=self._position.disk_bytes + read)
         return Chunk(kind, data, place or str(self._file.path), first_line, ends_document, self._position, read)
 
     def _place(self) -> str:
@@ -91,8 +90,8 @@ class _FileReader:
         return f"{self._file.path}, after {what} {record:,}" if record else str(self._file.path)
 
     def _move(self, num_bytes: int, records: int) -> None:
-        file, offset, record = self._position
-        self._position = Position(file, offset + num_bytes, record + records)
+        before = self._position
+        self._position = before._replace(offset=before.offset + num_bytes, record=before.record + records)
 
     def _lines(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
         skip_to(stream, self._position.offset)
@@ -143,9 +142,17 @@ class _FileReader:
             self._move(len(data), 0)
             yield self._chunk("text", shown, ends_document=is_all and not text, disk_bytes=raw.tell())
 
+    def _records(self, form: RecordForm) -> Iterator[Chunk]:
+        for lines, fraction in read_records(self._file, form.keys, self._position.record):
+            read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
+            for line in lines:
+                self._move(0, 1)
+                place = f"{self._file.path}, row {self._position.record}"
+                yield self._chunk("lines", line, place=place, disk_bytes=read)
+
     def _rows(self) -> Iterator[Chunk]:
         for texts, fraction in read_rows(self._file, self._text_key, self._position.record):
-            read = self._told_bytes + int(fraction * self._file.num_bytes)
+            read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
             for text in texts:
                 self._move(0, 1)
                 place = f"{self._file.path}, row {self._position.record}"
@@ -207,10 +214,11 @@ def _not_utf8(data: bytes, stream: BinaryIO) -> str | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = 0
     while True:
+        kept_back = len(decoder.getstate()[0])
         try:
             decoder.decode(data, not data)
         except UnicodeDecodeError as error:
-            return not_utf8(error, before)
+            return not_utf8(error, before - kept_back)
         if not data:
             return None
         before += len(data)

@@ -1,5 +1,6 @@
 """The corpus: source files, and how their documents are read."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,21 @@ READING_VERSION = 2
 """Counts the ways in which the same files have been cut into documents and pieces."""
 
 
+TEXT_KEY = "data.text_key"
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """What the records of a source hold, where that is not a single text.
+
+    Attributes:
+        keys: key of a record -> key of the run file that names it: the messages; or the prompt and the completion.
+    """
+
+    kind: Literal["chat", "completion"]
+    keys: dict[str, str]
+
+
 class Position(NamedTuple):
     """A place in a corpus between two records or pieces of them; everything before it has been read."""
 
@@ -22,6 +38,8 @@ class Position(NamedTuple):
     """In the content of the file, decompressed, in bytes; 0 in a table."""
     record: int = 0
     """Lines or rows before it in the file."""
+    disk_bytes: int = 0
+    """Of the file as it lies on the disk, read before it."""
 
 
 START = Position()
@@ -34,6 +52,8 @@ class Corpus:
     files: tuple[SourceFile, ...]
     content_hashes: tuple[str, ...]
     text_key: str = "text"
+    form: RecordForm | None = None
+    """What a record holds that is not a single text; None: a text under `text_key`."""
     on_bad_record: Literal["fail", "skip"] = "fail"
     held_out: float = 0.0
     """The fraction of the documents that is kept aside for validation."""
@@ -46,11 +66,18 @@ class Corpus:
         return sum(file.num_bytes for file in self.files)
 
     @property
+    def keys_in_words(self) -> str:
+        """The keys of records that were looked for, and the keys of the run file that name them."""
+        keys = {self.text_key: TEXT_KEY} if self.form is None else self.form.keys
+        return " and ".join(f"{said_by}, which is {json.dumps(key)}" for key, said_by in keys.items())
+
+    @property
     def identity(self) -> str:
         """A hash of all that decides which documents are read; no path is part of it."""
         contents = [(file.kind, content) for file, content in zip(self.files, self.content_hashes, strict=True)]
         reading = (READING_VERSION, PIECE_CHARACTERS, self.text_key, self.on_bad_record, self.held_out)
-        return identity_of(contents, reading, self.num_documents)
+        form = None if self.form is None else (self.form.kind, list(self.form.keys))
+        return identity_of(contents, reading, self.num_documents, form)
 
     def is_held_out(self, document: int) -> bool:
         """Return whether a document is kept aside for validation.

@@ -1,15 +1,18 @@
 """Encoding: chunks of source files become tokens, in one process, without threads; workers run many of these."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.chunks import Chunk
+from meshtrain.data.conversations import Marked, marker_of
+from meshtrain.data.corpus_files import RecordForm
 from meshtrain.data.cutting import Cutter, TooLongError
-from meshtrain.data.records import Problem, parse
+from meshtrain.data.records import Fields, Problem, parse, parse_fields
 
 BATCH_CHARACTERS = 1 << 17
 """Encoded at once: more takes longer, because it leaves the caches of a core, and hundred times the memory."""
@@ -29,15 +32,19 @@ class EncodedBlock:
     """(texts,) bool."""
     problems: list[tuple[int, Problem]]
     """What was no text, and how many texts came before it."""
+    trained: np.ndarray | None = None
+    """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
 
     def select(self, chosen: np.ndarray) -> Self:
         """Return the texts that are `chosen`, (texts,) bool, without the problems."""
+        chosen_tokens = np.repeat(chosen, self.lengths)
         return type(self)(
-            tokens=self.tokens[np.repeat(chosen, self.lengths)],
+            tokens=self.tokens[chosen_tokens],
             lengths=self.lengths[chosen],
             num_bytes=self.num_bytes[chosen],
             ends_document=self.ends_document[chosen],
             problems=[],
+            trained=None if self.trained is None else self.trained[chosen_tokens],
         )
 
 
@@ -74,6 +81,40 @@ class Encoder:
         return texts.encoded()
 
 
+class RecordEncoder:
+    """Turns chunks of records that are not single texts into tokens, and marks what is trained on.
+
+    Args:
+        mark: a record -> its tokens and marks; raises ValueError for a record that is broken.
+        keys: that each record must have -> the key of a run file that names it.
+    """
+
+    def __init__(self, mark: Callable[[Fields], Marked], token_type: np.dtype, keys: dict[str, str]) -> None:
+        self._mark, self._token_type, self._keys = mark, token_type, keys
+
+    def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
+        """Encode all records of chunks, in order; each is a document."""
+        found: list[Marked] = []
+        problems: list[tuple[int, Problem]] = []
+        for chunk in chunks:
+            for record in parse_fields(chunk, self._keys):
+                if isinstance(record, Problem):
+                    problems.append((len(found), record))
+                    continue
+                try:
+                    found.append(self._mark(record))
+                except ValueError as error:
+                    problems.append((len(found), Problem(f"{record.place}: {error}", is_damage=False)))
+        return EncodedBlock(
+            tokens=np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]).astype(self._token_type),
+            lengths=np.array([len(one.tokens) for one in found], np.int64),
+            num_bytes=np.array([one.num_bytes for one in found], np.int64),
+            ends_document=np.ones(len(found), np.bool_),
+            problems=problems,
+            trained=np.concatenate([np.zeros(0, np.bool_), *(one.trained for one in found)]),
+        )
+
+
 @dataclass(frozen=True)
 class Task:
     """What an encoder is made of, in another process."""
@@ -82,10 +123,15 @@ class Task:
     """As JSON."""
     token_type: np.dtype
     text_key: str
+    form: RecordForm | None = None
+    template: ChatTemplate | None = None
 
-    def build(self) -> Encoder:
+    def build(self) -> Encoder | RecordEncoder:
         """Build the encoder."""
-        return Encoder(Tokenizer.from_str(self.tokenizer), self.token_type, self.text_key)
+        tokenizer = Tokenizer.from_str(self.tokenizer)
+        if self.form is None:
+            return Encoder(tokenizer, self.token_type, self.text_key)
+        return RecordEncoder(marker_of(self.form, self.template, tokenizer), self.token_type, self.form.keys)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
 
-from meshtrain.data.order import SampleOrder, place_in_data
+from meshtrain.data.order import Order, place_in_data
 from meshtrain.data.samples import Samples
 
 PREFETCHED_BATCHES = 4
@@ -28,18 +28,22 @@ class Batch:
     sample_ids: np.ndarray
     """(global_batch,) int64: the samples of the whole step, on every rank, for those who ask what was trained on."""
     tensors: dict[str, Tensor]
-    """This rank's rows, (global_batch/dp, seq) int64 each: input_ids, labels, and attention_mask for padded samples."""
+    """This rank's rows, (global_batch/dp, seq) int64 each: input_ids, labels, and as the form of the data has it
+    attention_mask or position_ids."""
+    source_samples: dict[str, int]
+    """Source -> its samples up to this batch, over all processes; empty where there is one source only."""
 
 
 def build_loader(
     samples: Samples,
-    order: SampleOrder,
+    order: Order,
     *,
     dp_rank: int,
     dp_size: int,
     start_step: int,
     stop_step: int,
     left_out: Sequence[int] = (),
+    with_tokens: bool = True,
     pin_memory: bool = False,
 ) -> Iterable[Batch]:
     """Build the batches of the steps start_step <= step < stop_step for one data-parallel rank.
@@ -52,6 +56,8 @@ def build_loader(
             dp_rank * local_batch <= row < (dp_rank + 1) * local_batch of the global batch.
         dp_size: must divide the global batch.
         left_out: places in the data whose batches no step gets, ascending.
+        with_tokens: whether this process looks at tokens; otherwise `input_ids` are 0, and `labels` just tell what is
+            trained on.
         pin_memory: put the tensors into page-locked memory; the process must have chosen its GPU before.
     """
     local_batch, rest = divmod(order.global_batch_size, dp_size)
@@ -61,11 +67,11 @@ def build_loader(
     def read(step: int) -> Batch:
         data_step = place_in_data(step, left_out)
         sample_ids = order.sample_ids(data_step)
-        arrays = samples.read(sample_ids[rows])
+        arrays = samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors)
+        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, order.samples_before(data_step + 1))
 
     # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
     # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.

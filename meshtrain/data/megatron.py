@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain import console
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.scanning import scan_tokens
+from meshtrain.data.scanning import scan_tokens, shown_if_long
 from meshtrain.data.sources import source_file
 from meshtrain.data.token_file import TokenCounts, TokenFile, check_size
 from meshtrain.data.tokenizer import TokenizerFiles
@@ -59,7 +58,8 @@ class MegatronIndex:
         """
         if not path.is_file():
             raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {MEND}")
-        header = path.open("rb").read(HEADER.size)
+        with path.open("rb") as stream:
+            header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
             raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {MEND}")
         if len(header) < HEADER.size:
@@ -178,7 +178,7 @@ def _describe(
     index.check()
     offsets = index.offsets()
     (directory / "documents.bin").write_bytes(offsets.tobytes())
-    with console.progress(f"Looking through {bin_path.name}", bin_path.stat().st_size, unit="MB") as advance:
+    with shown_if_long(f"Looking through {bin_path.name}", bin_path.stat().st_size) as advance:
         scan = scan_tokens(
             bin_path,
             index.token_type,

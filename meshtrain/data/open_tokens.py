@@ -17,7 +17,7 @@ def is_tokens(source: str) -> bool:
             .bin and .idx; or what `meshtrain tokenize` wrote, a directory that holds either as `train`.
     """
     path = Path(source)
-    return is_token_file(path) or is_megatron(path) or _holds_parts(path)
+    return is_token_file(path) or is_megatron(path) or is_several(path)
 
 
 def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
@@ -34,5 +34,6 @@ def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> Tok
     raise DataError(f'{path} holds several token files; name one of them, such as "{path / TRAIN}"')
 
 
-def _holds_parts(path: Path) -> bool:
+def is_several(path: Path) -> bool:
+    """Tell whether a directory is what `meshtrain tokenize` wrote, with a token file or pair `train` in it."""
     return is_token_file(path / TRAIN) or is_megatron(path / TRAIN)

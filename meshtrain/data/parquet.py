@@ -1,8 +1,10 @@
 """Parquet files: one column of texts, read batch by batch."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshtrain.data.corpus_files import TEXT_KEY
 from meshtrain.data.sources import SourceFile
 from meshtrain.data.streams import DamagedError
 from meshtrain.errors import DataError, name_some
@@ -19,6 +21,23 @@ def read_rows(file: SourceFile, text_key: str, first_row: int) -> Iterator[tuple
         DataError: if the file cannot be opened, or the package that reads it is missing.
         DamagedError: if it is no parquet file, has no such column of texts, or is damaged further on.
     """
+    for batch, fraction in _read_batches(file, {text_key: TEXT_KEY}, first_row, of_texts=True):
+        yield batch.column(0).cast("large_binary").to_pylist(), fraction
+
+
+def read_records(file: SourceFile, keys: Mapping[str, str], first_row: int) -> Iterator[tuple[list[bytes], float]]:
+    """Yield consecutive rows as lines of JSON, and how much of the file they are; see `read_rows`.
+
+    Args:
+        keys: columns that there must be -> the keys of a run file that name them; all that there are are read.
+    """
+    for batch, fraction in _read_batches(file, keys, first_row, of_texts=False):
+        yield [json.dumps(row, default=str).encode() for row in batch.to_pylist()], fraction
+
+
+def _read_batches(
+    file: SourceFile, keys: Mapping[str, str], first_row: int, *, of_texts: bool
+) -> Iterator[tuple[Any, float]]:
     try:
         import pyarrow as arrow  # noqa: PLC0415 - of an extra
         import pyarrow.parquet  # noqa: PLC0415
@@ -31,25 +50,30 @@ def read_rows(file: SourceFile, text_key: str, first_row: int) -> Iterator[tuple
     with stream:
         try:
             table = arrow.parquet.ParquetFile(stream)
-            _check_column(arrow, table.schema_arrow, text_key)
+            for key, said_by in keys.items():
+                _check_column(arrow, table.schema_arrow, key, said_by, of_texts=of_texts)
             group, before = _group_of(table.metadata, first_row)
             groups = range(group, table.metadata.num_row_groups)
-            for batch in table.iter_batches(BATCH_ROWS, groups, columns=[text_key], use_threads=False):
-                texts = batch.column(0).cast(arrow.large_binary()).to_pylist()[max(0, first_row - before) :]
+            columns = list(keys) if of_texts else None
+            for batch in table.iter_batches(BATCH_ROWS, groups, columns=columns, use_threads=False):
+                wanted = batch.slice(max(0, first_row - before))
                 before += batch.num_rows
-                if texts:
-                    yield texts, len(texts) / table.metadata.num_rows
+                if wanted.num_rows:
+                    yield wanted, wanted.num_rows / table.metadata.num_rows
         except (arrow.ArrowException, OSError) as error:
             raise DamagedError(f"the parquet file is damaged: {' '.join(str(error).split())}") from error
 
 
-def _check_column(arrow: Any, schema: Any, text_key: str) -> None:
-    if text_key not in schema.names:
-        raise DamagedError(f'no column "{text_key}" (data.text_key); the columns are {name_some(schema.names)}')
-    kind = schema.field(text_key).type
+def _check_column(arrow: Any, schema: Any, key: str, said_by: str, *, of_texts: bool) -> None:
+    if key not in schema.names:
+        names = name_some([f'"{name}"' for name in schema.names])
+        raise DamagedError(f'no column "{key}" ({said_by}); the columns are {names}')
+    if not of_texts:
+        return
+    kind = schema.field(key).type
     of_values = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(of_values) or arrow.types.is_large_string(of_values)):
-        raise DamagedError(f'the column "{text_key}" (data.text_key) holds {kind} and not text')
+        raise DamagedError(f'the column "{key}" ({said_by}) holds {kind} and not text')
 
 
 def _group_of(metadata: Any, row: int) -> tuple[int, int]:

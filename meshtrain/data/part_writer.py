@@ -31,15 +31,18 @@ class PartWriter:
         directory: made, if it is not there.
         state: what of the files in it is to be kept.
         end_id: written after each document.
+        has_marks: whether the blocks say what is trained on.
     """
 
-    def __init__(self, directory: Path, token_type: np.dtype, end_id: int, state: PartState) -> None:
+    def __init__(
+        self, directory: Path, token_type: np.dtype, end_id: int, state: PartState, *, has_marks: bool
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.state = state
-        self._token_type = token_type
         self._end_id = end_id
-        sizes = sizes_of(state, token_type)
-        self._tokens, self._documents = (_open_at(directory / name, size) for name, size in sizes.items())
+        sizes = sizes_of(state, token_type, has_marks=has_marks)
+        self._streams = {name: _open_at(directory / name, size) for name, size in sizes.items()}
+        self._tokens, self._documents = self._streams["tokens.bin"], self._streams["documents.bin"]
         if not self._documents.tell():
             self._documents.write(np.zeros(1, np.int64).tobytes())
 
@@ -47,8 +50,8 @@ class PartWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tokens.close()
-        self._documents.close()
+        for stream in self._streams.values():
+            stream.close()
 
     def write(self, block: EncodedBlock) -> None:
         """Append texts, and the end token after each that ends a document."""
@@ -56,7 +59,12 @@ class PartWriter:
         borders = np.append(-self.state.open_tokens, np.cumsum(block.lengths)[block.ends_document])
         lengths = np.diff(borders)
         kept = lengths > 0
-        self._tokens.write(np.insert(block.tokens, borders[1:][kept], self._end_id).tobytes())
+        behind = borders[1:][kept]
+        self._tokens.write(np.insert(block.tokens, behind, self._end_id).tobytes())
+        if block.trained is not None:
+            # Who has learnt to speak learns to stop, unless a template has put the end token there already.
+            learns_end = block.trained[behind - 1] & (block.tokens[behind - 1] != self._end_id)
+            self._streams["trained.bin"].write(np.insert(block.trained, behind, learns_end).tobytes())
         ends = self.state.tokens + np.cumsum(lengths[kept] + 1)
         self._documents.write(ends.tobytes())
         self.state = replace(
@@ -70,17 +78,19 @@ class PartWriter:
 
     def flush(self) -> None:
         """Make sure that what was written is on the disk."""
-        for stream in (self._tokens, self._documents):
+        for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
 
 
-def sizes_of(state: PartState, token_type: np.dtype) -> dict[str, int]:
+def sizes_of(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
     """Return how long the files are, in bytes."""
-    return {
-        "tokens.bin": (state.tokens + state.open_tokens) * token_type.itemsize,
+    num_tokens = state.tokens + state.open_tokens
+    sizes = {
+        "tokens.bin": num_tokens * token_type.itemsize,
         "documents.bin": (state.documents + 1) * 8 if state != PartState() else 0,
     }
+    return {**sizes, "trained.bin": num_tokens} if has_marks else sizes
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:

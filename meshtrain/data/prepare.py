@@ -1,23 +1,39 @@
-"""From the words of a run file to samples: find the sources, tokenise them, say what there is.
+"""From the words of a run file to tokens: find the sources, tokenise them, say what there is.
 
 Nothing here imports torch, so that a mistake in the data is reported at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.config.run import DataConfig
+from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.order import SampleOrder
-from meshtrain.data.samples import PackedSamples, PaddedSamples, Samples
+from meshtrain.data.corpus_files import Corpus, RecordForm
+from meshtrain.data.open_tokens import is_tokens, open_token_file
 from meshtrain.data.sources import SourceFile, find_files
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer, train_tokenizer
+from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer
 from meshtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source of a run, tokenised.
+
+    Attributes:
+        identity: a hash of the text that it stands for.
+    """
+
+    name: str
+    config: MixedSourceConfig
+    train: TokenFile
+    validation: TokenFile | None
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -26,15 +42,30 @@ class PreparedData:
 
     config: DataConfig
     tokenizer: TokenizerFiles
-    train: TokenFile
-    validation: TokenFile | None
+    sources: tuple[PreparedSource, ...]
     identity: str
     """A hash of all that decides what a sample id stands for: text, tokenizer, form and length; not of any path."""
 
     @property
     def unigram_entropy_nats(self) -> float:
         """Per token of the validation text (else of the train text): a model below it knows more than frequencies."""
-        return (self.validation or self.train).counts.unigram_entropy_nats
+        files = [source.validation for source in self.sources if source.validation]
+        counts = [file.counts for file in files or [source.train for source in self.sources]]
+        return sum(each.unigram_entropy_nats * each.tokens for each in counts) / sum(each.tokens for each in counts)
+
+
+_Part = str | list[SourceFile]
+"""What one part of a source is: tokens already, under this path; or the files of its text."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the words of a source stand for."""
+
+    name: str
+    config: MixedSourceConfig
+    train: _Part
+    validation: _Part
 
 
 def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
@@ -50,143 +81,167 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
         DataError: if a source or the tokenizer is missing, broken or empty, or the cache cannot be written.
     """
     cache = Cache(Path(config.cache_directory), leads=leads)
-    train_files, validation_files = _find_sources(config)
-    train = _corpus(train_files, config, cache, held_out=0.0 if validation_files else _held_out(config))
-    tokenizer = _prepare_tokenizer(config, train, cache)
-    parts, built = prepare_token_files(train, tokenizer, cache, description="Tokenising the training data")
-    identities = [train.identity]
-    if validation_files:
-        validation = _corpus(validation_files, config, cache, held_out=0.0)
-        identities.append(validation.identity)
-        found, also_built = prepare_token_files(
-            validation, tokenizer, cache, description="Tokenising the validation data"
-        )
-        parts[VALIDATION] = found[TRAIN]
-        built |= also_built
-    identity = identity_of(identities, tokenizer.identity, config.form, config.sequence_length)
-    prepared = PreparedData(config, tokenizer, parts[TRAIN], parts.get(VALIDATION), identity)
-    console.line(_summary(prepared, built))
+    found = _find_sources(config)
+    corpora = {
+        source.name: _corpus(source.name, source.train, source.config, config, cache, held_out=True)
+        for source in found
+        if not isinstance(source.train, str)
+    }
+    tokenizer = _prepare_tokenizer(config, corpora, cache)
+    tokenising = _Tokenising(config, tokenizer, cache)
+    sources = tuple(tokenising.prepare(source, corpora.get(source.name)) for source in found)
+    identity = identity_of([source.identity for source in sources], tokenizer.identity, _reading(config))
+    prepared = PreparedData(config, tokenizer, sources, identity)
+    console.line(_summary(prepared, built=tokenising.has_built))
     return prepared
 
 
-def train_samples(prepared: PreparedData) -> Samples:
-    """Return the samples to train on."""
-    return _samples(prepared, prepared.train)
+def _reading(config: DataConfig) -> object:
+    """Return what decides how samples are cut and mixed."""
+    mixing = [(name, source.weight, source.repeat) for name, source in config.sources.items()]
+    return config.form, config.sequence_length, config.documents, config.group_by_length, mixing
 
 
-def validation_samples(prepared: PreparedData) -> Samples | None:
-    """Return the samples to evaluate on, if the run has any."""
-    return _samples(prepared, prepared.validation) if prepared.validation else None
-
-
-def train_order(prepared: PreparedData, *, global_batch_size: int, seed: int) -> SampleOrder:
-    """Return which training samples make up which step."""
-    return SampleOrder(
-        len(train_samples(prepared)),
-        global_batch_size=global_batch_size,
-        seed=seed,
-        shuffle=prepared.config.shuffle,
-        drop_last=prepared.config.drop_last,
-    )
-
-
-def validation_order(prepared: PreparedData, *, global_batch_size: int) -> SampleOrder | None:
-    """Return the order of an evaluation, if the run has any: every sample once, as stored."""
-    samples = validation_samples(prepared)
-    if samples is None:
-        return None
-    return SampleOrder(len(samples), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
-
-
-def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
-    """Check that there is at least one step to train, and one to evaluate if there is a validation text.
-
-    Raises:
-        DataError: with what there is and what would do.
-    """
-    needed = global_batch_size if prepared.config.drop_last else 1
-    problems = [_too_small("data.train", prepared, prepared.train, needed)]
-    if prepared.validation:
-        problems.append(_too_small("data.validation", prepared, prepared.validation, 1))
-    if found := [problem for problem in problems if problem]:
-        raise DataError(found)
-
-
-def _too_small(key: str, prepared: PreparedData, tokens: TokenFile, needed: int) -> str | None:
-    length, num_samples = prepared.config.sequence_length, len(_samples(prepared, tokens))
-    if num_samples >= needed:
-        return None
-    found = (
-        f"{key}: {tokens.counts.documents:,} documents with {tokens.counts.tokens:,} tokens make {num_samples:,} "
-        f"{prepared.config.form} samples of {length:,} tokens, and one batch needs {needed:,}"
-    )
-    ways = ["give it more text"]
-    if needed > 1 and num_samples:
-        ways += [f"lower global_batch_size to {num_samples:,} or less", "set data.drop_last to false"]
-    longest = (tokens.counts.tokens - 1) // needed
-    if prepared.config.form == "packed" and longest:
-        ways.append(f"lower data.sequence_length to {longest:,} or less")
-    return f"{found}: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"
-
-
-def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
-    form = PackedSamples if prepared.config.form == "packed" else PaddedSamples
-    return form(tokens, prepared.config.sequence_length, pad_id=prepared.tokenizer.pad_id)
-
-
-def _find_sources(config: DataConfig) -> tuple[list[SourceFile], list[SourceFile]]:
+def _find_sources(config: DataConfig) -> list[_Found]:
     problems: list[str] = []
-    found: list[list[SourceFile]] = []
-    validation = config.validation if isinstance(config.validation, list) else []
-    for key, sources in (("data.train", config.train), ("data.validation", validation)):
-        try:
-            found.append(find_files(sources, key=key))
-        except DataError as error:
-            problems += error.problems
+    found = []
+    for name, source in config.named_sources.items():
+        validation = source.validation if isinstance(source.validation, list) else []
+        parts: dict[str, _Part] = {}
+        for part, names in (("train", source.train), ("validation", validation)):
+            try:
+                parts[part] = _find_part(names, config.key_of(name, part))
+            except DataError as error:
+                problems += error.problems
+        if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
+            problems.append(
+                f"{config.key_of(name, 'validation')} = {source.validation}: of tokens no documents are kept aside; "
+                "tokenise with meshtrain tokenize --validation, and name what it wrote"
+            )
+        found.append(_Found(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)
-    train, validation_files = found
-    if shared := {file.path for file in train} & {file.path for file in validation_files}:
+    _check_apart(config, found)
+    return found
+
+
+def _find_part(names: list[str], key: str) -> _Part:
+    tokens = [name for name in names if is_tokens(name)]
+    if not tokens:
+        return find_files(names, key=key)
+    if len(names) > 1:
         raise DataError(
-            f"data.validation: {min(shared)} is also in data.train, where a low loss on it means nothing; "
-            "leave it out of one of them, or keep documents aside with data.validation = 0.05"
+            f"{key}: {tokens[0]} is tokens already, and stands beside {len(names) - 1} more; give each a source of its "
+            "own (data.sources.NAME)"
         )
-    return train, validation_files
+    return tokens[0]
 
 
-def _held_out(config: DataConfig) -> float:
-    return 0.0 if isinstance(config.validation, list) else config.validation
+def _paths(part: _Part) -> set[Path]:
+    return {Path(part)} if isinstance(part, str) else {file.path for file in part}
 
 
-def _corpus(files: list[SourceFile], config: DataConfig, cache: Cache, *, held_out: float) -> Corpus:
+def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
+    trained_on = {path: source.name for source in found for path in _paths(source.train)}
+    for source in found:
+        if shared := _paths(source.validation) & trained_on.keys():
+            file = min(shared)
+            raise DataError(
+                f"{config.key_of(source.name, 'validation')}: {file} is also in "
+                f"{config.key_of(trained_on[file], 'train')}, where a low loss on it means nothing; leave it out of "
+                f"one of them, or keep documents aside with {config.key_of(source.name, 'validation')} = 0.05"
+            )
+
+
+def _corpus(
+    name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache, *, held_out: bool
+) -> Corpus:
     return Corpus(
         tuple(files),
         tuple(content_hashes(files, cache)),
-        text_key=config.text_key,
+        text_key=source.text_key,
+        form=_record_form(name, source, config),
         on_bad_record=config.on_bad_record,
-        held_out=held_out,
+        held_out=source.validation if held_out and isinstance(source.validation, float) else 0.0,
     )
 
 
-def _prepare_tokenizer(config: DataConfig, train: Corpus, cache: Cache) -> TokenizerFiles:
+def _record_form(name: str, source: MixedSourceConfig, config: DataConfig) -> RecordForm | None:
+    keys = {"chat": ["messages_key"], "completion": ["prompt_key", "completion_key"], "text": []}[source.format]
+    if source.format == "text":
+        return None
+    return RecordForm(source.format, {getattr(source, key): config.key_of(name, key) for key in keys})
+
+
+def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Cache) -> TokenizerFiles:
     if config.tokenizer.path is not None:
         return find_tokenizer(config.tokenizer.path, cache)
     if config.tokenizer.vocab_size is not None:
-        return train_tokenizer(train, config.tokenizer.vocab_size, cache)
+        if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
+            raise DataError(
+                f"data.tokenizer.vocab_size: a tokenizer is trained on texts, and {config.key_of(others[0], 'format')} "
+                "is another; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
+            )
+        if not corpora:
+            raise DataError(
+                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokens already; name "
+                "the one that they were made with as data.tokenizer.path"
+            )
+        return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
         "data.tokenizer: neither `path` nor `vocab_size` is set; "
         "name an existing tokenizer, or the vocabulary size of one to be trained on data.train"
     )
 
 
-def _summary(prepared: PreparedData, built: bool) -> str:
-    parts = {"train": prepared.train.counts, "validation": prepared.validation and prepared.validation.counts}
-    sizes = [
-        f"{name} {counts.documents:,} documents, {counts.tokens:,} tokens" for name, counts in parts.items() if counts
-    ]
-    skipped = sum(counts.skipped_records for counts in parts.values() if counts)
+@dataclass
+class _Tokenising:
+    """Makes tokens of sources, or opens them."""
+
+    config: DataConfig
+    tokenizer: TokenizerFiles
+    cache: Cache
+    has_built: bool = False
+
+    def prepare(self, source: _Found, corpus: Corpus | None) -> PreparedSource:
+        """Tokenise a source, unless the cache has it.
+
+        Args:
+            corpus: to train on; None: it is tokens already.
+        """
+        of = f" of {source.name}" if self.config.sources else ""
+        if corpus is None:
+            assert isinstance(source.train, str)
+            parts = {TRAIN: open_token_file(source.train, self.tokenizer, self.cache)}
+        else:
+            parts = self._tokenise(corpus, f"Tokenising the training data{of}")
+        if isinstance(source.validation, str):
+            parts[VALIDATION] = open_token_file(source.validation, self.tokenizer, self.cache)
+        elif source.validation:
+            validation = _corpus(source.name, source.validation, source.config, self.config, self.cache, held_out=False)
+            parts[VALIDATION] = self._tokenise(validation, f"Tokenising the validation data{of}")[TRAIN]
+        identity = identity_of({part: file.identity for part, file in parts.items()})
+        return PreparedSource(source.name, source.config, parts[TRAIN], parts.get(VALIDATION), identity)
+
+    def _tokenise(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
+        parts, is_new = prepare_token_files(corpus, self.tokenizer, self.cache, description=description)
+        self.has_built |= is_new
+        return parts
+
+
+def _summary(prepared: PreparedData, *, built: bool) -> str:
+    told, skipped = [], 0
+    for source in prepared.sources:
+        parts = {"train": source.train.counts, "validation": source.validation and source.validation.counts}
+        sizes = [
+            f"{name} {counts.documents:,} documents, {counts.tokens:,} tokens"
+            for name, counts in parts.items()
+            if counts
+        ]
+        skipped += sum(counts.skipped_records for counts in parts.values() if counts)
+        told.append(f"{f'{source.name}: ' if prepared.config.sources else ''}{'; '.join(sizes)}")
     return (
-        f"Data: {'; '.join(sizes)}; vocabulary {prepared.tokenizer.vocab_size:,}"
+        f"Data: {'; '.join(told)}; vocabulary {prepared.tokenizer.vocab_size:,}"
         f"{f'; {skipped:,} broken records skipped' if skipped else ''}; "
         f"{'tokenised into' if built else 'from'} {prepared.config.cache_directory}"
     )

@@ -1,15 +1,18 @@
 """Scanning: one pass over tokens on disk, that counts and checks what is there and not what was meant to be written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_128
 
+from meshtrain import console
 from meshtrain.errors import DataError
 
 SCANNED_AT_ONCE = 1 << 22
+WORTH_SHOWING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ def scan_tokens(
     *,
     vocab_size: int,
     end_id: int,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[[int], None],
 ) -> Scan:
     """Read all tokens and borders of documents once.
 
@@ -58,6 +61,26 @@ def scan_tokens(
             start += part.size
             advance(part.nbytes)
     return Scan(_entropy_nats(frequencies), ended_documents, token_hash.hexdigest(), document_hash.hexdigest())
+
+
+@contextmanager
+def shown_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of reading so many bytes, if that takes long enough to be wondered at."""
+    if num_bytes < WORTH_SHOWING_BYTES:
+        yield lambda _: None
+        return
+    with console.progress(description, num_bytes, unit="MB") as advance:
+        yield advance
+
+
+def scan_marks(path: Path) -> tuple[int, str]:
+    """Return how many tokens are marked as trained on, and the hash of the file of marks."""
+    num_tokens, hashed = 0, xxh3_128()
+    with path.open("rb") as stream:
+        while (part := np.fromfile(stream, np.bool_, SCANNED_AT_ONCE)).size:
+            num_tokens += int(part.sum())
+            hashed.update(part.data)
+    return num_tokens, hashed.hexdigest()
 
 
 def _check_range(path: Path, part: np.ndarray, start: int, vocab_size: int) -> None:

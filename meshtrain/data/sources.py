@@ -76,6 +76,12 @@ def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
     return files
 
 
+def find_typed_files(sources: Sequence[str]) -> list[SourceFile]:
+    """Expand sources as somebody typed them, relative to where they were typed; see `find_files`."""
+    paths = [source if source == PYTHON_STDLIB else str(Path(source).absolute()) for source in sources]
+    return find_files(paths, key="SOURCES")
+
+
 def find_python_files(root: str) -> list[SourceFile]:
     """Return the `.py` files of a standard library that lies in `root`, sorted, without tests and installed packages.
 

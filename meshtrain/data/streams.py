@@ -70,9 +70,12 @@ class _GzipReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            return self._gzip.readinto(buffer)
+            # Not readinto: it would lose what it read before the damage.
+            content = self._gzip.read1(len(buffer))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedError(f"the gzip file is damaged: {error}") from error
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def _check_bgzf(raw: BinaryIO) -> None:

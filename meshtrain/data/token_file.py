@@ -4,6 +4,7 @@ A token file is a directory:
     tokens.bin      every token of every document, each document followed by the end token; uint16, or uint32 where the
                     vocabulary is larger than 65,536
     documents.bin   int64: where each document starts, and at the end the number of tokens
+    trained.bin     only where not every token is trained on: a byte for each, 1 if it is
     counts.json     TokenCounts
 Every document has 2 tokens or more: those that come out empty are left out and counted.
 """
@@ -21,7 +22,7 @@ from meshtrain.data.sources import source_file
 from meshtrain.data.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TRAIN, VALIDATION = "train", "validation"
 FILE_NAMES = ("tokens.bin", "documents.bin", "counts.json")
 
@@ -52,6 +53,10 @@ class TokenCounts:
     """Of documents.bin."""
     meshtrain: str
     """The version that wrote it."""
+    trained_tokens: int | None = None
+    """Tokens that are trained on; None: all."""
+    trained_hash: str | None = None
+    """Of trained.bin, if there is one."""
     format: int = FORMAT_VERSION
 
     def write(self, directory: Path) -> None:
@@ -89,11 +94,15 @@ class TokenFile:
     """(tokens,) uint16 or uint32 (any integer, if Megatron-LM wrote it), memory-mapped."""
     offsets: np.ndarray
     """(documents + 1,) int64, memory-mapped: document i is tokens[offsets[i] : offsets[i + 1]]."""
+    trained: np.ndarray | None = None
+    """(tokens,) bool, memory-mapped: whether to train on foretelling the token; None: on all of them."""
 
     @property
     def identity(self) -> str:
         """A hash of all its tokens and borders."""
-        return identity_of(self.counts.tokens_hash, self.counts.documents_hash, self.counts.tokenizer)
+        return identity_of(
+            self.counts.tokens_hash, self.counts.documents_hash, self.counts.trained_hash, self.counts.tokenizer
+        )
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -105,11 +114,16 @@ class TokenFile:
         counts = TokenCounts.read(directory)
         token_type = np.dtype(token_type_of(counts.vocab_size))
         sizes = {"tokens.bin": counts.tokens * token_type.itemsize, "documents.bin": (counts.documents + 1) * 8}
+        if counts.trained_hash is not None:
+            sizes["trained.bin"] = counts.tokens
         for name, size in sizes.items():
             check_size(directory / name, size, said_by="counts.json")
         tokens = np.memmap(directory / "tokens.bin", token_type, "r", shape=(counts.tokens,))
         offsets = np.memmap(directory / "documents.bin", np.int64, "r", shape=(counts.documents + 1,))
-        return cls(directory, counts, tokens, offsets)
+        trained = None
+        if counts.trained_hash is not None:
+            trained = np.memmap(directory / "trained.bin", np.bool_, "r", shape=(counts.tokens,))
+        return cls(directory, counts, tokens, offsets, trained)
 
 
 def is_token_file(directory: Path) -> bool:
@@ -144,9 +158,15 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache
             f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
             "name the tokenizer it was made with as data.tokenizer.path, or tokenise again"
         )
-    names = ("tokens.bin", "documents.bin")
+    all_said = {
+        "tokens.bin": file.counts.tokens_hash,
+        "documents.bin": file.counts.documents_hash,
+        "trained.bin": file.counts.trained_hash,
+    }
+    names = [name for name, said in all_said.items() if said is not None]
     hashes = content_hashes([source_file(directory / name, "tokens") for name in names], cache)
-    for name, found, said in zip(names, hashes, (file.counts.tokens_hash, file.counts.documents_hash), strict=True):
+    for name, found in zip(names, hashes, strict=True):
+        said = all_said[name]
         if found != said:
             raise DataError(
                 f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not {said}); "

@@ -1,9 +1,10 @@
 """Tokenising: a corpus becomes token files. Who was killed goes on where he stopped, and ends in the same bytes."""
 
 import json
+import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -13,13 +14,14 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.data.cache import Cache, identity_of, write_atomically
+from meshtrain.data.chat_template import ChatTemplate, find_chat_template
 from meshtrain.data.chunks import read_chunks
 from meshtrain.data.corpus_files import START, Corpus, Position
 from meshtrain.data.cutting import Cutter
 from meshtrain.data.documents import count_problem
 from meshtrain.data.encoding import EncodedBlock, Task
 from meshtrain.data.part_writer import PartState, PartWriter, sizes_of
-from meshtrain.data.scanning import scan_tokens
+from meshtrain.data.scanning import scan_marks, scan_tokens, shown_if_long
 from meshtrain.data.token_file import (
     FORMAT_VERSION,
     TRAIN,
@@ -50,10 +52,21 @@ class Job:
     token_type: type[np.integer] | None = None
     """Of the tokens on disk; None: the one that a token file has."""
 
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """What puts conversations together, if there are any; raises DataError if the tokenizer has none."""
+        is_chat = self.corpus.form is not None and self.corpus.form.kind == "chat"
+        return find_chat_template(self.tokenizer) if is_chat else None
+
     @property
     def parts(self) -> tuple[str, ...]:
         """The token files that it makes."""
         return (TRAIN, VALIDATION) if self.corpus.held_out else (TRAIN,)
+
+    @property
+    def journal_identity(self) -> str:
+        """The same for either policy about bad records: a job that failed at one may be gone on with without it."""
+        return replace(self, corpus=replace(self.corpus, on_bad_record="skip")).identity
 
     @property
     def type_on_disk(self) -> np.dtype:
@@ -63,7 +76,14 @@ class Job:
     @property
     def identity(self) -> str:
         """A hash of all that decides the bytes that are written."""
-        return identity_of(FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name)
+        template = self.template.identity if self.template else None
+        said = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
+        return identity_of(*said)
+
+    def writer(self, directory: Path, state: PartState) -> PartWriter:
+        """Open one of the token files."""
+        has_marks = self.corpus.form is not None
+        return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, has_marks=has_marks)
 
 
 def prepare_token_files(
@@ -98,10 +118,14 @@ def tokenise(directory: Path, *, job: Job) -> None:
     Raises:
         DataError: if a document cannot be read, a part comes out empty, or a file changes meanwhile.
     """
-    progress = _load_journal(directory, job) or Progress()
+    progress = _load_journal(directory, job)
+    if progress is None:
+        progress = Progress()
+        for entry in directory.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     with ExitStack() as stack:
         writers = {
-            part: stack.enter_context(PartWriter(directory / part, job.type_on_disk, job.tokenizer.end_id, state))
+            part: stack.enter_context(job.writer(directory / part, state))
             for part, state in zip(job.parts, progress.parts or (PartState(),) * 2, strict=False)
         }
         _Run(directory, job, progress, writers).run()
@@ -135,11 +159,12 @@ def _load_journal(directory: Path, job: Job) -> Progress | None:
     if not path.exists():
         return None
     said: dict[str, Any] = json.loads(path.read_text())
-    if said.pop("identity") != job.identity:
+    is_strict = job.corpus.on_bad_record == "fail"
+    if said.pop("identity") != job.journal_identity or (is_strict and said["skipped_records"]):
         return None
     position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
     for part, state in zip(job.parts, parts, strict=True):
-        for name, size in sizes_of(state, job.type_on_disk).items():
+        for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
             file = directory / part / name
             if not file.exists() or file.stat().st_size < size:
                 return None
@@ -157,24 +182,30 @@ class _Run:
 
     def run(self) -> None:
         corpus, tokenizer = self._job.corpus, self._job.tokenizer.load()
-        task = Task(tokenizer.to_str(), self._job.type_on_disk, corpus.text_key)
+        task = Task(tokenizer.to_str(), self._job.type_on_disk, corpus.text_key, corpus.form, self._job.template)
         blocks = blocks_of(read_chunks(corpus, Cutter(tokenizer), self._progress.position))
         # A process takes longer to start than one block takes to encode.
-        num_workers = self._job.num_workers if corpus.num_bytes > BLOCK_BYTES else 0
+        num_workers = min(self._job.num_workers, corpus.num_bytes // BLOCK_BYTES)
         last_entry = monotonic()
         with console.progress(self._job.description, corpus.num_bytes, unit="MB") as advance:
             advance(self._progress.disk_bytes)
-            for block, encoded in encode_blocks(blocks, task, num_workers):
-                self._write(encoded)
-                self._progress.position = block[-1].end
-                disk_bytes = sum(chunk.disk_bytes for chunk in block)
-                self._progress.disk_bytes += disk_bytes
-                advance(disk_bytes)
-                if self._is_enough():
-                    break
-                if monotonic() - last_entry > SECONDS_BETWEEN_ENTRIES:
-                    self._write_journal()
-                    last_entry = monotonic()
+            try:
+                for block, encoded in encode_blocks(blocks, task, num_workers):
+                    self._write(encoded)
+                    self._progress.position = block[-1].end
+                    disk_bytes = sum(chunk.disk_bytes for chunk in block)
+                    self._progress.disk_bytes += disk_bytes
+                    advance(disk_bytes)
+                    if self._is_enough():
+                        break
+                    if monotonic() - last_entry > SECONDS_BETWEEN_ENTRIES:
+                        self._write_journal()
+                        last_entry = monotonic()
+            except DataError:
+                # Never raised with a block half written. What was done need not be done again.
+                self._write_journal()
+                raise
+        self._write_journal()
 
     def _is_enough(self) -> bool:
         limit = self._job.corpus.num_documents
@@ -184,7 +215,7 @@ class _Run:
         for writer in self._writers.values():
             writer.flush()
         self._progress.parts = tuple(writer.state for writer in self._writers.values())
-        entry = asdict(self._progress) | {"identity": self._job.identity}
+        entry = asdict(self._progress) | {"identity": self._job.journal_identity}
         write_atomically(self._directory / JOURNAL, json.dumps(entry))
 
     def _write(self, block: EncodedBlock) -> None:
@@ -213,7 +244,7 @@ class _Run:
             documents = int(begun[num_before - 1]) if num_before else self._progress.documents
             is_open = not block.ends_document[num_before - 1] if num_before else self._progress.is_open
             if limit is None or documents < limit or is_open:
-                count_problem(problem, self._job.corpus)
+                count_problem(problem, self._job.corpus, self._progress.skipped_records)
                 self._progress.skipped_records += 1
 
 
@@ -230,17 +261,19 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
     empty_documents = progress.empty_documents + sum(part.empty_documents for part in parts)
     raise DataError(
         f"{where}: no text found, but {empty_documents:,} empty documents and {progress.skipped_records:,} skipped "
-        f"records; check the files and data.text_key, which is {json.dumps(corpus.text_key)}"
+        f"records; check the files and {corpus.keys_in_words}"
     )
 
 
 def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> None:
     """Read what was written, check it, and write what it holds."""
-    for name, size in sizes_of(state, job.type_on_disk).items():
+    for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
         check_size(directory / name, size, said_by="the process that wrote it")
     offsets = np.memmap(directory / "documents.bin", np.int64, "r")
     vocab_size, end_id = job.tokenizer.vocab_size, job.tokenizer.end_id
-    scan = scan_tokens(directory / "tokens.bin", job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id)
+    tokens = directory / "tokens.bin"
+    with shown_if_long(f"Checking {directory.name}", tokens.stat().st_size) as advance:
+        scan = scan_tokens(tokens, job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id, advance=advance)
     assert scan.ended_documents == state.documents, "every document is followed by the end token"
     TokenCounts(
         documents=state.documents,
@@ -255,4 +288,13 @@ def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> N
         tokens_hash=scan.tokens_hash,
         documents_hash=scan.documents_hash,
         meshtrain=version("meshtrain"),
+        **_trained(directory, job),
     ).write(directory)
+
+
+def _trained(directory: Path, job: Job) -> dict[str, Any]:
+    """Return what is counted of the tokens that are trained on, if not all are."""
+    if job.corpus.form is None:
+        return {}
+    num_tokens, hashed = scan_marks(directory / "trained.bin")
+    return {"trained_tokens": num_tokens, "trained_hash": hashed}

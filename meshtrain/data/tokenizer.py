@@ -1,9 +1,5 @@
-"""Tokenizers: an existing one, or a byte-level BPE trained once on the training documents.
+"""Tokenizers on disk: directories that `AutoTokenizer.from_pretrained` loads and that an export can copy."""
 
-Either way the result is a directory that `AutoTokenizer.from_pretrained` loads and that an export can copy.
-"""
-
-import heapq
 import json
 import os
 import shutil
@@ -14,21 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
-from xxhash import xxh3_64_intdigest
 
-from meshtrain import console
 from meshtrain.config.paths import is_hub_id
 from meshtrain.data.cache import Cache, identity_of
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.documents import DocumentReader
 from meshtrain.errors import DataError, name_some
-
-END_TOKEN = "<|endoftext|>"
-PAD_TOKEN = "<|pad|>"
 
 KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """What is taken for the end token of a tokenizer that does not say."""
@@ -44,14 +29,11 @@ TOKENIZER_FILE_NAMES = (
     "chat_template.jinja",
 )
 
-TRAINING_BYTES = 64 << 20
-"""A BPE learns next to nothing from more text than this, but its memory and time grow with it."""
-
-NO_LENGTH_LIMIT = int(1e30)
-"""How Hugging Face writes that a tokenizer sets no limit."""
-
-TRAINING_VERSION = 1
-"""Counts the ways in which the same documents have led to a tokenizer."""
+TO_TRAIN_ONE = {
+    "data.tokenizer.path": "set data.tokenizer.vocab_size to train one",
+    "--tokenizer": "train one with meshtrain tokenizer train",
+}
+"""By the key that named a tokenizer which is not there."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ class TokenizerFiles:
 
     def load(self) -> Tokenizer:
         """Load the tokenizer without the truncation and padding that its file may ask for."""
-        return _load_tokenizer(self.directory / "tokenizer.json")
+        return load_tokenizer(self.directory / "tokenizer.json")
 
     def copy(self, directory: Path) -> None:
         """Copy the tokenizer into an existing directory, without what else lies beside it, such as a model."""
@@ -93,20 +75,23 @@ def use_all_cores() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
+def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path") -> TokenizerFiles:
     """Find an existing tokenizer: a directory, a tokenizer.json, or a hub id.
 
     Where no end token is declared, a directory that declares the one that was found is made in the cache.
 
+    Args:
+        key: the key or option that names it, for messages.
+
     Raises:
         DataError: if it is missing or broken, or has no end token.
     """
-    file = _locate(path)
+    file = _locate(path, key)
     settings = _settings(file.parent)
-    tokenizer = _load_tokenizer(file)
+    tokenizer = load_tokenizer(file)
     end_token = settings.get("eos_token")
     if end_token is not None:
-        return _tokenizer_files(file, tokenizer, settings)
+        return tokenizer_files(file, tokenizer, settings)
     end_token = next((token for token in KNOWN_END_TOKENS if tokenizer.token_to_id(token) is not None), None)
     if end_token is None:
         raise DataError(
@@ -118,86 +103,29 @@ def find_tokenizer(path: str, cache: Cache) -> TokenizerFiles:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "eos_token": end_token}
     text = file.read_text(encoding="utf-8")
     name = f"tokenizers/{identity_of(text, settings)}"
-    cache.build(name, lambda directory: _write(directory, text, settings))
-    return _tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
+    cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
+    return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
 
 
-def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Cache) -> TokenizerFiles:
-    """Train a byte-level BPE on the documents of `corpus` that are not held out, unless the cache has it.
-
-    The same documents give the same tokenizer, byte for byte, on every machine.
-
-    Args:
-        vocab_size: the size to reach; a small text may have too few different words for it.
-
-    Raises:
-        DataError: if a document cannot be read.
-    """
-    name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, corpus.identity, vocab_size)}"
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_TOKEN,
-        "eos_token": END_TOKEN,
-        "unk_token": END_TOKEN,
-        "pad_token": PAD_TOKEN,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": NO_LENGTH_LIMIT,
-    }
-    cache.build(name, lambda directory: _write(directory, _train(corpus, vocab_size).to_str(), settings))
-    file = cache.directory / name / "tokenizer.json"
-    return _tokenizer_files(file, _load_tokenizer(file), settings)
-
-
-def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
-    texts = _training_sample(corpus)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKEN, PAD_TOKEN],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    with use_all_cores():
-        tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _training_sample(corpus: Corpus) -> Iterator[str]:
-    """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
-    kept: list[tuple[int, int, int, str]] = []
-    kept_bytes = 0
-    pieces = (piece for piece in DocumentReader(corpus) if not piece.is_held_out)
-    for number, piece in enumerate(pieces):
-        priority = xxh3_64_intdigest(number.to_bytes(8, "little"))
-        heapq.heappush(kept, (-priority, number, piece.num_bytes, piece.text))
-        kept_bytes += piece.num_bytes
-        while kept_bytes > TRAINING_BYTES:
-            kept_bytes -= heapq.heappop(kept)[2]
-    return (text for _, _, _, text in sorted(kept, key=lambda entry: entry[1]))
-
-
-def _locate(path: str) -> Path:
-    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path)
+def _locate(path: str, key: str) -> Path:
+    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path, key)
     if place.is_file():
         return place
     if not place.is_dir():
         raise DataError(
-            f"data.tokenizer.path: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
-            "or set data.tokenizer.vocab_size to train one"
+            f"{key}: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
+            f"or {TO_TRAIN_ONE[key]}"
         )
     if not (place / "tokenizer.json").is_file():
         names = sorted(entry.name for entry in place.iterdir())
         raise DataError(
-            f"data.tokenizer.path: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
+            f"{key}: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
             "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     return place / "tokenizer.json"
 
 
-def _hub_directory(hub_id: str) -> Path:
+def _hub_directory(hub_id: str, key: str) -> Path:
     # Imported only where it is needed: it takes as long as all the rest of a start without torch.
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
 
@@ -210,7 +138,7 @@ def _hub_directory(hub_id: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f'data.tokenizer.path: "{hub_id}" is no path that exists, is not in the local hub cache, '
+            f'{key}: "{hub_id}" is no path that exists, is not in the local hub cache, '
             f"and the hub cannot give it: {reason}"
         ) from error
 
@@ -226,10 +154,17 @@ def _settings(directory: Path) -> dict[str, Any]:
             except ValueError as error:
                 raise DataError(f"{file} is not JSON ({error}); fetch or save the tokenizer again") from error
             settings |= {key: value for key, value in said.items() if value is not None}
+    if (directory / "chat_template.jinja").is_file():
+        settings["chat_template"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     return settings
 
 
-def _load_tokenizer(file: Path) -> Tokenizer:
+def load_tokenizer(file: Path) -> Tokenizer:
+    """Load a tokenizer.json without the truncation and padding that it may ask for.
+
+    Raises:
+        DataError: if it is none.
+    """
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -239,7 +174,12 @@ def _load_tokenizer(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> TokenizerFiles:
+def tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> TokenizerFiles:
+    """Return what there is to know of a tokenizer on disk.
+
+    Raises:
+        DataError: if its special tokens are not in its vocabulary.
+    """
     end_id = _token_id(file, tokenizer, settings, "eos_token")
     pad_id = _token_id(file, tokenizer, settings, "pad_token") if settings.get("pad_token") else end_id
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -259,6 +199,7 @@ def _token_id(file: Path, tokenizer: Tokenizer, settings: dict[str, Any], role: 
     return int(token_id)
 
 
-def _write(directory: Path, tokenizer: str, settings: dict[str, Any]) -> None:
+def write_tokenizer(directory: Path, tokenizer: str, settings: dict[str, Any]) -> None:
+    """Write a tokenizer in Hugging Face format into an existing directory."""
     (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -14,7 +14,6 @@ COLLECTIVES_KEPT = "2000"
 def switch_on_recorder() -> None:
     """Let torch keep the latest collectives, unless the environment says how many; before any process group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", COLLECTIVES_KEPT)
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", os.environ["TORCH_FR_BUFFER_SIZE"])
 
 
 def write_recorder(directory: Path, rank: int) -> None:

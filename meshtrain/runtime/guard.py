@@ -151,7 +151,7 @@ class Guard:
             error.teller = reason.rank
         if is_own and reason.kind == "exception":
             console.stop_lines(reason.lines())
-        self._let_read(is_own=is_own)
+        self._let_read(reason)
 
     def _agreed_reason(self, error: BaseException) -> Failure:
         if is_echo(error):
@@ -334,18 +334,19 @@ class Guard:
                 self._write(lambda directory: write_recorder(directory, self._rank))
             if has_store:
                 with suppress(dist.DistError):
-                    self._let_read(is_own=False)
+                    self._let_read(reason)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
             os._exit(code)
 
-    def _let_read(self, *, is_own: bool) -> None:
+    def _let_read(self, reason: Failure) -> None:
         """Note that the reason is known here; with the store in this process, let the others read it too."""
-        if not is_own:
-            self._store.add("told", 1)
+        self._store.set(f"told/{self._rank}", "")
         if not self._hosts_store:
             return
+        silent = {reason.rank} if reason.kind == "gone" else {each.rank for each in reason.reports if not each.frames}
+        keys = [f"told/{rank}" for rank in range(self._world_size) if rank not in silent]
         end = time.monotonic() + LINGER_SECONDS
-        while self._store.add("told", 0) < self._world_size - 1 and time.monotonic() < end:
+        while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(POLL_SECONDS / 5)

@@ -25,6 +25,7 @@ from meshtrain.runtime.signals import StopRequest, catch_stop_signals
 from meshtrain.runtime.store import hosts_store, open_store
 
 LONGEST_COLLECTIVE = timedelta(days=1)
+JOIN_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,9 @@ def run_process(directory: Path, limits: Limits) -> Iterator[Process]:
     Raises:
         HostError: if the machines of the run cannot reach each other.
     """
-    device = _device()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    rank, world_size = rank_from_environment(), world_size_from_environment()
     switch_on_recorder()
-    store = open_store(limits.first_step_seconds) if is_launched() else dist.HashStore()
-    check_hosts(store, limits.first_step_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    device, store = _join(limits.first_step_seconds)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     # Not before: a process that waits for others to join has nothing to save, and should end at once.
     with catch_stop_signals() as stop:
         guard = Guard(
@@ -95,10 +92,38 @@ def run_process(directory: Path, limits: Limits) -> Iterator[Process]:
         with guard.watching():
             yield Process(rank, world_size, device, guard, stop)
             guard.expect_end()
-            # Without the barrier a rank that is done early is aborted at random by gloo's threads, exit code -6. After
-            # an exception nobody is there to meet: the process just ends.
-            dist.barrier()
+            _meet_at_the_end()
         dist.destroy_process_group()
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join the process group for work that a person waits for, so that nobody watches over it; see `run_process`.
+
+    Raises:
+        HostError: if the machines cannot reach each other.
+    """
+    device, _ = _join(JOIN_SECONDS)
+    yield device
+    _meet_at_the_end()
+    dist.destroy_process_group()
+
+
+def _join(seconds: float) -> tuple[torch.device, dist.Store]:
+    device = _device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = open_store(seconds) if is_launched() else dist.HashStore()
+    check_hosts(store, seconds)
+    dist.init_process_group(
+        backend, store=store, rank=rank_from_environment(), world_size=world_size_from_environment()
+    )
+    return device, store
+
+
+def _meet_at_the_end() -> None:
+    # Without it a rank that is done early is aborted at random by gloo's threads, exit code -6. After an exception
+    # nobody is there to meet: the process just ends.
+    dist.barrier()
 
 
 def lift_timeouts() -> None:

@@ -34,6 +34,7 @@ class Run:
     Attributes:
         first_step: steps done before.
         num_steps: steps to be done in all.
+        epoch_of: place in the data, in batches from 0 -> epoch.
         train_batches: those of the remaining steps.
         evaluation_batches: gives the validation data anew; None without any.
         save: writes the checkpoint of a step, given its evaluation loss if there is one.
@@ -41,7 +42,7 @@ class Run:
         rewind: goes back to the newest checkpoint, leaves out the batch of a bad step from there on, and returns the
             steps done before and the batches of the others.
         unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
-        flops_per_token: of the model, forward and backward.
+        flops_per_token: of the model, forward and backward, for a sequence length.
         parameters_checksum: of the parameters that the first step finds; None without self-checks.
         stop: whether this process was asked to stop; what any was asked, all do.
     """
@@ -51,14 +52,14 @@ class Run:
     device: torch.device
     first_step: int
     num_steps: int
-    steps_per_epoch: int
+    epoch_of: Callable[[int], int]
     train_batches: Iterable[Batch]
     evaluation_batches: Callable[[], Iterable[Batch]] | None
     save: Callable[[int, float | None], None]
     saver: Saver
     rewind: Callable[[BadStep], tuple[int, Iterable[Batch]]]
     unigram_entropy: float
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
     parameters_checksum: str | None
     stop: StopRequest
 
@@ -103,7 +104,7 @@ def _finish_saving(run: Run, stopped: TrainingStopped) -> None:
 
 def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
     """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
-    evaluation_loss, evaluated, place = None, 0, run.trainer.pipeline.place
+    evaluation_loss, place = None, run.trainer.pipeline.place
     with _open_metrics(run) as metrics:
         if rewound is not None:
             metrics.write_note(run.first_step, rewound.note("rewind", len(run.trainer.history.left_out)))
@@ -123,21 +124,21 @@ def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
             place.end_step()
             if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
                 metrics.write_epoch(step)
-            if stop_reason and step < run.num_steps:
-                _checkpoint(run, step, None, metrics)
+            may_go_on, loss_here, is_saved = step < run.num_steps, None, False
+            stop_reason = stop_reason if may_go_on else 0
+            if not stop_reason:
+                if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
+                    evaluation_loss = loss_here = _evaluate(run, step, metrics)
+                if is_saved := _is_due(step, run.config.checkpoint.every, run.num_steps):
+                    _checkpoint(run, step, loss_here, metrics)
+                if may_go_on and (is_saved or loss_here is not None):
+                    # Both may take longer than whoever asks to stop has patience for another step.
+                    stop_reason = _agreed_reason(run)
+            if stop_reason:
+                if not is_saved:
+                    _checkpoint(run, step, loss_here, metrics)
                 _stop(run, step, metrics, stop_reason)
                 return stop_reason
-            if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
-                evaluation_loss, evaluated = _evaluate(run, step, metrics), step
-            is_saved = _is_due(step, run.config.checkpoint.every, run.num_steps)
-            if is_saved:
-                _checkpoint(run, step, evaluation_loss if evaluated == step else None, metrics)
-            # An evaluation or a save may take longer than whoever asks to stop has patience for another step.
-            if (is_saved or evaluated == step) and step < run.num_steps and (reason := _agreed_reason(run)):
-                if not is_saved:
-                    _checkpoint(run, step, evaluation_loss, metrics)
-                _stop(run, step, metrics, reason)
-                return reason
         place.begin("checkpoint")
         run.saver.finish()
         _show_saved(run, metrics)
@@ -188,16 +189,18 @@ def _one_step(
     if is_unsaved:
         run.saver.finish()
     seconds = data_seconds + time.perf_counter() - begin
-    tokens_per_step = run.config.global_batch_size * run.config.data.sequence_length
+    width = batch.tensors["labels"].shape[1]
+    tokens_per_step = run.config.global_batch_size * width
     values = {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
         "grad_norm": result.gradient_norm,
         "learning_rate": result.learning_rate,
-        "tokens": (batch.step + 1) * tokens_per_step,
+        # Where batches are as wide as their longest sample, what came before cannot be told from the step.
+        **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
-        "teraflops_per_second": run.flops_per_token * tokens_per_step / seconds / dist.get_world_size() / 1e12,
+        "teraflops_per_second": run.flops_per_token(width) * tokens_per_step / seconds / dist.get_world_size() / 1e12,
         "memory_bytes": int(memory),
         "seconds": seconds,
         "data_seconds": data_seconds,
@@ -206,6 +209,7 @@ def _one_step(
         **result.router,
         **result.scaling,
         **run.trainer.history.metrics(),
+        **{f"samples/{source}": count for source, count in batch.source_samples.items()},
     }
     bad = None
     if result.fault is not None:
@@ -223,7 +227,7 @@ def _note_skipped(run: Run, bad: BadStep, metrics: MetricsWriter) -> None:
 
 
 def _next_epoch(run: Run, step: int) -> int:
-    return place_in_data(step, run.trainer.history.left_out) // run.steps_per_epoch
+    return run.epoch_of(place_in_data(step, run.trainer.history.left_out))
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:

@@ -4,9 +4,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from signal import SIGTERM
+from typing import Any
 
 from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, read_manifest
@@ -15,16 +16,9 @@ from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds
+from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.loader import Batch, build_loader
-from meshtrain.data.prepare import (
-    PreparedData,
-    check_enough,
-    prepare_data,
-    train_order,
-    train_samples,
-    validation_order,
-    validation_samples,
-)
+from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
@@ -80,9 +74,9 @@ def train(config: RunConfig) -> Ending:
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
-    check_enough(data, config.global_batch_size)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
-    num_steps = _num_steps(config, data)
+    feed = build_feed(data, global_batch_size=config.global_batch_size, seed=config.seed)
+    num_steps = _num_steps(config, feed)
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
     hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
     identity = Identity(config, data, resolved, hf_config)
@@ -92,7 +86,7 @@ def train(config: RunConfig) -> Ending:
         _agree_on_data(data)
         found = _find_checkpoint(identity)
         _show_head(config, resolved, num_steps)
-        reason = run_loop(_build(identity, num_steps, found, process))
+        reason = run_loop(_build(identity, feed, num_steps, found, process))
         if reason == 0:
             return Ending.DONE
         # SIGUSR1 is what a person wants of the run. SIGTERM is what a machine is told that has to go, or torchrun that
@@ -119,9 +113,8 @@ def _find_checkpoint(identity: Identity) -> Found | None:
     return checkpoint, manifest
 
 
-def _build(identity: Identity, num_steps: int, found: Found | None, process: Process) -> Run:
+def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, process: Process) -> Run:
     config, data, resolved = identity.config, identity.data, identity.resolved
-    flops = flops_per_token(resolved.model, config.data.sequence_length)
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
     if resolved.plan.shard.offload == "cpu" and process.device.type == "cpu":
         console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
@@ -158,21 +151,21 @@ def _build(identity: Identity, num_steps: int, found: Found | None, process: Pro
     )
     process.guard.follow(pipeline.place)
     lift_timeouts()
-    batches = partial(_train_batches, identity, trainer, process, num_steps)
+    batches = partial(_train_batches, feed, trainer, process, num_steps)
     return Run(
         config=config,
         trainer=trainer,
         device=process.device,
         first_step=first_step,
         num_steps=num_steps,
-        steps_per_epoch=train_order(data, global_batch_size=config.global_batch_size, seed=config.seed).steps_per_epoch,
+        epoch_of=feed.order.epoch,
         train_batches=batches(first_step),
-        evaluation_batches=_evaluation_batches(config, data, pipeline, process),
+        evaluation_batches=_evaluation_batches(config, feed, pipeline, process),
         save=partial(_save, identity, trainer, saver),
         saver=saver,
         rewind=partial(_rewind, identity, trainer, batches),
         unigram_entropy=data.unigram_entropy_nats,
-        flops_per_token=flops,
+        flops_per_token=cache(partial(flops_per_token, resolved.model)),
         parameters_checksum=report.checksum if report is not None else None,
         stop=process.stop,
     )
@@ -288,47 +281,52 @@ def _save(identity: Identity, trainer: Trainer, saver: Saver, step: int, evaluat
     saver.save(tensors, manifest, identity.write_huggingface)
 
 
-def _train_batches(
-    identity: Identity, trainer: Trainer, process: Process, num_steps: int, first_step: int
-) -> Iterable[Batch]:
-    config, data, mesh = identity.config, identity.data, trainer.pipeline.mesh
+def _train_batches(feed: Feed, trainer: Trainer, process: Process, num_steps: int, first_step: int) -> Iterable[Batch]:
     return build_loader(
-        train_samples(data),
-        train_order(data, global_batch_size=config.global_batch_size, seed=config.seed),
-        dp_rank=data_rank(mesh),
-        dp_size=axis_size(mesh, *DATA_AXES),
+        feed.samples,
+        feed.order,
         start_step=first_step,
         stop_step=num_steps,
         left_out=trainer.history.left_out,
-        pin_memory=process.device.type == "cuda",
+        **_share(trainer.pipeline, process),
     )
 
 
 def _evaluation_batches(
-    config: RunConfig, data: PreparedData, pipeline: Pipeline, process: Process
+    config: RunConfig, feed: Feed, pipeline: Pipeline, process: Process
 ) -> Callable[[], Iterable[Batch]] | None:
-    samples, order = validation_samples(data), validation_order(data, global_batch_size=config.global_batch_size)
-    if samples is None or order is None:
+    if feed.validation is None:
         return None
+    samples, order = feed.validation
     num_batches = min(order.steps_per_epoch, config.evaluation.max_batches or order.steps_per_epoch)
-    return partial(
-        build_loader,
-        samples,
-        order,
-        dp_rank=data_rank(pipeline.mesh),
-        dp_size=axis_size(pipeline.mesh, *DATA_AXES),
-        start_step=0,
-        stop_step=num_batches,
-        pin_memory=process.device.type == "cuda",
-    )
+    return partial(build_loader, samples, order, start_step=0, stop_step=num_batches, **_share(pipeline, process))
 
 
-def _num_steps(config: RunConfig, data: PreparedData) -> int:
-    if config.steps is not None:
+def _share(pipeline: Pipeline, process: Process) -> dict[str, Any]:
+    """Return which part of a global batch this process reads."""
+    return {
+        "dp_rank": data_rank(pipeline.mesh),
+        "dp_size": axis_size(pipeline.mesh, *DATA_AXES),
+        # What lies between the embedding and the head has no use for tokens.
+        "with_tokens": pipeline.has_first_stage or pipeline.has_last_stage,
+        "pin_memory": process.device.type == "cuda",
+    }
+
+
+def _num_steps(config: RunConfig, feed: Feed) -> int:
+    """Return the length of the run.
+
+    Raises:
+        ConfigError: if it is given in epochs and there are none.
+        DataError: if the data ends before.
+    """
+    if config.epochs is None:
+        assert config.steps is not None
+        feed.check_steps(config.steps)
         return config.steps
-    assert config.epochs is not None
-    order = train_order(data, global_batch_size=config.global_batch_size, seed=config.seed)
-    return config.epochs * order.steps_per_epoch
+    if feed.order.steps_per_epoch is None:
+        raise ConfigError(f"`epochs` = {config.epochs}, but a mixture has none, each source has its own; give `steps`")
+    return config.epochs * feed.order.steps_per_epoch
 
 
 def _show_head(config: RunConfig, resolved: Resolved, num_steps: int) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import AXES
+from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -25,6 +26,7 @@ ADVICE = (
     "this is a fault of the plan or of meshtrain, not of the data: run `meshtrain check`, report it, or switch the "
     "checks off with self_checks = false"
 )
+TOKENS = ("input_ids", "labels")
 # Elements of a parameter that are hashed at once: an index and a hash of 8 bytes each lie beside them.
 CHUNK = 2**22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -101,7 +103,7 @@ def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
     Raises:
         TrainingStopped: on all processes alike, naming inputs or parameters and ranks.
     """
-    problems = [*_unequal_batches(pipeline.mesh, batch), *_unequal_gradients(pipeline)]
+    problems = [*_unequal_batches(pipeline, batch), *_unequal_gradients(pipeline)]
     raise_together(_advised(problems), TrainingStopped)
 
 
@@ -241,12 +243,18 @@ def _unequal_ties(held: list[Held]) -> Iterable[str]:
             )
 
 
-def _unequal_batches(mesh: DeviceMesh, batch: Mapping[str, Tensor]) -> Iterable[str]:
-    checksums = torch.tensor([checksum(value, name) for name, value in batch.items()], dtype=torch.int64)
+def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterable[str]:
+    mesh, values = pipeline.mesh, {**batch, "what is trained on": batch["labels"] != IGNORE_INDEX}
+    # What lies between the embedding and the head reads no tokens.
+    has_tokens = pipeline.has_first_stage or pipeline.has_last_stage
+    is_read = torch.tensor([has_tokens or name not in TOKENS for name in values])
+    checksums = torch.tensor([checksum(value, name) for name, value in values.items()], dtype=torch.int64)
     for axis in ("pp", "tp"):
-        for other, theirs in enumerate(_gather_along(mesh, axis, checksums)):
-            different = [name for name, same in zip(batch, (theirs == checksums).tolist(), strict=True) if not same]
-            if different:
+        for other, (theirs, they_read) in enumerate(
+            _gather_along(mesh, axis, torch.stack([checksums, is_read.long()]))
+        ):
+            is_unequal = (theirs != checksums) & is_read & they_read.bool()
+            if different := [name for name, found in zip(values, is_unequal.tolist(), strict=True) if found]:
                 yield (
                     f"the batches of {_ranks(mesh, axis, other)} differ in {name_some(different)}; all processes of a "
                     "pipeline and of a tp group must read the same"

@@ -7,6 +7,7 @@ from itertools import combinations, islice
 
 from tests.benchmarks.bare import LAYOUTS
 from tests.benchmarks.duplicates_corpus import plain_shingles, python_documents, similar_pairs, with_near_duplicates
+from tests.benchmarks.tokenising import installed
 
 
 def run_benchmark(*arguments: str) -> list[list[str]]:
@@ -22,6 +23,15 @@ def test_both_sides_of_the_throughput_benchmark_train_in_every_layout() -> None:
     _, *rows = run_benchmark("tests.benchmarks.throughput", "--steps", "1")
     assert [" ".join(row[:2]) for row in rows] == list(LAYOUTS)
     assert all(float(row[-1]) > 0 for row in rows)
+
+
+def test_the_tokenising_benchmark_measures_every_contender() -> None:
+    lines = run_benchmark("tests.benchmarks.tokenising")
+    rows = {row[0]: row for row in lines if row and row[0] in installed()}
+    assert {"bare", "meshtrain"} <= rows.keys() == set(installed())
+    # All write the same number of tokens.
+    assert len({row[-1] for row in rows.values()}) == 1
+    assert [row[:4] for row in lines[-2:]] == [["peak", "memory", "of", "meshtrain"]] * 2
 
 
 def test_the_checkpoint_benchmark_measures_every_contender() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,7 @@ from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import open_location
 from meshtrain.config.run import ModelConfig, RunConfig
-from meshtrain.errors import CheckpointError, UserError
+from meshtrain.errors import CheckpointError, ModelError, UserError
 from tests.models.gpt2 import GPT2
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, steps_of, train_here
@@ -48,6 +49,19 @@ def test_several_ranks_convert_alike(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(CheckpointError, match=r"two/step-0 exists; convert into another directory"):
         convert(folder, tmp_path / "two")
+
+
+def test_a_broken_folder_is_named_and_nothing_is_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"broken")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ModelError, match=r"stock"):
+        convert(folder, tmp_path / "checkpoint")
+    dist.destroy_process_group()
+    assert list((tmp_path / "here").iterdir()) == []
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from meshtrain import cli
 from meshtrain.checkpoint.directory import Retention
+from meshtrain.checkpoint.location import open_location
 from meshtrain.checkpoint.store import save_checkpoint
 from tests.checkpoint.stages import build_plain, manifest_of
 
@@ -107,3 +109,16 @@ def test_mistakes_are_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {problem}")
     assert files(root) == before
+
+
+def test_a_run_behind_a_url_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_checkpoint(
+        open_location("memory://behind/checkpoints"),
+        build_plain(filled=True),
+        manifest=manifest_of(3),
+        huggingface=LlamaConfig().save_pretrained,
+        retention=Retention(newest=1),
+    )
+    assert cli._exit_code(["export", "memory://behind", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "memory://behind/checkpoints/step-3 is the newest checkpoint" in capsys.readouterr().out

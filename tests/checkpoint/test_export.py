@@ -26,7 +26,7 @@ from transformers import (
 
 from meshtrain.checkpoint.directory import Manifest, Retention, read_manifest, write_manifest
 from meshtrain.checkpoint.export import export_checkpoint
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.store import HuggingFace, save_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of
@@ -63,7 +63,7 @@ def save(
     )
 
 
-def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: Path) -> None:
+def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: HuggingFace) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sharded = {
         key: distribute_tensor(tensor, mesh, [Shard(0), Shard(tensor.dim() - 1)]) for key, tensor in tensors.items()
@@ -85,8 +85,9 @@ def check_loads(folder: Path, model: PreTrainedModel) -> None:
 def test_fused_parts_are_joined_and_any_mesh_exports_the_same(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
     manifest = manifest_of(1, architecture="GPT2LMHeadModel", fused=FUSED, tied=TIED)
-    one = save(tmp_path / "one", model, fused=FUSED)
-    run_on_ranks(4, save_sharded, tmp_path / "four", tensors_of(model, FUSED), manifest, one / "huggingface")
+    save(tmp_path / "one", model, fused=FUSED)
+    writes = model.config.save_pretrained
+    run_on_ranks(4, save_sharded, tmp_path / "four", tensors_of(model, FUSED), manifest, writes)
     for name in ("one", "four"):
         export_checkpoint(tmp_path / name / "step-1", tmp_path / f"{name}-exported")
         check_loads(tmp_path / f"{name}-exported", model)

@@ -132,6 +132,9 @@ def test_contradictions_inside_one_table(write):
     assert problems_of(write, "", "model.weights=pretrained") == (
         'command line: model: `weights` = "pretrained" needs `path`, the directory or hub id that holds them',
     )
+    assert problems_of(write, "", "model.type=", "model.path=s3://bucket/model") == (
+        "command line: model: `path` = 's3://bucket/model' is a URL; copy the model to a directory, and give that",
+    )
     assert problems_of(write, "", "model.type=") == (
         "command line: model: neither of `path` and `type` given; give one: where the model is, or its type",
     )

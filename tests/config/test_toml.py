@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.plan import MeshPlan, ParallelPlan, TensorPlan
 from meshtrain.config.reading import shipped_plans
-from meshtrain.config.run import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig
+from meshtrain.config.run import ModelConfig, OptimizerConfig, RunConfig
 from meshtrain.config.toml import dump_toml, find_family, load_plan, load_run, plan_hash, with_family
 from meshtrain.errors import ConfigError
 

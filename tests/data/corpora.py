@@ -15,7 +15,8 @@ from meshtrain.data.documents import DocumentReader
 from meshtrain.data.sources import find_files
 from meshtrain.data.token_file import TRAIN, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, train_tokenizer
+from meshtrain.data.tokenizer import TokenizerFiles
+from meshtrain.data.tokenizer_training import train_tokenizer
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def byte_tokenizer(cache: Cache) -> TokenizerFiles:
     source = cache.directory / "any.txt"
     cache.directory.mkdir(parents=True, exist_ok=True)
     source.write_text("any text")
-    return train_tokenizer(open_corpus(source, cache=cache), 258, cache)
+    return train_tokenizer([open_corpus(source, cache=cache)], 258, cache)
 
 
 def expected_tokens(texts: list[str], tokenizer: TokenizerFiles) -> list[list[int]]:

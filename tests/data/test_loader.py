@@ -128,7 +128,15 @@ class SlowSamples:
     def __len__(self) -> int:
         return 1000
 
-    def read(self, sample_ids: np.ndarray) -> dict[str, np.ndarray]:
+    def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
+        return np.ones_like(sample_ids)
+
+    def width(self, sample_ids: np.ndarray) -> int:
+        return 1
+
+    def read(
+        self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True
+    ) -> dict[str, np.ndarray]:
         time.sleep(self.seconds)
         self.num_reads += 1
         if self.num_reads == self.broken_at:

@@ -1,11 +1,12 @@
 """The order of the samples: a permutation, the same for everybody."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from meshtrain.data.order import FILLER, SampleOrder
+from meshtrain.data.order import FILLER, GroupedOrder, SampleOrder
 
 
 def epoch_of(order: SampleOrder, epoch: int = 0) -> np.ndarray:
@@ -86,3 +87,25 @@ def test_a_step_of_a_trillion_samples_takes_no_time():
         return time.perf_counter() - begin
 
     assert min(map(seconds, range(100))) < 1e-3
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_group_is_sorted_by_length_and_holds_the_same_samples(drop_last):
+    lengths = np.random.default_rng(0).integers(1, 1000, 103)
+    plain = SampleOrder(103, global_batch_size=4, seed=2, drop_last=drop_last)
+    grouped = GroupedOrder(plain, lambda ids: np.where(ids < 0, 1, lengths[ids]), group=10, seed=2)
+    per_epoch = plain.steps_per_epoch
+    spans = []
+    for first in [*range(0, per_epoch, 10), *range(per_epoch, 2 * per_epoch, 10)]:
+        group = range(first, min(first + 10, per_epoch * (1 + first // per_epoch)))
+        batches = [grouped.sample_ids(step) for step in group]
+        assert sorted(np.concatenate(batches)) == sorted(np.concatenate([plain.sample_ids(step) for step in group]))
+        whole = [lengths[batch] for batch in batches if (batch >= 0).all()]
+        spans += [batch.max() - batch.min() for batch in whole]
+        # Each batch lies between its neighbours in length, whatever the order in which they come.
+        ranges = sorted((batch.min(), batch.max()) for batch in whole)
+        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    assert np.mean(spans) < 200
+    firsts = [lengths[grouped.sample_ids(step)].max() for step in range(10)]
+    assert firsts != sorted(firsts)
+    assert [grouped.epoch(step) for step in (0, per_epoch)] == [0, 1]

@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtrain.config.run import DataConfig, TokenizerConfig
-from meshtrain.data.prepare import (
-    PreparedData,
-    check_enough,
-    prepare_data,
-    train_order,
-    train_samples,
-    validation_order,
-    validation_samples,
-)
+from meshtrain.config.data import DataConfig, TokenizerConfig
+from meshtrain.data.feed import build_feed, check_enough, train_samples, validation_samples
+from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples import PackedSamples, PaddedSamples
 from meshtrain.errors import DataError
 from tests.data.corpora import write_lines
@@ -57,12 +50,12 @@ def test_training_without_validation(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"Data: train 100 documents, {tokens:,} tokens; vocabulary 258; tokenised into {tmp_path}/cache"
     )
-    assert data.validation is None
+    assert data.sources[0].validation is None
     assert validation_samples(data) is None
-    assert validation_order(data, global_batch_size=4) is None
+    assert build_feed(data, global_batch_size=4, seed=0).validation is None
     assert isinstance(train_samples(data), PackedSamples)
     assert len(train_samples(data)) == (tokens - 1) // 32
-    assert data.unigram_entropy_nats == data.train.counts.unigram_entropy_nats
+    assert data.unigram_entropy_nats == data.sources[0].train.counts.unigram_entropy_nats
 
 
 def test_the_second_time_it_is_only_opened(tmp_path, capsys):
@@ -75,17 +68,17 @@ def test_the_second_time_it_is_only_opened(tmp_path, capsys):
     assert "; vocabulary 258; from " in out
     assert out.count("\n") == 1
     assert second.identity == first.identity
-    assert second.train.directory == first.train.directory
+    assert second.sources[0].train.directory == first.sources[0].train.directory
 
 
 def test_validation_by_fraction(tmp_path):
     data = prepare_data(configure(tmp_path, validation=0.1, form="padded"))
 
-    assert data.validation is not None
-    assert data.train.counts.documents + data.validation.counts.documents == 100
-    assert 1 <= data.validation.counts.documents <= 25
+    assert data.sources[0].validation is not None
+    assert data.sources[0].train.counts.documents + data.sources[0].validation.counts.documents == 100
+    assert 1 <= data.sources[0].validation.counts.documents <= 25
     assert isinstance(validation_samples(data), PaddedSamples)
-    assert data.unigram_entropy_nats == data.validation.counts.unigram_entropy_nats
+    assert data.unigram_entropy_nats == data.sources[0].validation.counts.unigram_entropy_nats
 
 
 def test_validation_by_files(tmp_path, capsys):
@@ -94,9 +87,9 @@ def test_validation_by_files(tmp_path, capsys):
     data = prepare_data(configure(tmp_path, validation=[str(path)]))
 
     assert "; validation 2 documents, 19 tokens; vocabulary 258; tokenised into " in capsys.readouterr().out
-    assert data.train.counts.documents == 100
-    assert data.validation is not None
-    assert data.validation.counts.documents == 2
+    assert data.sources[0].train.counts.documents == 100
+    assert data.sources[0].validation is not None
+    assert data.sources[0].validation.counts.documents == 2
 
 
 def test_skipped_records_are_told(tmp_path, capsys):
@@ -113,17 +106,16 @@ def test_orders_follow_the_run(tmp_path):
     plain = prepare_data(configure(tmp_path, validation=0.1, shuffle=False, drop_last=False))
     num_samples = len(train_samples(shuffled))
 
-    first, second = train_order(shuffled, global_batch_size=7, seed=1), train_order(plain, global_batch_size=7, seed=1)
-    evaluation = validation_order(shuffled, global_batch_size=7)
+    feed = build_feed(shuffled, global_batch_size=7, seed=1)
+    first, second = feed.order, build_feed(plain, global_batch_size=7, seed=1).order
+    assert feed.validation is not None
+    samples, evaluation = feed.validation
 
     assert first.steps_per_epoch == num_samples // 7
     assert second.steps_per_epoch == -(-num_samples // 7)
     assert not np.array_equal(first.sample_ids(0), np.arange(7))
     assert np.array_equal(second.sample_ids(0), np.arange(7))
-    assert evaluation is not None
     seen = np.concatenate([evaluation.sample_ids(step) for step in range(evaluation.steps_per_epoch)])
-    samples = validation_samples(shuffled)
-    assert samples is not None
     assert np.array_equal(seen[seen >= 0], np.arange(len(samples)))
 
 
@@ -266,8 +258,9 @@ def test_all_ranks_at_once_on_a_broken_file(tmp_path):
 
 PREPARE = """
 import json, sys
-from meshtrain.config.run import DataConfig
-from meshtrain.data.prepare import check_enough, prepare_data, train_samples
+from meshtrain.config.data import DataConfig
+from meshtrain.data.feed import check_enough, train_samples
+from meshtrain.data.prepare import prepare_data
 data = prepare_data(DataConfig.model_validate_json(sys.argv[1]))
 check_enough(data, 4)
 print(*sys.modules)

@@ -1,12 +1,13 @@
 """Samples: what is cut from a token file is exactly what is in it."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from meshtrain.data.order import FILLER
-from meshtrain.data.samples import IGNORE_INDEX, PackedSamples, PaddedSamples
+from meshtrain.data.samples import IGNORE_INDEX, MixedSamples, PackedSamples, PaddedSamples
 from tests.data.corpora import expected_tokens, random_texts, token_file
 
 
@@ -92,3 +93,98 @@ def test_attention_over_a_filler_row_sees_something(tmp_path):
     rows = PaddedSamples(tokens, 4, pad_id=tokenizer.pad_id).read(np.array([FILLER]))
 
     assert rows["attention_mask"].tolist() == [[1, 0, 0, 0]]
+
+
+def test_separate_documents_begin_anew_and_are_not_foretold(tmp_path):
+    texts = random_texts(random.Random(2), count=50, longest=12)
+    tokens, tokenizer = token_file(tmp_path, texts)
+    documents = expected_tokens(texts, tokenizer)
+    stream = np.concatenate(documents)
+    begins = np.cumsum([0, *map(len, documents)])
+    samples = PackedSamples(tokens, 16, pad_id=tokenizer.pad_id, separate_documents=True)
+
+    rows = samples.read(np.append(np.arange(len(samples)), FILLER))
+
+    for sample in range(len(samples)):
+        start = sample * 16
+        for column in range(16):
+            place = start + column
+            document_start = begins[np.searchsorted(begins, place, "right") - 1]
+            assert rows["input_ids"][sample, column] == stream[place]
+            assert rows["position_ids"][sample, column] == place - max(document_start, start)
+            foretold = IGNORE_INDEX if place + 1 in begins else stream[place + 1]
+            assert rows["labels"][sample, column] == foretold
+    assert rows["position_ids"][-1].tolist() == list(range(16))
+    assert (rows["labels"][-1] == IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("form", ["packed", "separate", "padded"])
+def test_without_tokens_all_else_is_the_same(tmp_path, form, trained):
+    tokens, tokenizer = token_file(tmp_path, random_texts(random.Random(3), count=30))
+    if trained:
+        tokens = replace(tokens, trained=np.random.default_rng(0).random(tokens.counts.tokens) < 0.5)
+    if form == "padded":
+        samples = PaddedSamples(tokens, 16, pad_id=tokenizer.pad_id)
+    else:
+        samples = PackedSamples(tokens, 16, pad_id=tokenizer.pad_id, separate_documents=form == "separate")
+    ids = np.array([3, FILLER, 0, 7])
+
+    whole, blank = samples.read(ids), samples.read(ids, with_tokens=False)
+
+    assert whole.keys() == blank.keys()
+    for name in whole.keys() - {"input_ids", "labels"}:
+        assert np.array_equal(whole[name], blank[name])
+    is_trained = whole["labels"] != IGNORE_INDEX
+    assert np.array_equal(is_trained, blank["labels"] != IGNORE_INDEX)
+    assert set(blank["input_ids"][[0, 2, 3]].ravel().tolist()) <= {0, tokenizer.pad_id}
+    assert set(blank["labels"].ravel().tolist()) <= {0, IGNORE_INDEX}
+    if trained:
+        assert 0.2 < is_trained[[0, 2, 3]].mean() < 0.6 if form != "padded" else is_trained.any()
+
+
+def test_only_what_is_marked_is_trained_on(tmp_path):
+    texts = ["abcdef", "ghi"]
+    tokens, tokenizer = token_file(tmp_path, texts)
+    marks = np.array([0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0], bool)
+    tokens = replace(tokens, trained=marks)
+    first, second = expected_tokens(texts, tokenizer)
+
+    packed = PackedSamples(tokens, 10, pad_id=0).read(np.array([0]))
+    padded = PaddedSamples(tokens, 8, pad_id=0).read(np.array([0, 1]))
+
+    stream = [*first, *second]
+    assert packed["labels"][0].tolist() == [stream[t] if marks[t] else IGNORE_INDEX for t in range(1, 11)]
+    assert padded["labels"][0, :6].tolist() == [first[t] if marks[t] else IGNORE_INDEX for t in range(1, 7)]
+    assert padded["labels"][1, :3].tolist() == [second[t] if marks[7 + t] else IGNORE_INDEX for t in range(1, 4)]
+
+
+def test_batches_are_as_wide_as_their_longest_sample(tmp_path):
+    tokens, tokenizer = token_file(tmp_path, ["a" * length for length in (3, 7, 8, 30)])
+    samples = PaddedSamples(tokens, 20, pad_id=tokenizer.pad_id, pad_to_multiple_of=4)
+
+    assert [samples.width(np.array(ids)) for ids in ([0], [0, 1], [1, 2], [3], [FILLER])] == [4, 8, 12, 20, 4]
+    assert samples.read(np.array([0]))["input_ids"].shape == (1, 4)
+    whole, narrow = samples.read(np.array([0]), 20), samples.read(np.array([0]), 8)
+    for name, array in narrow.items():
+        assert np.array_equal(array, whole[name][:, :8])
+
+
+def test_mixed_samples_are_those_of_their_sources(tmp_path):
+    parts = []
+    for name, count in (("a", 30), ("b", 5), ("c", 60)):
+        tokens, tokenizer = token_file(tmp_path / name, random_texts(random.Random(name), count=count))
+        parts.append(PaddedSamples(tokens, 24, pad_id=tokenizer.pad_id, pad_to_multiple_of=1))
+    mixed = MixedSamples(parts)
+    assert len(mixed) == 95
+
+    ids = np.array([94, 0, 31, FILLER, 29, 34, 35])
+    width = mixed.width(ids)
+    rows = mixed.read(ids, width)
+
+    own = [(2, 59), (0, 0), (1, 1), (0, FILLER), (0, 29), (1, 4), (2, 0)]
+    assert width == max(parts[part].width(np.array([number])) for part, number in own)
+    for row, (part, number) in enumerate(own):
+        expected = parts[part].read(np.array([number]), width)
+        assert all(np.array_equal(rows[name][row], expected[name][0]) for name in expected)
+        assert mixed.lengths(ids)[row] == parts[part].lengths(np.array([number]))[0]

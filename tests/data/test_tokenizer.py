@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import END_TOKEN, PAD_TOKEN, find_tokenizer, train_tokenizer, use_all_cores
+from meshtrain.data.tokenizer import find_tokenizer, use_all_cores
+from meshtrain.data.tokenizer_training import END_TOKEN, PAD_TOKEN, train_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import open_corpus, random_texts, write_lines
 
@@ -45,7 +46,7 @@ def problem_of(path: Path | str, cache: Cache) -> str:
 
 
 def test_a_trained_tokenizer_is_one_that_hugging_face_loads(tmp_path, cache):
-    files = train_tokenizer(open_corpus(write_lines(tmp_path / "a.jsonl", TEXTS), cache=cache), 280, cache)
+    files = train_tokenizer([open_corpus(write_lines(tmp_path / "a.jsonl", TEXTS), cache=cache)], 280, cache)
 
     loaded = AutoTokenizer.from_pretrained(files.directory)
 
@@ -62,24 +63,24 @@ def test_a_trained_tokenizer_is_one_that_hugging_face_loads(tmp_path, cache):
 def test_it_is_trained_once(tmp_path, cache, capsys):
     corpus = open_corpus(write_lines(tmp_path / "a.jsonl", TEXTS), cache=cache)
 
-    first, second = train_tokenizer(corpus, 280, cache), train_tokenizer(corpus, 280, cache)
+    first, second = train_tokenizer([corpus], 280, cache), train_tokenizer([corpus], 280, cache)
 
     assert first == second
     assert capsys.readouterr().out == "Training a byte-level BPE of 280 tokens\n"
-    assert train_tokenizer(corpus, 281, cache).identity != first.identity
+    assert train_tokenizer([corpus], 281, cache).identity != first.identity
 
 
 def test_a_small_text_gives_fewer_tokens_than_asked_for(tmp_path, cache):
     (tmp_path / "a.txt").write_text("ab")
 
-    assert train_tokenizer(open_corpus(tmp_path / "a.txt", cache=cache), 5000, cache).vocab_size == 259
+    assert train_tokenizer([open_corpus(tmp_path / "a.txt", cache=cache)], 5000, cache).vocab_size == 259
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path, cache):
     first, others = "zebra " * 50, ["the cat sat on the mat"] * 20
     corpus = open_corpus(write_lines(tmp_path / "a.jsonl", [first, *others]), cache=cache, held_out=1e-9)
 
-    files = train_tokenizer(corpus, 400, cache)
+    files = train_tokenizer([corpus], 400, cache)
 
     assert "Ġcat" in files.load().get_vocab()
     assert not any("ze" in token for token in files.load().get_vocab())
@@ -89,16 +90,16 @@ TRAIN_ELSEWHERE = """
 import sys
 from pathlib import Path
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import train_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer
 from tests.data.corpora import open_corpus
 cache = Cache(Path(sys.argv[1]))
-print(train_tokenizer(open_corpus(sys.argv[2], cache=cache), 1000, cache).identity)
+print(train_tokenizer([open_corpus(sys.argv[2], cache=cache)], 1000, cache).identity)
 """
 
 
 def test_every_machine_trains_the_same_tokenizer(tmp_path, cache):
     source = write_lines(tmp_path / "a.jsonl", random_texts(random.Random(0), 3000))
-    here = train_tokenizer(open_corpus(source, cache=cache), 1000, cache).identity
+    here = train_tokenizer([open_corpus(source, cache=cache)], 1000, cache).identity
 
     environment = os.environ | {"PYTHONHASHSEED": "5", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     there = subprocess.run(

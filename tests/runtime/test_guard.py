@@ -1,10 +1,15 @@
 """One process fails, and all stop with the same words: the words here, real processes and real kills at the end."""
 
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 
 import pytest
+import torch.distributed as dist
 
 from meshtrain.errors import DataError
 from meshtrain.runtime.failure import (
@@ -108,6 +113,99 @@ def test_a_main_thread_is_seen_from_outside():
     assert describe(frames[1]).endswith("in test_a_main_thread_is_seen_from_outside")
     assert describe(frames[0]).startswith("meshtrain/runtime/stuck.py:")
     assert not is_waiting(frames)
+
+
+def frame_in(file: str) -> FrameType:
+    names: dict[str, FrameType] = {}
+    exec(compile("import sys; frame = sys._getframe()", file, "exec"), names)  # noqa: S102 - a frame of that file
+    return names["frame"]
+
+
+def test_who_writes_files_for_torch_does_not_wait():
+    collective = frame_in("/x/torch/distributed/distributed_c10d.py")
+    assert is_waiting([collective])
+    assert not is_waiting([collective, frame_in("/x/torch/distributed/checkpoint/filesystem.py")])
+
+
+def test_a_main_thread_that_waits_for_the_saving_one_is_where_that_is():
+    seen, may_end = [], threading.Event()
+
+    def look() -> None:
+        time.sleep(0.2)
+        seen.extend(describe(frame) for frame in innermost_frames())
+        may_end.set()
+
+    saving = threading.Thread(target=may_end.wait, name="checkpoint")
+    saving.start()
+    threading.Thread(target=look).start()
+    saving.join()
+    assert any(frame.endswith(" in run") for frame in seen)
+    assert not any(" in test_a_main_thread" in frame for frame in seen)
+
+
+END_UNHEARD = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from meshtrain.runtime.failure import Failure
+from meshtrain.runtime.guard import Guard
+from meshtrain.runtime.place import Limits
+
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(2, True)
+limits = Limits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
+guard = Guard(
+    dist.HashStore(), 0, 2, directory=Path(sys.argv[1]), limits=limits, hosts_store=False, is_stopping=lambda: False
+)
+guard._end(Failure("gone", 1, "h", "is gone"))
+"""
+
+
+def test_who_is_read_by_nobody_ends_all_the_same(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", END_UNHEARD, str(tmp_path)], stderr=subprocess.PIPE)
+    try:
+        assert process.wait(60) == 3
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+HOST_THE_STORE = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+from meshtrain.runtime.failure import Failure, Report
+from meshtrain.runtime.guard import Guard
+from meshtrain.runtime.place import Limits
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+limits = Limits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
+guard = Guard(store, 0, 3, directory=Path(sys.argv[1]), limits=limits, hosts_store=True, is_stopping=lambda: False)
+reports = [Report(rank, "h", "step 5", ("a.py",) if rank < 2 else (), rank == 0) for rank in range(3)]
+print(store.port, flush=True)
+guard._end(Failure(sys.argv[2], 1, "h", "is it", reports=tuple(reports)))
+"""
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("stuck", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
+def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
+    """Of three ranks, the last is silent; the second is the cause, and reads it after a second."""
+    command = [sys.executable, "-c", HOST_THE_STORE, str(tmp_path), kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+    begin = time.monotonic()
+    while not store.check(["told/0"]):
+        time.sleep(0.01)
+    time.sleep(1.0)
+    store.set("told/1", "")
+    assert process.wait(30) == 3
+    shortest, longest = seconds
+    assert shortest <= time.monotonic() - begin < longest
+    process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,15 @@ from transformers.models.qwen3 import modeling_qwen3
 from meshtrain import console
 from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
 from meshtrain.config.run import (
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     LearningRateConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    TokenizerConfig,
 )
 from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
@@ -140,7 +139,9 @@ def train_here(config: RunConfig) -> list[dict[str, Any]]:
     def spy(trainer: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
         mesh = trainer.pipeline.mesh
         place = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
-        seen.append({"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": batch["input_ids"].tolist()})
+        reads = trainer.pipeline.has_first_stage or trainer.pipeline.has_last_stage
+        tokens = batch["input_ids"].tolist()
+        seen.append({"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": tokens, "reads": reads})
         return step_of_product(trainer, step, batch, sample_ids)
 
     loop.train_step = spy
@@ -152,8 +153,12 @@ def samples_seen(ranks: list[list[dict[str, Any]]]) -> dict[int, tuple[list[int]
     """Return step -> sample ids and rows of tokens of the whole global batch, put together from all ranks."""
     result = {}
     for steps in zip(*ranks, strict=True):
-        rows = {seen["place"]: seen["tokens"] for seen in steps}
-        assert all(seen["ids"] == steps[0]["ids"] and rows[seen["place"]] == seen["tokens"] for seen in steps)
+        rows = {seen["place"]: seen["tokens"] for seen in steps if seen["reads"]}
+        assert all(seen["ids"] == steps[0]["ids"] for seen in steps)
+        for seen in steps:
+            whole = np.array(rows[seen["place"]])
+            # Between the embedding and the head there are no tokens.
+            assert np.array_equal(seen["tokens"], whole if seen["reads"] else np.zeros_like(whole))
         result[steps[0]["step"]] = (steps[0]["ids"], [row for place in sorted(rows) for row in rows[place]])
     return result
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
-from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, read_manifest
+from meshtrain.config.run import CheckpointConfig, EvaluationConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
+from meshtrain.training import loop
+from meshtrain.training.run import Ending, train
 from tests.chaos.elastic import lose_a_machine
 from tests.chaos.stops import FAULTY, children_of, is_running, torchrun
+from tests.ranks import run_on_ranks
 from tests.training.runs import build_run
 from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
 
@@ -117,6 +120,28 @@ def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Pat
     ended = run(*ALONE, "train", str(tmp_path / "run.toml"), "stop_after=1h")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "step 1 done" in ended.stdout
+
+
+def train_and_be_asked_while_evaluating(config: RunConfig) -> Ending:
+    evaluate = loop.evaluate
+
+    def evaluate_long(*arguments: Any) -> float:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return evaluate(*arguments)
+
+    loop.evaluate = evaluate_long
+    return train(config)
+
+
+def test_a_wish_to_stop_during_an_evaluation_waits_for_no_further_step(tmp_path: Path) -> None:
+    config = build_run(
+        tmp_path / "out", "gpt2", in_float32((1, 1, 1, 1)), evaluation=EvaluationConfig(every=2, max_batches=1)
+    )
+    config = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.2})})
+    assert run_on_ranks(1, train_and_be_asked_while_evaluating, config, joins=False) == [Ending.ASKED]
+    (saved,) = (tmp_path / "out" / CHECKPOINTS_NAME).iterdir()
+    assert saved.name == "step-2"
+    assert read_manifest(saved).evaluation_loss is not None
 
 
 @pytest.mark.parametrize("share", ["0", "1"])

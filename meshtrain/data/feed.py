@@ -1,0 +1,138 @@
+"""What training reads: samples of all sources, and the order that says which of them make up which step."""
+
+from dataclasses import dataclass
+
+from meshtrain.data.mixture import MixedSource, MixtureOrder
+from meshtrain.data.order import GroupedOrder, Order, SampleOrder
+from meshtrain.data.prepare import PreparedData, PreparedSource
+from meshtrain.data.samples import MixedSamples, PackedSamples, PaddedSamples, Samples
+from meshtrain.data.token_file import TokenFile
+from meshtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Feed:
+    """All that a run reads.
+
+    Attributes:
+        samples: to train on.
+        order: which of them make up which step.
+        validation: the samples to evaluate on and their order, if the run has any: every sample once, as stored.
+    """
+
+    samples: Samples
+    order: Order
+    validation: tuple[Samples, SampleOrder] | None
+
+    def check_steps(self, num_steps: int) -> None:
+        """Check that there are so many steps.
+
+        Raises:
+            DataError: if all sources end before.
+        """
+        found = self.order.num_steps
+        if found is not None and found < num_steps:
+            raise DataError(
+                f"data.sources: all of them end, after {found:,} steps, and the run has {num_steps:,}; set steps to "
+                f"{found:,} or less, or let one of them begin again with repeat = true"
+            )
+
+
+def build_feed(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Feed:
+    """Return what a run reads.
+
+    Raises:
+        DataError: if there is too little of it, or the share of a source is too small.
+    """
+    check_enough(prepared, global_batch_size)
+    samples = train_samples(prepared)
+    order = _order(prepared, samples, global_batch_size=global_batch_size, seed=seed)
+    if prepared.config.group_by_length is not None:
+        order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
+    held_out, validation = validation_samples(prepared), None
+    if held_out is not None:
+        in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
+        validation = held_out, in_order
+    return Feed(samples, order, validation)
+
+
+def train_samples(prepared: PreparedData) -> Samples:
+    """Return the samples to train on."""
+    return _joined([_samples(prepared, source.train) for source in prepared.sources])
+
+
+def validation_samples(prepared: PreparedData) -> Samples | None:
+    """Return the samples to evaluate on, if the run has any."""
+    parts = [_samples(prepared, source.validation) for source in prepared.sources if source.validation]
+    return _joined(parts) if parts else None
+
+
+def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
+    """Check that there is at least one step to train, and one to evaluate if there is a validation text.
+
+    Raises:
+        DataError: with what there is and what would do.
+    """
+    # Of several sources each needs one sample: batches are of all.
+    needed = global_batch_size if prepared.config.drop_last and len(prepared.sources) == 1 else 1
+    problems = []
+    for source in prepared.sources:
+        problems.append(_too_small("train", prepared, source, source.train, needed))
+        if source.validation:
+            problems.append(_too_small("validation", prepared, source, source.validation, 1))
+    if found := [problem for problem in problems if problem]:
+        raise DataError(found)
+
+
+def _order(prepared: PreparedData, samples: Samples, *, global_batch_size: int, seed: int) -> Order:
+    config, (first, *others) = prepared.config, prepared.sources
+    if not others and first.config.repeat:
+        return SampleOrder(
+            len(samples),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shuffle=config.shuffle,
+            drop_last=config.drop_last,
+        )
+    mixed = [
+        MixedSource(
+            source.name,
+            len(_samples(prepared, source.train)),
+            weight=source.config.weight,
+            repeats=source.config.repeat,
+            shuffle=config.shuffle,
+        )
+        for source in prepared.sources
+    ]
+    return MixtureOrder(mixed, global_batch_size=global_batch_size, seed=seed)
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    return parts[0] if len(parts) == 1 else MixedSamples(parts)
+
+
+def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
+    config, pad_id = prepared.config, prepared.tokenizer.pad_id
+    if config.form == "padded":
+        multiple = config.pad_to_multiple_of
+        return PaddedSamples(tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple)
+    separate = config.documents == "separate"
+    return PackedSamples(tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate)
+
+
+def _too_small(key: str, prepared: PreparedData, source: PreparedSource, tokens: TokenFile, needed: int) -> str | None:
+    length, num_samples = prepared.config.sequence_length, len(_samples(prepared, tokens))
+    if num_samples >= needed:
+        return None
+    found = (
+        f"{prepared.config.key_of(source.name, key)}: {tokens.counts.documents:,} documents with "
+        f"{tokens.counts.tokens:,} tokens make {num_samples:,} {prepared.config.form} samples of {length:,} tokens, "
+        f"and one batch needs {needed:,}"
+    )
+    ways = ["give it more text"]
+    if needed > 1 and num_samples:
+        ways += [f"lower global_batch_size to {num_samples:,} or less", "set data.drop_last to false"]
+    longest = (tokens.counts.tokens - 1) // needed
+    if prepared.config.form == "packed" and longest:
+        ways.append(f"lower data.sequence_length to {longest:,} or less")
+    return f"{found}: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"

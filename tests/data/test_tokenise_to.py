@@ -1,0 +1,185 @@
+"""`meshtrain tokenize` and `meshtrain tokenizer train`: what they write, and what they say."""
+
+import fcntl
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from meshtrain.data.cache import Cache
+from meshtrain.data.open_tokens import open_token_file
+from meshtrain.data.tokenise_to import Order, tokenise_to
+from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokenizer_training import train_tokenizer_to
+from meshtrain.errors import DataError
+from tests.data.corpora import byte_tokenizer, expected_tokens, write_lines
+
+TEXTS = [f"document {number}\n" for number in range(200)]
+
+
+@pytest.fixture
+def cache(tmp_path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def tokenizer(cache) -> TokenizerFiles:
+    return byte_tokenizer(cache)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_lines(tmp_path / "texts.jsonl", TEXTS)
+
+
+@pytest.fixture
+def order(tmp_path, source, tokenizer):
+    def make(**options) -> Order:
+        defaults = {"sources": [str(source)], "tokenizer": str(tokenizer.directory), "output": tmp_path / "out"}
+        return Order(**(defaults | options))
+
+    return make
+
+
+def problem_of(order: Order, cache: Cache) -> str:
+    with pytest.raises(DataError) as caught:
+        tokenise_to(order, cache)
+    return str(caught.value)
+
+
+def documents_of(place: Path, tokenizer: TokenizerFiles, cache: Cache) -> list[list[int]]:
+    file = open_token_file(str(place), tokenizer, cache)
+    return [file.tokens[start:end].tolist() for start, end in pairwise(file.offsets.tolist())]
+
+
+@pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
+def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path, capsys, kind):
+    tokenise_to(order(format=kind), cache)
+
+    assert documents_of(tmp_path / "out/train", tokenizer, cache) == expected_tokens(TEXTS, tokenizer)
+    parts = {"meshtrain": {"train"}, "megatron": {"train.bin", "train.idx"}}[kind]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tokenizer", "tokenize.json"} | parts
+    beside = find_tokenizer(f"{tmp_path}/out/tokenizer", cache)
+    assert beside.identity == tokenizer.identity
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    tokens = sum(len(text) + 1 for text in TEXTS)
+    assert ["train", "200", f"{tokens:,}", "0.0", "MB", "0.93"] in [line.split() for line in shown]
+    assert shown[-3:] == [
+        "To train on it:",
+        f'data.train = ["{tmp_path}/out/train"]',
+        f'data.tokenizer.path = "{tmp_path}/out/tokenizer"',
+    ]
+
+
+def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkeypatch):
+    tokenise_to(order(output=tmp_path / "small", format="megatron"), cache)
+    monkeypatch.setattr("meshtrain.data.tokenise_to.megatron_type_of", lambda _: np.int32)
+    tokenise_to(order(output=tmp_path / "large", format="megatron"), cache)
+
+    small, large = ((tmp_path / name / "train.bin").read_bytes() for name in ("small", "large"))
+    assert np.array_equal(np.frombuffer(small, np.uint16), np.frombuffer(large, np.int32))
+    assert (tmp_path / "large/train.idx").read_bytes()[17] == 4
+
+
+def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
+    tokenise_to(order(validation=0.1, num_documents=150), cache)
+
+    record = json.loads((tmp_path / "out/tokenize.json").read_text())
+    assert record["sources"] == [{"path": str(source), "bytes": source.stat().st_size}]
+    assert sum(counts["documents"] for counts in record["parts"].values()) == 150
+    assert set(record["parts"]) == {"train", "validation"}
+
+
+def test_the_same_again_is_there_already_and_another_is_refused(order, source, cache, tmp_path, capsys):
+    tokenise_to(order(), cache)
+    capsys.readouterr()
+
+    tokenise_to(order(), cache)
+
+    assert capsys.readouterr().out == f"{tmp_path}/out holds just that already; nothing was done\n"
+    refusal = (
+        f"--output: {tmp_path}/out is there already, and was not made from these sources in this way; "
+        "remove it, or choose another place"
+    )
+    assert problem_of(order(format="megatron"), cache) == refusal
+    source.write_text('{"text": "other"}\n')
+    assert problem_of(order(), cache) == refusal
+    assert problem_of(order(output=tmp_path), cache).startswith(f"--output: {tmp_path} is there already")
+
+
+def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, tmp_path):
+    source.write_text('{"words": "one"}\n')
+
+    assert problem_of(order(), cache) == (
+        f'{source}, line 1: no key "text" (--text-key); the keys are "words"; mend it, or leave such records out with '
+        "--on-bad-record skip"
+    )
+    assert not (tmp_path / "out").exists()
+    assert problem_of(order(on_bad_record="skip"), cache) == (
+        f"{source}: no text found, but 0 empty documents and 1 skipped records; "
+        'check the files and --text-key, which is "text"'
+    )
+    tokenise_to(order(text_key="words"), cache)
+
+
+def test_one_document_cannot_be_parted(order, source, cache):
+    source.write_text('{"text": "one"}\n')
+
+    assert problem_of(order(validation=0.5), cache) == (
+        f"{source}: 1 documents cannot be parted by --validation 0.5; leave --validation out"
+    )
+
+
+def test_wrong_words(order, source, cache, tmp_path):
+    assert problem_of(order(sources=[f"{tmp_path}/none.txt"]), cache).startswith(
+        f'SOURCES: "{tmp_path}/none.txt" does '
+    )
+    assert problem_of(order(tokenizer=f"{tmp_path}/none"), cache) == (
+        f"--tokenizer: {tmp_path}/none does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
+        "or train one with meshtrain tokenizer train"
+    )
+
+
+def test_two_at_once(order, cache, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    descriptor = os.open(tmp_path / "out.partial", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    problem = problem_of(order(), cache)
+
+    os.close(descriptor)
+    assert problem == f"--output: another process is writing {tmp_path}/out; wait for it, or choose another place"
+    tokenise_to(order(), cache)
+
+
+def test_a_tokenizer_is_trained_into_a_directory(source, tmp_path, capsys):
+    train_tokenizer_to([str(source)], 280, tmp_path / "tok")
+
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "tok")) == 280
+    assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {tmp_path}/tok: 280 tokens"
+    with pytest.raises(DataError) as caught:
+        train_tokenizer_to([str(source)], 280, tmp_path / "tok")
+    assert str(caught.value) == f"--output: {tmp_path}/tok is there already; remove it, or choose another place"
+
+
+def test_a_tokenizer_of_few_documents(tmp_path, capsys):
+    source = write_lines(tmp_path / "a.jsonl", ["aa aa", "zebra zebra"])
+
+    train_tokenizer_to([str(source)], 5000, tmp_path / "tok", num_documents=1)
+
+    assert "ze" not in "".join(json.loads((tmp_path / "tok/tokenizer.json").read_text())["model"]["vocab"])
+    assert capsys.readouterr().err == "warning: the text has too few different words for 5,000 tokens\n"
+
+
+def test_a_tokenizer_of_broken_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_text("broken\n")
+
+    with pytest.raises(DataError) as caught:
+        train_tokenizer_to([f"{tmp_path}/a.jsonl"], 5000, tmp_path / "tok")
+
+    assert str(caught.value).endswith("; mend it, or leave such records out with --on-bad-record skip")
+    assert not (tmp_path / "tok").exists()

@@ -1,0 +1,269 @@
+"""Tokenising by many processes and after kills: the bytes are always the same, and no record is lost or doubled."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet
+import pytest
+
+from meshtrain.data import chunks, tokenising, workers
+from meshtrain.data.cache import Cache
+from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.sources import find_files
+from meshtrain.data.token_file import TRAIN, VALIDATION
+from meshtrain.data.tokenising import JOURNAL, Job, tokenise
+from meshtrain.errors import DataError
+from tests.data.corpora import byte_tokenizer, read_pieces, write_lines
+
+# Not forked: a fork would inherit the threads of tokenizers as ruins.
+context = multiprocessing.get_context("spawn")
+KINDS = ("a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet", "e.txt")
+
+
+@pytest.fixture(scope="module")
+def corpus_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hold some texts of every kind; some are broken, some empty, one is long."""
+    directory = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    texts = [f"document {number}\n" + "some words of it\n" * rng.randint(0, 100) for number in range(300)]
+    write_lines(directory / "a.jsonl", texts)
+    with (directory / "a.jsonl").open("a") as stream:
+        stream.write('broken\n{"text": ""}\n')
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(write_lines(directory / "lines", texts).read_bytes()))
+    (directory / "lines").unlink()
+    (directory / "c.txt").write_text("one long document\n" * 70_000)
+    arrow.parquet.write_table(arrow.table({"text": [*texts, None, ""]}), directory / "d.parquet", row_group_size=500)
+    (directory / "e.txt").write_text("short")
+    return directory
+
+
+def job_of(directory: Path, cache: Cache, *, num_workers: int = 0, **options) -> Job:
+    files = tuple(find_files([f"{directory}/{name}" for name in KINDS], key="data.train"))
+    corpus = Corpus(files, tuple(file.path.name for file in files), **({"on_bad_record": "skip"} | options))
+    return Job(corpus, byte_tokenizer(cache), "Tokenising", num_workers=num_workers)
+
+
+def made(directory: Path, job: Job) -> dict[str, tuple[bytes, bytes, dict]]:
+    """Tokenise, and return what the files hold."""
+    directory.mkdir(exist_ok=True)
+    tokenise(directory, job=job)
+    return {part: content_of(directory / part) for part in job.parts}
+
+
+def content_of(part: Path) -> tuple[bytes, bytes, dict]:
+    counts = json.loads((part / "counts.json").read_text())
+    return (part / "tokens.bin").read_bytes(), (part / "documents.bin").read_bytes(), counts
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return Cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def expected(corpus_directory: Path, cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Return what one process makes without a stop."""
+    return made(tmp_path_factory.mktemp("expected"), job_of(corpus_directory, cache, held_out=0.1))
+
+
+def test_the_tokens_are_those_of_the_documents(corpus_directory, cache, expected, tmp_path):
+    files = [corpus_directory / name for name in KINDS]
+    pieces, reader = read_pieces(*files, on_bad_record="skip", held_out=0.1)
+
+    for part, is_held_out in ((TRAIN, False), (VALIDATION, True)):
+        # One token per byte, and one at the end.
+        text = "".join(piece.text + "\0" * piece.ends_document for piece in pieces if piece.is_held_out is is_held_out)
+        assert expected[part][2]["documents"] == text.count("\0")
+        assert expected[part][2]["tokens"] == len(text)
+        assert len(expected[part][0]) == 2 * len(text)
+    assert (expected[TRAIN][2]["skipped_records"], expected[TRAIN][2]["empty_documents"]) == (2, 2)
+    assert (reader.skipped_records, reader.empty_documents) == (2, 2)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make many blocks of a small corpus."""
+    for module in (tokenising, workers):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 15)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 14)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected, tmp_path, num_workers):
+    assert made(tmp_path / "out", job_of(corpus_directory, cache, num_workers=num_workers, held_out=0.1)) == expected
+
+
+def tokenise_elsewhere(directory: Path, job: Job) -> None:
+    os.nice(19)
+    tokenising.SECONDS_BETWEEN_ENTRIES = 0.0
+    tokenising.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
+    chunks.CHUNK_BYTES = 1 << 14
+    tokenise(directory, job=job)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def position_in(directory: Path) -> list[int]:
+    """Return where the journal is, [-1] before there is one."""
+    try:
+        return json.loads((directory / JOURNAL).read_text())["position"]
+    except FileNotFoundError:
+        return [-1]
+
+
+def kill_after_next_entry(directory: Path, job: Job) -> list[int]:
+    before = position_in(directory)
+    process = context.Process(target=tokenise_elsewhere, args=(directory, job))
+    process.start()
+    wait_until(lambda: position_in(directory) > before or not process.is_alive())
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return position_in(directory)
+
+
+def test_however_often_it_is_killed_the_bytes_are_the_same(corpus_directory, cache, expected, tmp_path, capsys):
+    directory = tmp_path / "out"
+    directory.mkdir()
+
+    places = [
+        kill_after_next_entry(directory, job_of(corpus_directory, cache, num_workers=workers, held_out=0.1))
+        for workers in (0, 2, 0, 1)
+    ]
+    capsys.readouterr()
+    ended = made(directory, job_of(corpus_directory, cache, held_out=0.1))
+
+    assert places == sorted(places)
+    assert len({tuple(place) for place in places}) == len(places)
+    assert ended == expected
+    # It went on where it was, and did not start over.
+    assert not capsys.readouterr().out.startswith("Tokenising  0.0/")
+    assert not (directory / JOURNAL).exists()
+
+
+def test_a_journal_of_another_job_is_not_believed(corpus_directory, cache, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    kill_after_next_entry(directory, job_of(corpus_directory, cache, held_out=0.1))
+    other = job_of(corpus_directory, cache)
+
+    assert made(directory, other) == made(tmp_path / "fresh", other)
+    assert not (directory / VALIDATION).exists()
+
+
+def test_a_journal_that_says_more_than_the_files_hold_is_not_believed(corpus_directory, cache, expected, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    job = job_of(corpus_directory, cache, held_out=0.1)
+    kill_after_next_entry(directory, job)
+    os.truncate(directory / TRAIN / "tokens.bin", 10)
+
+    assert made(directory, job) == expected
+
+
+def test_what_was_done_before_a_bad_record_is_kept_for_who_leaves_it_out(corpus_directory, cache, tmp_path, capsys):
+    directory = tmp_path / "out"
+    with pytest.raises(DataError, match=f"{corpus_directory}/a.jsonl, line 301: not JSON"):
+        made(directory, job_of(corpus_directory, cache, on_bad_record="fail"))
+    capsys.readouterr()
+
+    ended = made(directory, job_of(corpus_directory, cache))
+
+    assert ended == made(tmp_path / "fresh", job_of(corpus_directory, cache))
+
+
+def test_who_does_not_leave_out_does_not_go_on_with_what_was_left_out(corpus_directory, cache, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    while position_in(directory)[0] < 1:
+        kill_after_next_entry(directory, job_of(corpus_directory, cache))
+
+    with pytest.raises(DataError, match=f"{corpus_directory}/a.jsonl, line 301: not JSON"):
+        tokenise(directory, job=job_of(corpus_directory, cache, on_bad_record="fail"))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("limit", [1, 100, 299, 300, 301, 600, 601, 602])
+def test_only_the_first_documents(corpus_directory, cache, expected, tmp_path, limit):
+    # Beyond the limit nothing is looked at: what is broken there does not matter.
+    policy = "fail" if limit <= 300 else "skip"
+
+    tokens, documents, counts = made(
+        tmp_path / "out", job_of(corpus_directory, cache, num_documents=limit, on_bad_record=policy)
+    )[TRAIN]
+
+    assert counts["documents"] == limit
+    assert counts["skipped_records"] == (limit > 300)
+    whole = made(tmp_path / "whole", job_of(corpus_directory, cache))[TRAIN] if limit == 601 else None
+    if whole:
+        assert whole[0].startswith(tokens)
+        assert whole[1].startswith(documents)
+
+
+def test_workers_end_with_who_started_them(corpus_directory, cache, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    process = context.Process(
+        target=tokenise_elsewhere, args=(directory, job_of(corpus_directory, cache, num_workers=2))
+    )
+    process.start()
+    wait_until(lambda: position_in(directory) > [-1])
+    workers = children_of(process.pid)
+    assert len([worker for worker in workers if "encoding_worker" in command_of(worker)]) == 2
+
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+    wait_until(lambda: not any("encoding_worker" in command_of(worker) for worker in workers))
+
+
+def test_a_worker_that_is_killed_is_told(corpus_directory, cache, tmp_path):
+    directory = tmp_path / "out"
+    directory.mkdir()
+    problems = context.Queue()
+    job = job_of(corpus_directory, cache, num_workers=1)
+    process = context.Process(target=tell_problem, args=(directory, job, problems))
+    process.start()
+    wait_until(lambda: position_in(directory) > [-1])
+    (worker,) = [child for child in children_of(process.pid) if "encoding_worker" in command_of(child)]
+
+    os.kill(worker, signal.SIGKILL)
+
+    assert problems.get(timeout=60) == (
+        "a process that tokenises ended (exit code -9); if this machine was short of memory, "
+        "let fewer work at a time (--workers); start again: what is done is kept",
+    )
+    process.join()
+
+
+def tell_problem(directory: Path, job: Job, problems: multiprocessing.Queue) -> None:
+    try:
+        tokenise_elsewhere(directory, job)
+    except DataError as error:
+        problems.put(error.problems)
+
+
+def children_of(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True).stdout
+    return [int(word) for word in found.split()]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
