@@ -42,18 +42,6 @@ app.add_typer(tokenizer_app, name="tokenizer")
 data_app = typer.Typer(help="Look at data.")
 app.add_typer(data_app, name="data")
 
-corpus_app = typer.Typer(help="Prepare a corpus: from links or raw documents to text that is ready to be tokenised.")
-app.add_typer(corpus_app, name="corpus")
-
-CorpusFile = Annotated[Path, typer.Argument(metavar="FILE", help="The corpus file.", show_default=False)]
-CorpusOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as clean.minimum_tokens=64.", show_default=False),
-]
-Redo = Annotated[
-    str | None, typer.Option(metavar="STEP", help="Remove this step and what follows first.", show_default=False)
-]
-
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -295,72 +283,42 @@ def convert_checkpoint(
     convert(open_location(source), open_location(target))
 
 
-def _prepare_corpus(file: Path, overrides: list[str] | None, only: str | None, redo: str | None) -> None:
+@app.command()
+def corpus(
+    what: Annotated[
+        Literal["run", "urls", "download", "clean", "deduplicate", "shuffle", "split", "report"],
+        typer.Argument(
+            metavar="WHAT",
+            help="All steps, one of them, or a report of what they did.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The corpus file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as clean.minimum_tokens=64."),
+    ] = None,
+    redo: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
+    ] = None,
+) -> None:
+    """Prepare a corpus, from links or raw documents, and report what happened to every document."""
     from meshtrain.config.toml import load_corpus
 
     config = load_corpus(file, overrides or ())
+    if what == "report" and redo is not None:
+        raise ConfigError("--redo belongs to steps, and report runs none; leave it out")
     from meshtrain.corpus.installed import check_installed
 
     check_installed()
-    from meshtrain.corpus.run import run_chain
+    if what == "report":
+        from meshtrain.corpus.report import report
 
-    run_chain(config, only=only, redo=redo)
+        report(config)
+    else:
+        from meshtrain.corpus.run import run_chain
 
-
-@corpus_app.command("run")
-def run_corpus(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Run all steps of a corpus file, or go on where they stopped."""
-    _prepare_corpus(file, overrides, None, redo)
-
-
-@corpus_app.command("urls")
-def judge_urls(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Drop links that are malformed, too short, repeated or blacklisted."""
-    _prepare_corpus(file, overrides, "urls", redo)
-
-
-@corpus_app.command("download")
-def download_pages(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Fetch pages and extract their text."""
-    _prepare_corpus(file, overrides, "download", redo)
-
-
-@corpus_app.command("clean")
-def clean_documents(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Mend text, and drop what is too short or in another language."""
-    _prepare_corpus(file, overrides, "clean", redo)
-
-
-@corpus_app.command("deduplicate")
-def deduplicate_documents(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Keep one of each group of near duplicates."""
-    _prepare_corpus(file, overrides, "deduplicate", redo)
-
-
-@corpus_app.command("shuffle")
-def shuffle_documents(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Put documents into a random order."""
-    _prepare_corpus(file, overrides, "shuffle", redo)
-
-
-@corpus_app.command("split")
-def split_documents(file: CorpusFile, overrides: CorpusOverrides = None, redo: Redo = None) -> None:
-    """Set documents aside for validation and test."""
-    _prepare_corpus(file, overrides, "split", redo)
-
-
-@corpus_app.command("report")
-def report_corpus(file: CorpusFile, overrides: CorpusOverrides = None) -> None:
-    """Show what happened to every document, and write it down as a page with charts."""
-    from meshtrain.config.toml import load_corpus
-
-    config = load_corpus(file, overrides or ())
-    from meshtrain.corpus.installed import check_installed
-
-    check_installed()
-    from meshtrain.corpus.report import report
-
-    report(config)
+        run_chain(config, only=None if what == "run" else what, redo=redo)
 
 
 Sources = Annotated[

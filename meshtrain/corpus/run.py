@@ -12,6 +12,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
+from meshtrain.config.reading import shown
 from meshtrain.corpus.chain import build_chain
 from meshtrain.corpus.executors import counted, run_stage
 from meshtrain.corpus.shards import remove_partials
@@ -127,7 +128,7 @@ def _remove_from(steps: list[Step], redo: str) -> None:
     first = next(step for step in steps if step.name == redo).place.directory
     for path in sorted(first.parent.iterdir()):
         if DIRECTORY_OF_A_STEP.fullmatch(path.name) and path.name[:2] >= first.name[:2]:
-            console.line(f"Removing {path}")
+            console.line(f"Removing {shown(path)}")
             shutil.rmtree(path)
 
 
@@ -164,7 +165,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _next_command(step: Step, counts: Counts, following: str | None) -> str:
-    directory = step.place.directory
+    directory = Path(shown(step.place.directory))
     if following is not None:
         return f"Done. The next step: meshtrain corpus {following} FILE"
     if step.name == "urls":
