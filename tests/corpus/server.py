@@ -117,6 +117,10 @@ def running_site() -> Iterator[Site]:
         loop.run_until_complete(start())
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         loop.close()
 
     thread = threading.Thread(target=run)
