@@ -16,13 +16,17 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import DownloadConfig
-from meshtrain.corpus.answers import Refused
+from meshtrain.corpus.answers import CONNECTION, TIME_OUT, Refused
 from meshtrain.corpus.blocks import Documents, dropped_line, names_of
 from meshtrain.corpus.extractor import Extractor
 from meshtrain.corpus.fetch import Fetcher
 from meshtrain.corpus.shards import Compression, ShardWriter, as_line, list_shards, read_shard
 from meshtrain.corpus.stage import Stage
 from meshtrain.errors import UserError
+
+SILENT_HOST = "host does not answer"
+PAGES_OF_A_SILENT_HOST = 5
+"""After so many pages in a row without any answer the other links of a host are dropped: each would take minutes."""
 
 
 def download_stages(
@@ -120,6 +124,7 @@ class DownloadPages(PipelineStep):
         self.config = config
         self.compression = compression
         self.concurrent = concurrent
+        self._silent: defaultdict[str, int] = defaultdict(int)
 
     def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that there are, in the order of the links."""
@@ -176,9 +181,16 @@ class DownloadPages(PipelineStep):
             if not queues[host]:
                 continue
             position, url = queues[host].popleft()
-            try:
-                outcome = {"text": await extractor.text_of(await fetcher.fetch(url))}
-            except Refused as refused:
-                outcome = {"reason": refused.reason, "detail": refused.detail}
+            if self._silent[host] < PAGES_OF_A_SILENT_HOST:
+                outcome = await self._outcome(url, fetcher, extractor)
+                self._silent[host] = self._silent[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
+            else:
+                outcome = {"reason": SILENT_HOST, "detail": f"{PAGES_OF_A_SILENT_HOST} pages before it had none"}
             journal.add(position, outcome)
             turns.put_nowait(host)
+
+    async def _outcome(self, url: str, fetcher: Fetcher, extractor: Extractor) -> dict[str, str]:
+        try:
+            return {"text": await extractor.text_of(await fetcher.fetch(url))}
+        except Refused as refused:
+            return {"reason": refused.reason, "detail": refused.detail}

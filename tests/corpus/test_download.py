@@ -124,6 +124,13 @@ def test_no_more_requests_at_the_same_time_than_allowed(tmp_path, site, links):
     assert sum(site.visits.values()) == 48
 
 
+def test_a_host_that_never_answers_does_not_take_for_ever(tmp_path, site, links):
+    nowhere = [f"http://127.0.0.1:9/{number}" for number in range(9)]
+    prepare(links([*nowhere, site.url("page/1")]), "download.concurrent_per_host=1")
+
+    assert counts_of(tmp_path / "out" / "02-download")["dropped"] == {"connection": 5, "host does not answer": 4}
+
+
 @pytest.mark.parametrize(
     ("robots", "agent", "reason"),
     [
