@@ -28,10 +28,12 @@ from multiprocess import forkserver
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.lifetime import children_die_with_parent, die_with_parent
+from meshtrain.corpus.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 from meshtrain.corpus.stage import Stage
 from meshtrain.errors import DataError, UserError
 
+WORKERS = "workers.lock"
+"""Held by workers, beside the directories of the stages: a killed run's may live for a moment longer than it does."""
 SECONDS_BETWEEN_GLANCES = 0.2
 SECONDS_BETWEEN_QUEUE_GLANCES = 10.0
 
@@ -60,6 +62,7 @@ class LocalExecutor(LocalPipelineExecutor):
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         if self.workers > 1:
             die_with_parent()
+            hold_until_death(Path(self.logging_dir.resolve_paths("")).parent / WORKERS)
         said = Path(self.logging_dir.resolve_paths("said"))
         said.mkdir(parents=True, exist_ok=True)
         # datatrove shows on standard error what its log files have, and what a library warns of belongs there too.

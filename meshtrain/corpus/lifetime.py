@@ -1,12 +1,14 @@
 """Processes that end with the one that started them, even if it is killed: nobody must write beside its successor."""
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 _children_die = False
@@ -20,6 +22,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cache
+def hold_until_death(path: Path) -> int:
+    """Hold a lock file, with others, as long as this process lives; return its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def wait_for_holders(path: Path) -> None:
+    """Wait until every process that holds a lock file is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.reading import shown
 from meshtrain.corpus.chain import build_chain
-from meshtrain.corpus.executors import counted, run_stage
+from meshtrain.corpus.executors import WORKERS, counted, run_stage
+from meshtrain.corpus.lifetime import wait_for_holders
 from meshtrain.corpus.shards import remove_partials
 from meshtrain.corpus.shuffle import PARTS
 from meshtrain.corpus.steps import READ, Counts, Step, counting_stage
@@ -70,6 +71,7 @@ def _run_step(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
 
 def _work(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
     place = step.place
+    wait_for_holders(place.logs(WORKERS))
     remove_partials(place.directory)
     began = time.monotonic()
     stages = step.stages()
