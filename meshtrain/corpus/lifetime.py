@@ -1,0 +1,61 @@
+"""Processes that end with the one that started them, even if it is killed: nobody must write beside its successor."""
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+_children_die = False
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends. Linux only; elsewhere nothing happens."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cache
+def hold_until_death(path: Path) -> int:
+    """Hold a lock file, with others, as long as this process lives; return its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def wait_for_holders(path: Path) -> None:
+    """Wait until every process that holds a lock file is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def children_die_with_parent() -> Iterator[None]:
+    """Let processes that are forked meanwhile end with this one."""
+    global _children_die
+    _watch_forks()
+    _children_die = True
+    try:
+        yield
+    finally:
+        _children_die = False
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_die_if_wanted)
+
+
+def _die_if_wanted() -> None:
+    if _children_die:
+        die_with_parent()
