@@ -105,7 +105,6 @@ def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected,
 
 
 def tokenise_elsewhere(directory: Path, job: Job) -> None:
-    os.nice(19)
     tokenising.SECONDS_BETWEEN_ENTRIES = 0.0
     tokenising.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
     chunks.CHUNK_BYTES = 1 << 14
