@@ -9,6 +9,9 @@ from meshtrain.data.corpus_files import START, Corpus
 from meshtrain.data.cutting import Cutter, TooLongError
 from meshtrain.data.records import Problem, Text, parse
 
+MOST_TOLD = 3
+"""Records that are left out are shown, until there were so many; all are counted."""
+
 
 class Piece(NamedTuple):
     """A document, or a part of one that is too long to be tokenised at once."""
@@ -24,13 +27,17 @@ class DocumentReader:
 
     Iterating yields pieces; `disk_bytes` tells how much of the files was read and `skipped_records` how many records
     were broken, so far. A document without any text yields nothing but is counted in `empty_documents`.
+
+    Args:
+        tells: show which records are left out; not for who reads a corpus that is read again.
     """
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, *, tells: bool = True) -> None:
         self.disk_bytes = 0
         self.skipped_records = 0
         self.empty_documents = 0
         self._corpus = corpus
+        self._tells = tells
         self._num_documents = 0
         self._is_open = False
 
@@ -68,17 +75,26 @@ class DocumentReader:
         self._num_documents += record.ends_document
 
     def _count(self, problem: Problem) -> None:
-        count_problem(problem, self._corpus)
+        count_problem(problem, self._corpus, self.skipped_records, tells=self._tells)
         self.skipped_records += 1
 
 
-def count_problem(problem: Problem, corpus: Corpus) -> None:
-    """Do what a corpus says about records that are none, for one that is to be counted.
+def count_problem(problem: Problem, corpus: Corpus, num_before: int, *, tells: bool = True) -> None:
+    """Do what a corpus says about records that are none, for one that is to be counted: the first are shown.
+
+    Args:
+        num_before: how many were counted before.
+        tells: show it.
 
     Raises:
         DataError: if it says to fail.
     """
     if corpus.on_bad_record == "fail":
         raise corpus.refusal(problem.message)
+    if not tells:
+        return
     if problem.is_damage:
         console.warning(f"{problem.message}; what follows is left out")
+    elif num_before < MOST_TOLD:
+        is_last = num_before == MOST_TOLD - 1
+        console.warning(f"{problem.message}; left out{'; more are only counted' * is_last}")

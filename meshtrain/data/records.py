@@ -8,6 +8,9 @@ from meshtrain.data.chunks import Chunk, not_utf8
 from meshtrain.data.corpus_files import TEXT_KEY
 from meshtrain.errors import name_some
 
+BEGINNINGS = (b"[", b"{", b"[{")
+"""With which JSON begins that is not of lines."""
+
 OTHER_TYPES = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -85,6 +88,8 @@ def _fields_of(line: bytes, keys: Mapping[str, str]) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
+        if line.strip() in BEGINNINGS:
+            raise ValueError("only the beginning of a record, where every line must hold a whole one") from None
         raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None

@@ -244,7 +244,7 @@ class _Run:
             documents = int(begun[num_before - 1]) if num_before else self._progress.documents
             is_open = not block.ends_document[num_before - 1] if num_before else self._progress.is_open
             if limit is None or documents < limit or is_open:
-                count_problem(problem, self._job.corpus)
+                count_problem(problem, self._job.corpus, self._progress.skipped_records)
                 self._progress.skipped_records += 1
 
 

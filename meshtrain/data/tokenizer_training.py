@@ -57,14 +57,19 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) ->
     """
     identities = [corpus.identity for corpus in corpora]
     name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
-    cache.build(name, lambda directory: write_tokenizer(directory, _train(corpora, vocab_size).to_str(), SETTINGS))
+
+    def fill(directory: Path) -> None:
+        # What is left out is shown when the same corpora are tokenised.
+        write_tokenizer(directory, _train(corpora, vocab_size, tells=False).to_str(), SETTINGS)
+
+    cache.build(name, fill)
     file = cache.directory / name / "tokenizer.json"
     return tokenizer_files(file, load_tokenizer(file), SETTINGS)
 
 
-def _train(corpora: Sequence[Corpus], vocab_size: int) -> Tokenizer:
+def _train(corpora: Sequence[Corpus], vocab_size: int, *, tells: bool) -> Tokenizer:
     console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
-    texts = _training_sample(corpora)
+    texts = _training_sample(corpora, tells=tells)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -79,11 +84,11 @@ def _train(corpora: Sequence[Corpus], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _training_sample(corpora: Sequence[Corpus]) -> Iterator[str]:
+def _training_sample(corpora: Sequence[Corpus], *, tells: bool) -> Iterator[str]:
     """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
     kept: list[tuple[int, int, int, str]] = []
     kept_bytes = 0
-    pieces = (piece for corpus in corpora for piece in DocumentReader(corpus) if not piece.is_held_out)
+    pieces = (piece for corpus in corpora for piece in DocumentReader(corpus, tells=tells) if not piece.is_held_out)
     for number, piece in enumerate(pieces):
         priority = xxh3_64_intdigest(number.to_bytes(8, "little"))
         heapq.heappush(kept, (-priority, number, piece.num_bytes, piece.text))
@@ -117,7 +122,7 @@ def train_tokenizer_to(
     corpus = Corpus(files, (), text_key=text_key, on_bad_record=on_bad_record, num_documents=num_documents)
 
     def fill(directory: Path) -> None:
-        write_tokenizer(directory, _train([corpus], vocab_size).to_str(), SETTINGS)
+        write_tokenizer(directory, _train([corpus], vocab_size, tells=True).to_str(), SETTINGS)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with told_as_options():

@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
 from meshtrain.data import cutting
-from meshtrain.data.cutting import PIECE_CHARACTERS, Cutter, TooLongError
+from meshtrain.data.cutting import Cutter, TooLongError
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -21,6 +21,14 @@ USUAL = {
     "llama3": Sequence([Split(Regex(LLAMA3), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]),
     "gpt4o": Sequence([Split(Regex(GPT4O), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]),
 }
+
+
+PIECE_CHARACTERS = 1 << 16
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "PIECE_CHARACTERS", PIECE_CHARACTERS)
 
 
 def text_of(num_characters: int) -> str:
@@ -61,7 +69,7 @@ def test_the_pieces_have_the_tokens_of_the_whole(name):
 
 def test_a_line_end_where_words_join_is_passed_over():
     # With this one, whatever stands before a slash and a line end joins what follows.
-    text = "word;\n/other\n" * 100_000
+    text = "word;\n/other\n" * 10_000
     tokenizer = trained(USUAL["gpt4o"], text)
 
     first = next(Cutter(tokenizer).pieces(text))
@@ -70,14 +78,14 @@ def test_a_line_end_where_words_join_is_passed_over():
 
 
 def test_a_tokenizer_that_puts_a_blank_first_gets_the_whole():
-    text = "word other\n" * 150_000
+    text = "word other\n" * 15_000
     tokenizer = trained(Metaspace(), text)
 
     assert list(Cutter(tokenizer).pieces(text)) == [text]
 
 
 def test_a_document_without_a_line_end_stays_whole():
-    text = "words " * 200_000
+    text = "words " * 20_000
 
     assert list(Cutter(trained(USUAL["gpt2"], text)).pieces(text)) == [text]
     assert list(Cutter().pieces("")) == []
@@ -90,6 +98,6 @@ def test_a_document_too_long_to_stay_whole(monkeypatch):
         list(Cutter().pieces("x" * (2 * PIECE_CHARACTERS + 1)))
 
     assert str(caught.value) == (
-        "the document is longer than 2,097,152 characters and has no line end where it could be cut without another "
+        "the document is longer than 131,072 characters and has no line end where it could be cut without another "
         "tokenisation; cut it into documents, or take another tokenizer"
     )

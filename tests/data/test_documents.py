@@ -76,6 +76,7 @@ BROKEN = {
     '{"text": "half': "not JSON (column 10: Unterminated string starting at)",
     '{"text": "a"} {': "not JSON (column 15: Extra data)",
     '["text"]': 'a list where an object with the key "text" is expected',
+    "[": "only the beginning of a record, where every line must hold a whole one",
     "null": 'null where an object with the key "text" is expected',
     '"text"': 'text where an object with the key "text" is expected',
     '{"id": 1, "content": "a"}': 'no key "text" (data.text_key); the keys are "id", "content"',
@@ -100,6 +101,20 @@ def test_a_broken_line_is_told_with_its_number_or_skipped(tmp_path, line):
     assert problem.endswith('; mend it, or leave such records out with data.on_bad_record = "skip"')
     assert [piece.text for piece in pieces] == ["one", "two"]
     assert reader.skipped_records == 1
+
+
+def test_the_first_that_are_left_out_are_shown(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text("1\n2\n3\n4\n5\n")
+
+    read_pieces(path, on_bad_record="skip")
+
+    reason = 'a number where an object with the key "text" is expected; left out'
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {path}, line 1: {reason}",
+        f"warning: {path}, line 2: {reason}",
+        f"warning: {path}, line 3: {reason}; more are only counted",
+    ]
 
 
 def test_bytes_that_are_no_text(tmp_path):
