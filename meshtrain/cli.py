@@ -283,6 +283,44 @@ def convert_checkpoint(
     convert(open_location(source), open_location(target))
 
 
+@app.command()
+def corpus(
+    what: Annotated[
+        Literal["run", "urls", "download", "clean", "deduplicate", "shuffle", "split", "report"],
+        typer.Argument(
+            metavar="WHAT",
+            help="All steps, one of them, or a report of what they did.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The corpus file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as clean.minimum_tokens=64."),
+    ] = None,
+    redo: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
+    ] = None,
+) -> None:
+    """Prepare a corpus, from links or raw documents, and report what happened to every document."""
+    from meshtrain.config.toml import load_corpus
+
+    config = load_corpus(file, overrides or ())
+    if what == "report" and redo is not None:
+        raise ConfigError("--redo belongs to steps, and report runs none; leave it out")
+    from meshtrain.corpus.installed import check_installed
+
+    check_installed()
+    if what == "report":
+        from meshtrain.corpus.report import report
+
+        report(config)
+    else:
+        from meshtrain.corpus.run import run_chain
+
+        run_chain(config, only=None if what == "run" else what, redo=redo)
+
+
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -410,8 +448,10 @@ def generate(
 
 
 @app.command()
-def schema(kind: Annotated[Literal["run", "plan"], typer.Argument(metavar="run|plan", show_default=False)]) -> None:
-    """Show a JSON schema. With it, editors complete run and plan files."""
+def schema(
+    kind: Annotated[Literal["run", "plan", "corpus"], typer.Argument(metavar="run|plan|corpus", show_default=False)],
+) -> None:
+    """Show a JSON schema. With it, editors complete run, plan and corpus files."""
     from meshtrain.config.schema import json_schema
 
     console.line(json.dumps(json_schema(kind), indent=2))

@@ -113,17 +113,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 @contextmanager
 def progress(
-    description: str, total: int, *, unit: Literal["MB", "steps"] = "steps"
+    description: str, total: int, *, unit: Literal["MB", "shards", "steps"] = "steps"
 ) -> Iterator[Callable[[int], None]]:
     """Show how far a job of known size is: as a bar, or as a line now and then where nothing can be drawn.
 
     Args:
         description: of the job, in a word or two.
-        total: its size, in bytes or in steps.
+        total: its size, in bytes, shards or steps.
         unit: "MB" when sizes are bytes.
 
     Yields:
-        a function that takes the bytes or steps done since its last call.
+        a function that takes what was done since its last call, in the same unit.
     """
     scale, digits = (BYTES_PER_MB, 1) if unit == "MB" else (1, 0)
     left = _TimeLeft(total)

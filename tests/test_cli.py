@@ -15,7 +15,7 @@ from meshtrain.cli import SECONDS_FOR_RANK_0
 
 RUN = 'run_directory = "out"\nsteps = 1\nglobal_batch_size = 1\nmodel.type = "gpt2"\n'
 MOST_CPU_SECONDS = 0.5
-VERBS = ("train", "check", "plan", "export", "tokenize", "generate", "schema")
+VERBS = ("train", "check", "plan", "export", "corpus", "tokenize", "generate", "schema")
 
 
 def meshtrain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +87,21 @@ def test_another_rank_speaks_only_if_rank_0_does_not():
     assert (shown.returncode, shown.stdout) == (2, "")
 
 
+def test_an_unknown_step_of_a_corpus():
+    shown = meshtrain("corpus", "cleen", "corpus.toml")
+
+    assert shown.returncode == 2
+    assert "'cleen' is not one of 'run', 'urls', 'download', 'clean', 'deduplicate', 'shuffle', " in shown.stderr
+
+
+def test_a_report_redoes_nothing(tmp_path):
+    (tmp_path / "corpus.toml").write_text('directory = "out"\nsources = ["a.txt"]\n[clean]\n')
+    shown = meshtrain("corpus", "report", "corpus.toml", "--redo", "clean")
+
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == "error: --redo belongs to steps, and report runs none; leave it out\n"
+
+
 def test_a_missing_checkpoint_is_a_mistake():
     shown = meshtrain("export", "nowhere", "folder")
 
@@ -119,7 +134,9 @@ def test_control_c_has_its_own_exit_code(tmp_path):
     assert (process.returncode, error) == (130, b"")
 
 
-@pytest.mark.parametrize(("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan")])
+@pytest.mark.parametrize(
+    ("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan"), ("corpus", "CorpusConfig")]
+)
 def test_schemas(kind, title):
     assert json.loads(meshtrain("schema", kind).stdout)["title"] == title
 
@@ -128,10 +145,18 @@ def test_an_unknown_schema():
     shown = meshtrain("schema", "rnu")
 
     assert shown.returncode == 2
-    assert "'rnu' is not one of 'run', 'plan'" in shown.stderr
+    assert "'rnu' is not one of 'run', 'plan', 'corpus'" in shown.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "run.toml", "plan.mesh.tq=4", "plan=families/gpt2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["corpus", "--help"],
+        ["train", "run.toml", "plan.mesh.tq=4", "plan=families/gpt2"],
+        ["corpus", "run", "run.toml"],
+    ],
+)
 def test_help_and_mistakes_answer_at_once(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-X", "importtime", "-m", "meshtrain", *arguments]
@@ -142,5 +167,5 @@ def test_help_and_mistakes_answer_at_once(arguments):
     print(f"meshtrain {' '.join(arguments)}: {seconds:.2f} s of CPU")
     loaded = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert "meshtrain.cli" in loaded
-    assert not {"torch", "transformers", "numpy"}.intersection(loaded)
+    assert not {"torch", "transformers", "numpy", "datatrove", "ftfy", "aiohttp"}.intersection(loaded)
     assert seconds < MOST_CPU_SECONDS

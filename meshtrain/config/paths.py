@@ -1,6 +1,7 @@
-"""The paths in a run: relative to the file that says them, wherever the run is started."""
+"""The paths in a run or corpus file: relative to the file that says them, wherever the run is started."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,34 +18,43 @@ PATHS = (
     ("data", "sources", "*", "validation"),
     ("data", "cache_directory"),
 )
+CORPUS_PATHS = (
+    ("directory",),
+    ("sources",),
+    ("urls", "lists"),
+    ("urls", "blacklisted_domains"),
+    ("urls", "blacklisted_extensions"),
+    ("clean", "tokenizer"),
+)
 PATHS_OR_HUB_IDS = (("model", "path"), ("data", "tokenizer", "path"))
 BUILT_IN_SOURCES = ("python-stdlib",)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def with_absolute_paths(run: Table, above: Key = ()) -> Table:
+def with_absolute_paths(table: Table, paths: Sequence[Key] = PATHS, above: Key = ()) -> Table:
     """Replace relative paths by absolute ones and expand `~`; hub ids, URLs and built-in sources stay as they are.
 
     Args:
-        run: the settings of a run, or one of its tables.
-        above: where that table lies in the run.
+        table: the settings of a file, or one of its tables.
+        paths: the keys of such a file that hold paths.
+        above: where that table lies in the file.
     """
     resolved: Table = {}
-    for name, node in run.items():
+    for name, node in table.items():
         key = (*above, name)
         if isinstance(node, dict):
-            resolved[name] = with_absolute_paths(node, key)
-        elif _is_path(key) or key in PATHS_OR_HUB_IDS:
+            resolved[name] = with_absolute_paths(node, paths, key)
+        elif _is_path(key, paths) or key in PATHS_OR_HUB_IDS:
             resolved[name] = replace(node, value=_absolute(node.value, key, node.source.directory))
         else:
             resolved[name] = node
     return resolved
 
 
-def _is_path(key: Key) -> bool:
+def _is_path(key: Key, paths: Sequence[Key]) -> bool:
     return any(
         len(pattern) == len(key) and all(word in ("*", name) for word, name in zip(pattern, key, strict=True))
-        for pattern in PATHS
+        for pattern in paths
     )
 
 
@@ -54,7 +64,7 @@ def _absolute(value: Any, key: Key, directory: Path) -> Any:
     if not isinstance(value, str) or "://" in value:
         return value
     path = absolute(value, directory)
-    is_name = value in BUILT_IN_SOURCES if _is_path(key) else is_hub_id(value) and not path.exists()
+    is_name = is_hub_id(value) and not path.exists() if key in PATHS_OR_HUB_IDS else value in BUILT_IN_SOURCES
     return value if is_name else str(path)
 
 

@@ -1,4 +1,4 @@
-"""Reading run and plan files, and the files that they extend."""
+"""Reading run, plan and corpus files, and the files that they extend."""
 
 import os
 import tomllib
@@ -49,7 +49,7 @@ class Reader:
         self._open: list[Path] = []
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
-        """Read the file that the person named, by `read_run` or `read_plan`."""
+        """Read the file that the person named, by the reader of its kind."""
         if _is_there(path):
             return read(path)
         self.problems.append(_no_file(name, path))
@@ -63,6 +63,17 @@ class Reader:
                 named = absolute(extends.value, extends.source.directory)
                 table = self._follow(extends, ("extends",), named, self.read_run)
             self.lay_over_run(table, own)
+        return table
+
+    def read_corpus(self, path: Path) -> Table:
+        """Read a corpus file on top of the one that it extends."""
+        with self._opened(path, ()) as own:
+            extends = _taken(own, "extends")
+            table: Table = {}
+            if extends:
+                named = absolute(extends.value, extends.source.directory)
+                table = self._follow(extends, ("extends",), named, self.read_corpus)
+            merge(table, own)
         return table
 
     def read_plan(self, path: Path, inside: Key = ()) -> Table:

@@ -1,8 +1,9 @@
-"""The JSON schemas of run and plan files: editors complete them, and error messages say from them what is expected."""
+"""The JSON schemas of run, plan and corpus files: editors complete them, error messages say from them what to write."""
 
 from functools import cache
 from typing import Any, Literal
 
+from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.settings import Key
@@ -13,25 +14,33 @@ NAMES = {"integer": "a whole number", "number": "a number", "string": "a string"
 
 
 @cache
-def json_schema(kind: Literal["run", "plan"]) -> Schema:
+def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     """Return the JSON schema (draft 2020-12) of a file as it is written: with `extends`, and `plan` as a name.
 
     Args:
-        kind: which of the two files. The answer is made once and shared: it is not to be changed.
+        kind: which of the files. The answer is made once and shared: it is not to be changed.
     """
     if kind == "plan":
         plan = ParallelPlan.model_json_schema()
         plan["properties"]["extends"] = _extends("The plan to start from: a shipped one, or a path to a .toml file")
         return {"$schema": DIALECT, **plan}
+    if kind == "corpus":
+        corpus = CorpusConfig.model_json_schema()
+        corpus["properties"]["extends"] = _extends("The corpus file to start from")
+        return {"$schema": DIALECT, **_required_or_extends(corpus)}
     run = RunConfig.model_json_schema()
     run["properties"]["extends"] = _extends("The run file to start from")
     plan = run["$defs"]["ParallelPlan"]
     plan["properties"]["extends"] = _extends("The plan to start from: a shipped one, or a path to a .toml file")
     table = {"$ref": run["properties"]["plan"].pop("$ref")}
     run["properties"]["plan"]["anyOf"] = [{"type": "string"}, table]
-    # What a run must say may stand in the file that it extends.
-    run["anyOf"] = [{"required": ["extends"]}, {"required": run.pop("required")}]
-    return {"$schema": DIALECT, **run}
+    return {"$schema": DIALECT, **_required_or_extends(run)}
+
+
+def _required_or_extends(file: Schema) -> Schema:
+    # What a file must say may stand in the file that it extends.
+    file["anyOf"] = [{"required": ["extends"]}, {"required": file.pop("required")}]
+    return file
 
 
 def _extends(description: str) -> Schema:

@@ -1,17 +1,18 @@
-"""From TOML files to words and back: runs, plans, and the families of models that plans are shipped for."""
+"""From TOML files to words and back: runs, plans, corpora, and the families of models that plans are shipped for."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 
+from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.overrides import read_overrides
-from meshtrain.config.paths import with_absolute_paths
+from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.problems import Explainer
 from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
@@ -40,7 +41,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     table = reader.read_root(str(path), file, reader.read_run)
     for top in sorted(read_overrides(overrides, reader.problems), key=names_plan, reverse=True):
         reader.lay_over_run(table, top)
-    return _checked(RunConfig, table, file, reader.problems)
+    return _checked(RunConfig, "run", table, file, reader.problems)
 
 
 def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> ParallelPlan:
@@ -58,15 +59,35 @@ def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Parall
     table = reader.read_root(str(path_or_name), file, reader.read_plan)
     for top in read_overrides(overrides, reader.problems):
         merge(table, top)
-    return _checked(ParallelPlan, table, file, reader.problems)
+    return _checked(ParallelPlan, "plan", table, file, reader.problems)
 
 
-def _checked(kind: type[W], table: Table, file: Path, problems: list[str]) -> W:
-    schema = json_schema("run" if kind is RunConfig else "plan")
-    explainer = Explainer(table, schema, asked=Source(shown(file), file.parent), is_whole=not problems)
+def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig:
+    """Read a corpus file, what it extends, and the overrides on top.
+
+    Args:
+        path: the file.
+        overrides: `key=value` in TOML, such as `clean.minimum_tokens=64`; later ones win.
+
+    Raises:
+        ConfigError: with every problem of all files and overrides.
+    """
+    file = absolute(str(path), Path.cwd())
+    reader = Reader()
+    table = reader.read_root(str(path), file, reader.read_corpus)
+    for top in read_overrides(overrides, reader.problems):
+        merge(table, top)
+    return _checked(CorpusConfig, "corpus", table, file, reader.problems)
+
+
+def _checked(
+    words_of: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
+) -> W:
+    explainer = Explainer(table, json_schema(kind), asked=Source(shown(file), file.parent), is_whole=not problems)
     problems = problems + explainer.explain_removals()
     try:
-        words = kind.model_validate(plain(with_absolute_paths(table)))
+        paths = CORPUS_PATHS if kind == "corpus" else PATHS
+        words = words_of.model_validate(plain(with_absolute_paths(table, paths)))
     except ValidationError as error:
         raise ConfigError(dict.fromkeys(problems + explainer.explain(error))) from None
     if problems:

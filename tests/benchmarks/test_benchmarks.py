@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from itertools import combinations, islice
 
 from tests.benchmarks.bare import LAYOUTS
+from tests.benchmarks.duplicates_corpus import plain_shingles, python_documents, similar_pairs, with_near_duplicates
 from tests.benchmarks.tokenising import installed
 
 
@@ -41,3 +43,31 @@ def test_the_checkpoint_benchmark_measures_every_contender() -> None:
     )
     assert names == save + load
     assert (hashing[:2], stall[:2]) == (["hashing", "and"], ["training", "stands"])
+
+
+def test_the_deduplication_benchmark_compares_with_the_exact_truth() -> None:
+    *_, header, ours, datatrove, rensa = run_benchmark("tests.benchmarks.deduplication")
+    assert header == ["decided/s", "docs/s", "recall", "-0.9", "precision", "removed", "wrong", "missed"]
+    assert [row[0] for row in (ours, datatrove, rensa)] == ["meshtrain", "datatrove", "rensa"]
+    found = dict(zip(header, ours[1:], strict=True))
+    # The recall of so few pairs says little; that none is wrongly removed is certain.
+    assert (found["precision"], found["wrong"]) == ("1.0000", "0")
+    assert int(found["removed"]) > 20
+
+
+def test_the_truth_of_the_deduplication_benchmark_is_what_comparing_all_pairs_finds() -> None:
+    texts = with_near_duplicates(list(islice(python_documents(), 150)), 100)
+    # Copies, and many of them, are pairs like others.
+    texts += texts[:20] * 3
+    sets = [set(plain_shingles(text)) for text in texts]
+    pairs = combinations(range(len(texts)), 2)
+    found = ((one, other, len(sets[one] & sets[other]) / len(sets[one] | sets[other])) for one, other in pairs)
+    expected = [pair for pair in found if pair[2] >= 0.7]
+    assert len(expected) > 150
+    assert list(zip(*(values.tolist() for values in similar_pairs(texts, 0.7)), strict=True)) == expected
+
+
+def test_the_cleaning_benchmark_compares_the_same_results() -> None:
+    _, ours, ftfy, ratio = run_benchmark("tests.benchmarks.cleaning")
+    assert (ours[0], ftfy[0]) == ("meshtrain", "ftfy")
+    assert ratio[2:] == ["same", "True"]

@@ -1,0 +1,65 @@
+"""Corpus files and what they made, as the tests see them."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import tomli_w
+import zstandard
+
+from meshtrain.config.toml import load_corpus
+from meshtrain.corpus.run import run_chain
+
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven small boats drift slowly down some river"
+WORDS = SENTENCE.split()
+
+
+def texts(number: int, *, words: int = 40, seed: int = 0) -> list[str]:
+    """Make English texts that differ."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=words)) + f" {position}." for position in range(number)]
+
+
+def write_records(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_corpus_file(directory: Path, **words: object) -> Path:
+    """Write a corpus file; one worker runs in the process of the test."""
+    path = directory / "corpus.toml"
+    path.write_text(tomli_w.dumps({"directory": "out", "workers": 1, **words}))
+    return path
+
+
+def prepare(file: Path, *overrides: str, only: str | None = None, redo: str | None = None) -> None:
+    run_chain(load_corpus(file, overrides), only=only, redo=redo)
+
+
+def read_shards(directory: Path) -> list[dict]:
+    """Read all records of a directory of shards, in order."""
+    lines: list[str] = []
+    for path in sorted(directory.glob("*.jsonl.*")):
+        content = path.read_bytes()
+        unpacked = (
+            gzip.decompress(content)
+            if path.suffix == ".gz"
+            else zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        )
+        lines += unpacked.decode().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def counts_of(step: Path) -> dict:
+    return json.loads((step / "counts.json").read_text())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return all that decides a result: shards, dropped shards and what the steps were made of; no logs, no times."""
+    paths = (path for path in directory.rglob("*") if path.is_file() and "logs" not in path.parts)
+    kept = {str(path.relative_to(directory)): path.read_bytes() for path in paths if path.name[0] != "."}
+    return {
+        name: content for name, content in kept.items() if not name.endswith(("counts.json", "content-hashes.json"))
+    }

@@ -1,0 +1,92 @@
+"""Documents meet in the buckets of their keys, however few are sorted at once; components are what meetings connect."""
+
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtrain.corpus.buckets import MEETING, Components, Meetings, find_meetings, write_parts
+from meshtrain.corpus.minhash import Bands, MinHasher
+from meshtrain.corpus.shingles import shingles_of
+from meshtrain.corpus.sketches import SKETCHES, Sketches, SketchWriter
+from tests.corpus.near_duplicates import similar_documents
+
+BANDS = Bands(6, 2)
+
+
+@pytest.fixture
+def sketched(tmp_path: Path) -> tuple[Sketches, np.ndarray]:
+    """Sketches of three shards, one of them empty; and the keys of all documents."""
+    documents = similar_documents(300, seed=0)
+    for number, (begin, end) in enumerate([(0, 100), (100, 100), (100, 300)]):
+        writer = SketchWriter(tmp_path / SKETCHES / f"{number}", BANDS)
+        with writer.opened():
+            own = documents[begin:end]
+            writer.add([str(document["id"]) for document in own], shingles_of([str(one["text"]) for one in own], 5))
+    hasher = MinHasher(BANDS)
+    shingles = shingles_of([str(document["text"]) for document in documents], 5)
+    return Sketches(tmp_path, ["0", "1", "2"]), hasher.bucket_keys(hasher.signatures(shingles))
+
+
+def by_bucket(meetings: Meetings) -> list[list[int]]:
+    buckets = defaultdict(list)
+    for bucket, document in meetings.tolist():
+        buckets[bucket].append(document)
+    assert list(buckets) == list(range(len(buckets)))
+    return list(buckets.values())
+
+
+@pytest.mark.parametrize("keys_at_once", [10, 100, 1 << 20])
+def test_those_meet_whose_keys_are_equal(sketched: tuple[Sketches, np.ndarray], keys_at_once: int) -> None:
+    sketches, keys = sketched
+    for band in range(BANDS.num_bands):
+        expected = defaultdict(list)
+        for document, key in enumerate(keys[:, band].tolist()):
+            expected[key].append(document)
+        found = by_bucket(np.concatenate(list(find_meetings(sketches, band, keys_at_once))))
+        assert found == [documents for _, documents in sorted(expected.items()) if len(documents) > 1]
+
+
+def test_a_document_is_found_by_its_number(sketched: tuple[Sketches, np.ndarray]) -> None:
+    sketches, _ = sketched
+    documents = similar_documents(300, seed=0)
+    assert sketches.num_documents == 300
+    assert [sketches.identifier(number) for number in (0, 99, 100, 299)] == ["0", "99", "100", "299"]
+    every = np.arange(0, 300, 7)
+    assert sketches.num_shingles(every).tolist() == [len(sketches.shingles(number)) for number in every]
+    assert np.array_equal(sketches.shingles(150), shingles_of([str(documents[150]["text"])], 5).hashes)
+    signature = MinHasher(BANDS).signatures(shingles_of([str(documents[150]["text"])], 5))
+    assert np.array_equal(sketches.agreement(np.array([3, 150]))[1], signature[0].astype(np.uint8))
+
+
+def connected(groups: list[list[int]], number: int) -> list[int]:
+    """Return the first document of the component of each document, the slow way."""
+    component = list(range(number))
+    for one, other in (pair for group in groups for pair in combinations(group, 2)):
+        low, high = sorted((component[one], component[other]))
+        component = [low if name == high else name for name in component]
+    return component
+
+
+def test_components_are_what_meetings_connect_and_no_part_shares_any(tmp_path: Path) -> None:
+    source = np.random.default_rng(0)
+    bands = [[sorted(source.choice(300, 3, replace=False).tolist()) for _ in range(25)] for _ in range(4)]
+    meetings = [
+        np.array([(number, document) for number, group in enumerate(band) for document in group], MEETING)
+        for band in bands
+    ]
+    components = Components(300)
+    for band in meetings:
+        components.unite(band)
+    expected = connected([group for band in bands for group in band], 300)
+    assert components.of(np.arange(300)).tolist() == expected
+    assert 3 < len(set(expected)) < 290
+    write_parts(meetings, components, tmp_path, 5)
+    parts = [np.fromfile(path, MEETING) for path in sorted(tmp_path.iterdir())]
+    found = [{expected[document] for document in part["document"]} for part in parts]
+    assert sum(map(len, found)) == len(set.union(*found))
+    buckets = sorted((bucket, document) for part in parts for bucket, document in part.tolist())
+    numbered = enumerate(group for band in bands for group in band)
+    assert buckets == [(number, document) for number, group in numbered for document in group]

@@ -1,0 +1,239 @@
+"""Deduplication does what comparing all documents with all others would do, whatever the layout, and after a kill."""
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain.config.corpus import DeduplicateConfig
+from meshtrain.corpus.deduplicate import deduplication_stages
+from meshtrain.errors import DataError
+from tests.corpus.near_duplicates import (
+    Documents,
+    deduplicate,
+    plain_jaccard,
+    plain_verdicts,
+    read_shards,
+    similar_documents,
+    write_shards,
+)
+
+
+def documents(*texts: str) -> Documents:
+    return [{"text": text, "id": f"{number}"} for number, text in enumerate(texts)]
+
+
+def verdicts(directory: Path) -> dict[str, tuple[str, float]]:
+    """Return by the id of each removed document the id of the one that stays, and their similarity."""
+    groups = [json.loads(line) for line in (directory / "dropped" / "groups.jsonl").read_text().splitlines()]
+    return {removed["id"]: (group["kept"], removed["similarity"]) for group in groups for removed in group["removed"]}
+
+
+def deduplicated(directory: Path, given: Documents, config: DeduplicateConfig | None = None) -> list[str]:
+    """Return the ids of the documents that stay."""
+    write_shards(directory / "source", given, [len(given)])
+    deduplicate(directory, config or DeduplicateConfig())
+    return [str(document["id"]) for document in read_shards(directory / "target")]
+
+
+@pytest.mark.parametrize("similarity", [0.4, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("ngram", [1, 5])
+def test_it_removes_what_comparing_all_with_all_removes(tmp_path: Path, similarity: float, ngram: int) -> None:
+    given = similar_documents(400, seed=int(10 * similarity) + ngram)
+    # So many small buckets that every similar pair meets in one.
+    config = DeduplicateConfig(similarity=similarity, ngram=ngram, num_buckets=64, hashes_per_bucket=2)
+    kept = deduplicated(tmp_path, given, config)
+    expected = plain_verdicts(given, similarity, ngram)
+    assert kept == [document["id"] for document in given if document["id"] not in expected]
+    assert 20 < len(expected) < 380
+    texts = {str(document["id"]): str(document["text"]) for document in given}
+    for removed, (stays, found) in verdicts(tmp_path).items():
+        assert stays in kept
+        assert found == plain_jaccard(texts[removed], texts[stays], ngram) >= similarity
+
+
+def test_by_default_few_similar_pairs_are_missed_and_none_is_wrong(tmp_path: Path) -> None:
+    given = similar_documents(1500, seed=1)
+    kept = set(deduplicated(tmp_path, given))
+    expected = plain_verdicts(given, 0.7, 5)
+    missed = [removed for removed in expected if removed in kept]
+    assert len(missed) <= 0.02 * len(expected)
+    assert all(similarity >= 0.7 for _, similarity in verdicts(tmp_path).values())
+
+
+def test_every_document_is_accounted_for_and_those_that_stay_are_what_came_in_byte_for_byte(tmp_path: Path) -> None:
+    given = similar_documents(300, seed=2)
+    write_shards(tmp_path / "source", given, [100, 0, 200])
+    deduplicate(tmp_path, DeduplicateConfig(), tasks=2)
+    dropped = {document["id"]: document for document in read_shards(tmp_path / "dropped")}
+    evidence = tmp_path / "dropped" / "groups.jsonl"
+    found = verdicts(tmp_path)
+    assert dropped.keys() == found.keys()
+    groups = {json.loads(line)["kept"]: number for number, line in enumerate(evidence.read_text().splitlines())}
+    for document in given:
+        if document["id"] in dropped:
+            stays, similarity = found[str(document["id"])]
+            reason = {
+                "reason": "near duplicate",
+                "detail": f"of {stays}",
+                "similarity": similarity,
+                "group": groups[stays],
+            }
+            assert dropped[document["id"]] == document | reason
+    for path in sorted((tmp_path / "source").iterdir()):
+        lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+        kept = b"".join(line for line in lines if json.loads(line)["id"] not in dropped)
+        found = tmp_path / "target" / path.name
+        assert (gzip.decompress(found.read_bytes()) if kept else b"") == kept
+    counts = json.loads((tmp_path / "logs" / "5-remove" / "stats.json").read_text())[0]["stats"]
+    totals = {name: counts[name]["total"] for name in ("total", "forwarded", "dropped")}
+    assert totals == {"total": 300, "forwarded": 300 - len(dropped), "dropped": len(dropped)}
+
+
+def test_neither_tasks_nor_workers_nor_shards_change_the_outcome(tmp_path: Path) -> None:
+    given = similar_documents(600, seed=3)
+    layouts = [([600], 1, 1), ([100, 0, 1, 299, 200], 3, 1), ([300, 300], 2, 2)]
+    outcomes = []
+    for number, (sizes, tasks, workers) in enumerate(layouts):
+        directory = tmp_path / f"{number}"
+        write_shards(directory / "source", given, sizes)
+        deduplicate(directory, DeduplicateConfig(), tasks, workers)
+        groups = (directory / "dropped" / "groups.jsonl").read_text()
+        outcomes.append((read_shards(directory / "target"), read_shards(directory / "dropped"), groups))
+    assert len(outcomes[0][1]) > 100
+    assert all(outcome == outcomes[0] for outcome in outcomes[1:])
+
+
+def test_in_a_chain_the_last_stays_where_only_one_that_goes_is_similar_to_it(tmp_path: Path) -> None:
+    words = [f"word{number}" for number in range(100)]
+    first, middle, last = (" ".join(words[begin : begin + 80]) for begin in (0, 10, 20))
+    config = DeduplicateConfig(similarity=0.7, num_buckets=64, hashes_per_bucket=2)
+    assert plain_jaccard(first, middle, 5) == plain_jaccard(middle, last, 5) > 0.7 > plain_jaccard(first, last, 5)
+    assert deduplicated(tmp_path / "in order", documents(first, middle, last), config) == ["0", "2"]
+    assert deduplicated(tmp_path / "middle first", documents(middle, first, last), config) == ["0"]
+    assert verdicts(tmp_path / "middle first") == {
+        "1": ("0", plain_jaccard(first, middle, 5)),
+        "2": ("0", plain_jaccard(last, middle, 5)),
+    }
+
+
+@pytest.mark.parametrize("size", [11, 55, 80, 100])
+def test_a_similarity_of_exactly_the_threshold_is_enough(tmp_path: Path, size: int) -> None:
+    words = [f"word{number}" for number in range(100)]
+    given = documents(" ".join(words), " ".join(words[:size]))
+    # 0.55 * 100 is more than 55 where numbers are rounded.
+    config = DeduplicateConfig(similarity=size / 100, ngram=1, num_buckets=512, hashes_per_bucket=1)
+    assert deduplicated(tmp_path, given, config) == ["0"]
+    assert verdicts(tmp_path) == {"1": ("0", size / 100)}
+
+
+def test_case_and_punctuation_make_no_difference_and_other_words_do(tmp_path: Path) -> None:
+    given = documents(
+        "Über den Wolken, muß die Freiheit wohl grenzenlos sein",
+        "über den wolken muß die freiheit wohl grenzenlos sein!",
+        "天地玄黃 宇宙洪荒 日月盈昃 辰宿列張 寒來暑往 秋收冬藏",
+        "天地玄黃,宇宙洪荒。日月盈昃,辰宿列張。寒來暑往,秋收冬藏。",
+        "天地玄黃 宇宙洪荒 日月盈昃 辰宿列張 寒來暑往 閏餘成歲 律呂調陽",
+    )
+    assert deduplicated(tmp_path, given) == ["0", "2", "4"]
+
+
+def test_short_documents_are_compared_as_a_whole_and_empty_ones_stay(tmp_path: Path) -> None:
+    given = documents("", "one two", "One, two.", "one two three", "...", "", "two one", "one", "one")
+    assert deduplicated(tmp_path, given) == ["0", "1", "3", "4", "5", "6", "7"]
+    assert verdicts(tmp_path) == {"2": ("1", 1.0), "8": ("7", 1.0)}
+
+
+def test_thousands_of_copies_cost_one_comparison_each(tmp_path: Path) -> None:
+    licence = [f"clause{number}" for number in range(200)]
+    changed = [" ".join([*licence[:place], f"year{place}", *licence[place:]]) for place in range(200)]
+    given = documents(*[" ".join(licence)] * 4000, *changed * 5)
+    assert deduplicated(tmp_path, given) == ["0"]
+    stats = json.loads((tmp_path / "logs" / "3-compare" / "stats.json").read_text())[0]["stats"]
+    assert stats["comparisons"]["total"] == len(given) - 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from meshtrain.config.corpus import DeduplicateConfig
+from tests.corpus.near_duplicates import deduplicate
+
+def die_before(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith(sys.argv[2]):
+        os.killpg(0, signal.SIGKILL)
+
+sys.addaudithook(die_before)
+deduplicate(Path(sys.argv[1]), DeduplicateConfig(), tasks=4)
+"""
+
+
+@pytest.mark.parametrize("place", ["sketches/00002.jsonl.gz", "verdicts/00001.bin", "target/00001.jsonl.gz"])
+def test_after_a_kill_it_resumes_to_the_same_outcome(tmp_path: Path, place: str) -> None:
+    given = similar_documents(800, seed=4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for directory in (whole, killed):
+        write_shards(directory / "source", given, [200] * 4)
+    deduplicate(whole, DeduplicateConfig(), tasks=4)
+    command = [sys.executable, "-c", KILLED, str(killed), place]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    before = {path: path.stat().st_mtime_ns for path in (killed / "logs").rglob("completions/*")}
+    assert before
+    deduplicate(killed, DeduplicateConfig(), tasks=4)
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items())
+    for directory in ("target", "dropped"):
+        paths = sorted((whole / directory).glob("*.jsonl*"))
+        assert {path.name for path in paths} >= {f"0000{number}.jsonl.gz" for number in range(4)}
+        assert all(path.read_bytes() == (killed / directory / path.name).read_bytes() for path in paths)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(DataError) as refused:
+        deduplicate(directory, DeduplicateConfig())
+    return str(refused.value).replace(str(directory), "")
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    shard = tmp_path / "source" / "00000.jsonl.gz"
+    assert (
+        refusal(tmp_path)
+        == "/source: there are no shards (*.jsonl.gz, *.jsonl.zst); run the step before this one first"
+    )
+    write_shards(tmp_path / "source", documents("one", "two"), [2])
+    good = gzip.decompress(shard.read_bytes())
+    for bad, message in {
+        b"{]": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
+        "redo the step that wrote it",
+        b"[]": "not a JSON object; redo the step that wrote it",
+        b'{"text": "three"}': 'no text under the key "id"; every document needs one',
+        b'{"text": null, "id": "2"}': 'no text under the key "text"; every document needs one',
+    }.items():
+        shard.write_bytes(gzip.compress(good + bad))
+        assert refusal(tmp_path) == f"/source/00000.jsonl.gz, line 3: {message}"
+    shard.write_bytes(gzip.compress(good)[:-12])
+    assert refusal(tmp_path).startswith(
+        "cannot read /source/00000.jsonl.gz: the gzip file is damaged: Compressed file ended before"
+    )
+    shard.write_bytes(good)
+    assert refusal(tmp_path).startswith(
+        "cannot read /source/00000.jsonl.gz: the gzip file is damaged: Not a gzipped file"
+    )
+
+
+def test_shards_that_change_meanwhile_are_noticed(tmp_path: Path) -> None:
+    write_shards(tmp_path / "source", documents("one", "two"), [2])
+    places = [tmp_path / name for name in ("source", "target", "dropped", "work")]
+    *comparing, removing = deduplication_stages(*places, DeduplicateConfig(), 1)
+    for stage in comparing:
+        stage.pipeline[0](None, 0, 1)
+    (tmp_path / "source" / "00000.jsonl.gz").unlink()
+    (tmp_path / "source").rmdir()
+    write_shards(tmp_path / "source", documents("one", "two", "three"), [3])
+    with pytest.raises(DataError, match="3 documents, and 2 when they were compared; deduplicate again from the start"):
+        removing.pipeline[0](None, 0, 1)
+    assert not (tmp_path / "target" / "00000.jsonl.gz").exists()

@@ -1,0 +1,269 @@
+"""Downloading, from a site on this machine that has every kind of page."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshtrain.config.corpus import DownloadConfig
+from meshtrain.corpus.answers import Page, Refused, seconds_to_wait
+from meshtrain.corpus.download import Journal
+from meshtrain.corpus.extractor import Extractor
+from meshtrain.corpus.fetch import Fetcher
+from meshtrain.errors import DataError
+from tests.corpus.preparations import counts_of, prepare, read_shards, write_corpus_file
+from tests.corpus.server import Site, running_site
+
+SPEED = {
+    "total_seconds": 0.6,
+    "first_retry_seconds": 0.01,
+    "max_retries": 2,
+    "max_megabytes": 1.0,
+    "longest_wait_seconds": 1.0,
+}
+REFUSED = {
+    "status/404": ("HTTP 4xx", "404 Not Found"),
+    "status/503": ("HTTP 5xx", "503 Service Unavailable"),
+    "status/501": ("HTTP 5xx", "501 Not Implemented"),
+    "slow": ("time-out", "0.6 s"),
+    "said": ("too large", "50,000,000 bytes"),
+    "huge/plain": ("too large", "more than 1,000,000 bytes"),
+    "huge/packed": ("too large", "more than 1,000,000 bytes"),
+    "private/1": ("robots.txt", "http://127.0.0.1:{port}/robots.txt does not allow it"),
+    "redirect/private/1": ("robots.txt", "http://127.0.0.1:{port}/robots.txt does not allow it"),
+    "redirect/loop": ("redirect loop", "http://127.0.0.1:{port}/redirect/loop"),
+    "redirect/out": ("bad redirect", "ftp://x/"),
+    "hops/9": ("too many redirects", "6, the last one to http://127.0.0.1:{port}/hops/3"),
+    "type": ("wrong type", "application/pdf"),
+    "patience": ("asked to wait too long", "3600 s (429 Too Many Requests)"),
+    "empty": ("no text", "26 bytes of text/html"),
+    "broken": ("connection", None),
+}
+KEPT = ["page/1", "page/2", "passing/503", "passing/429", "hops/3", "plain", "latin", "redirect/page/3"]
+
+
+@pytest.fixture
+def site():
+    with running_site() as site:
+        yield site
+
+
+@pytest.fixture
+def links(tmp_path):
+    def write(urls):
+        (tmp_path / "links.txt").write_text("".join(f"{url}\n" for url in urls))
+        return write_corpus_file(tmp_path, urls={"lists": ["links.txt"]}, download=dict(SPEED, shards=2))
+
+    return write
+
+
+async def fetched(site: Site, path: str, **words: object) -> Page | Refused:
+    async with Fetcher(DownloadConfig(**{**SPEED, **words}), 4) as fetcher:
+        try:
+            return await fetcher.fetch(site.url(path))
+        except Refused as refused:
+            return refused
+
+
+def test_every_page_is_a_document_or_has_a_reason(tmp_path, site, links):
+    nowhere = "http://127.0.0.1:9/page"
+    prepare(links([*(site.url(path) for path in [*KEPT, *REFUSED]), nowhere]))
+
+    out = tmp_path / "out" / "02-download"
+    kept = {record["url"]: record for record in read_shards(out)}
+    dropped = {record["url"]: record for record in read_shards(out / "dropped")}
+    assert sorted(kept) == sorted(site.url(path) for path in KEPT)
+    assert "Story 1. This is sentence 0 of a story" in kept[site.url("page/1")]["text"]
+    assert "Home" not in kept[site.url("page/1")]["text"]
+    assert kept[site.url("plain")]["text"] == "Plain text, wie schön."
+    assert "Wie schön." in kept[site.url("latin")]["text"]
+    assert "Story hopped." in kept[site.url("hops/3")]["text"]
+    assert dropped.pop(nowhere)["reason"] == "connection"
+    found = {url: (record["reason"], record["detail"]) for url, record in dropped.items()}
+    expected = {site.url(path): REFUSED[path] for path in REFUSED}
+    assert {url: reason for url, (reason, _) in found.items()} == {url: reason for url, (reason, _) in expected.items()}
+    told = {url: (reason, detail.format(port=site.port)) for url, (reason, detail) in expected.items() if detail}
+    assert {url: found[url] for url in told} == told
+    reasons = Counter(reason for reason, _ in REFUSED.values())
+    reasons["connection"] += 1
+    assert counts_of(out)["dropped"] == reasons
+    # Retries: twice after the first; none where it cannot help.
+    visits = {
+        path: site.visits[path] for path in ("status/503", "slow", "broken", "status/404", "passing/503", "page/1")
+    }
+    assert visits == {"status/503": 3, "slow": 3, "broken": 3, "status/404": 1, "passing/503": 2, "page/1": 1}
+    assert (site.visits["private/1"], site.visits["robots.txt"]) == (0, 1)
+    assert site.agents == {"meshtrain"}
+
+
+def test_no_more_requests_at_the_same_time_than_allowed(tmp_path, site, links):
+    file = links([site.url(f"page/{number}", host) for number in range(12) for host in ("127.0.0.1", "localhost")])
+
+    prepare(file, "download.concurrent_per_host=2", "download.respect_robots=false")
+    per_host = site.most_under_way
+    site.most_under_way = 0
+    prepare(
+        file,
+        "download.concurrent_per_host=10",
+        "download.concurrent=3",
+        f"directory={tmp_path}/again",
+        "download.shards=1",
+        "download.respect_robots=false",
+    )
+
+    assert per_host in (2, 4)
+    assert site.most_under_way == 3
+    assert site.visits["robots.txt"] == 0
+    assert sum(site.visits.values()) == 48
+
+
+def test_a_host_that_never_answers_does_not_take_for_ever(tmp_path, site, links):
+    nowhere = [f"http://127.0.0.1:9/{number}" for number in range(9)]
+    prepare(links([*nowhere, site.url("page/1")]), "download.concurrent_per_host=1")
+
+    assert counts_of(tmp_path / "out" / "02-download")["dropped"] == {"connection": 5, "host does not answer": 4}
+
+
+@pytest.mark.parametrize(
+    ("robots", "agent", "reason"),
+    [
+        ((404, ""), "meshtrain", None),
+        ((503, ""), "meshtrain", "robots.txt"),
+        ((200, "User-agent: rude\nDisallow: /\n"), "meshtrain", None),
+        ((200, "User-agent: rude\nDisallow: /\n"), "rude/1.0", "robots.txt"),
+        ((200, "User-agent: *\nCrawl-delay: 100\n"), "meshtrain", "asked to wait too long"),
+        ((200, "\x00\xff nonsense"), "meshtrain", None),
+    ],
+)
+def test_robots(site, robots, agent, reason):
+    site.robots = robots
+    answer = asyncio.run(fetched(site, "page/1", user_agent=agent))
+
+    assert (answer.reason if isinstance(answer, Refused) else None) == reason
+    assert site.visits["page/1"] == (1 if reason is None else 0)
+
+
+def test_pages_are_as_far_apart_as_robots_asks(site):
+    site.robots = (200, "User-agent: *\nCrawl-delay: 0.2\n")
+
+    async def fetch_all() -> None:
+        async with Fetcher(DownloadConfig(**SPEED, concurrent_per_host=3), 4) as fetcher:
+            await asyncio.gather(*(fetcher.fetch(site.url(f"page/{number}")) for number in range(4)))
+
+    start = time.monotonic()
+    asyncio.run(fetch_all())
+
+    assert 0.6 <= time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, 0), ("7", 7), ("soon", 0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("", 0)],
+)
+def test_retry_after(header, seconds):
+    assert seconds_to_wait(header) == seconds
+
+
+def test_retry_after_a_date():
+    assert 10**8 < seconds_to_wait("Fri, 31 Dec 2100 23:59:59 GMT") < 10**10
+
+
+SICK = """
+import sys, time
+from meshtrain.corpus.extraction import READY, receive, send
+send(sys.stdout.buffer, READY)
+while (charset := receive(sys.stdin.buffer)) is not None:
+    body = receive(sys.stdin.buffer)
+    if b"hang" in body: time.sleep(60)
+    if b"crash" in body: sys.exit(7)
+    send(sys.stdout.buffer, b'"text of ' + body + b'"')
+"""
+
+
+def test_a_page_that_breaks_the_extraction_costs_one_page(tmp_path):
+    async def extract_all(bodies: list[bytes]) -> list[str]:
+        answers = []
+        async with Extractor(1.0, tmp_path / "log", (sys.executable, "-c", SICK)) as extractor:
+            for body in bodies:
+                try:
+                    answers.append(await extractor.text_of(Page(body, "text/html", None)))
+                except Refused as refused:
+                    answers.append(f"{refused.reason}: {refused.detail}")
+        return answers
+
+    assert asyncio.run(extract_all([b"one", b"hang", b"two", b"crash", b"three"])) == [
+        "text of one",
+        "extraction time-out: 1 s",
+        "text of two",
+        f"extraction crash: exit code 7, see {tmp_path}/log",
+        "text of three",
+    ]
+
+
+def test_an_extraction_that_does_not_start_is_told(tmp_path):
+    async def extract() -> None:
+        async with Extractor(1.0, tmp_path / "log", (sys.executable, "-c", "print(1 / 0)")) as extractor:
+            await extractor.text_of(Page(b"", "text/html", None))
+
+    with pytest.raises(DataError, match=f"^the process that extracts text does not start; see {tmp_path}/log$"):
+        asyncio.run(extract())
+    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
+
+
+def test_half_a_line_of_a_journal_is_not_trusted(tmp_path):
+    path = tmp_path / "work" / "00000.journal"
+    journal = Journal(path)
+    journal.add(3, {"text": "drei\n"})
+    journal.add(0, {"reason": "time-out", "detail": ""})
+    journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+
+    again = Journal(path)
+    assert [position in again for position in range(4)] == [True, False, False, True]
+    again.add(1, {"text": "eins"})
+    assert [again.read(position).get("text") for position in (3, 1, 0)] == ["drei\n", "eins", None]
+    again.close()
+    assert path.read_bytes().startswith(whole)
+
+
+def test_after_a_kill_nothing_is_fetched_twice(tmp_path, site, links):
+    urls = [site.url(f"page/{number}") for number in range(40)]
+    file = links(urls)
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain",
+        "corpus",
+        "run",
+        str(file),
+        "workers=2",
+        "download.concurrent_per_host=1",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path.cwd())
+    journals = tmp_path / "out" / "02-download" / "work"
+    done: set[int] = set()
+    while len(done) < 10 and process.poll() is None:
+        time.sleep(0.02)
+        lines = [line for path in journals.glob("*.journal") for line in path.read_bytes().splitlines(keepends=True)]
+        done = {json.loads(line)["position"] for line in lines if line.endswith(b"\n")}
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.3)
+    before = site.visits.copy()
+    lines = [line for path in journals.glob("*.journal") for line in path.read_bytes().splitlines(keepends=True)]
+    done = {json.loads(line)["position"] for line in lines if line.endswith(b"\n")}
+    assert 10 <= len(done) < 40
+
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path.cwd())
+
+    later = site.visits - before
+    assert {path for path in later if path != "robots.txt"} == {f"page/{number}" for number in set(range(40)) - done}
+    assert [record["url"] for record in read_shards(tmp_path / "out" / "02-download")] == urls

@@ -1,0 +1,331 @@
+"""Running the chain: every document accounted for, whatever is skipped, redone, interrupted or shared among workers."""
+
+import fcntl
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshtrain.errors import UserError
+from tests.corpus.preparations import (
+    contents,
+    counts_of,
+    prepare,
+    read_shards,
+    texts,
+    write_corpus_file,
+    write_records,
+)
+
+STEPS = {"clean": {"minimum_tokens": 20}, "shuffle": {}, "split": {"validation": 0.2}}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Documents in two files: good ones, short ones, near duplicates, and some without any text."""
+    good = [{"text": text, "url": f"http://example.org/{number}"} for number, text in enumerate(texts(60))]
+    short = [{"text": "too short"}] * 5
+    copies = [{"text": f"{record['text']} Copied!"} for record in good[:7]]
+    write_records(tmp_path / "in" / "a.jsonl", good[:30] + short)
+    write_records(tmp_path / "in" / "b.jsonl", good[30:] + copies + [{"text": " \n"}] * 2)
+    return write_corpus_file(tmp_path, sources=["in/*.jsonl"], shard_megabytes=0.006, **STEPS)
+
+
+def command(file, *overrides: str) -> list[str]:
+    # A process of its own: workers that pytest starts would each import pytest again.
+    return [sys.executable, "-m", "meshtrain", "corpus", "run", str(file), *overrides]
+
+
+def problem(*arguments, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare(*arguments, **options)
+    return str(caught.value)
+
+
+def test_every_document_is_accounted_for(tmp_path, file, capsys):
+    prepare(file, "deduplicate={}")
+    out = tmp_path / "out"
+
+    counts = {step.name: counts_of(step) for step in sorted(out.glob("*-*"))}
+    assert {name: (step["in"], step["out"], step["dropped"]) for name, step in counts.items()} == {
+        "01-read": (74, 72, {"empty": 2}),
+        "02-clean": (72, 67, {"too short": 5}),
+        "03-deduplicate": (67, 60, {"near duplicate": 7}),
+        "04-shuffle": (60, 60, {}),
+        "05-split": (60, 60, {}),
+    }
+    train, validation = (read_shards(out / "05-split" / part) for part in ("train", "validation"))
+    assert counts["05-split"]["parts"] == {"train": len(train), "validation": len(validation)}
+    assert sorted(record["text"] for record in train + validation) == sorted(texts(60))
+    assert {record["id"]: record["url"] for record in train + validation}["a.jsonl:1"] == "http://example.org/0"
+    assert not list(out.rglob("work"))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in shown if " in " in line] == [
+        "read",
+        "clean",
+        "deduplicate",
+        "shuffle",
+        "split",
+    ]
+    assert shown[-1] == (
+        f"Done. Train on it: meshtrain train RUN 'data.train=[\"{out}/05-split/train/*.jsonl.gz\"]' "
+        f"'data.validation=[\"{out}/05-split/validation/*.jsonl.gz\"]'"
+    )
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path, file):
+    prepare(file)
+    again = command(file, "workers=3", f"directory={tmp_path}/again")
+    subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
+
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+    assert len(contents(tmp_path / "out")) > 20
+
+
+def test_what_is_complete_is_skipped(tmp_path, file, capsys):
+    prepare(file)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jsonl.*")}
+    capsys.readouterr()
+    prepare(file)
+
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jsonl.*")} == before
+    assert sum(line.endswith("(done before)") for line in capsys.readouterr().out.splitlines()) == 4
+
+
+def test_other_settings_are_told_and_redone_on_demand(tmp_path, file, capsys):
+    prepare(file)
+    first = contents(tmp_path / "out")
+    out = tmp_path / "out" / "02-clean"
+
+    assert problem(file, "clean.minimum_tokens=30") == (
+        f"clean: {out} was made with other settings: minimum_tokens was 20 and is 30; add --redo clean to remove it "
+        "and what follows it, or set directory to a new place"
+    )
+    assert contents(tmp_path / "out") == first
+    prepare(file, "clean.minimum_tokens=30", redo="clean")
+    assert json.loads((out / "step.json").read_text())["minimum_tokens"] == 30
+    assert f"Removing {tmp_path}/out/04-split" in capsys.readouterr().out
+    prepare(file, redo="clean")
+    assert contents(tmp_path / "out") == first
+
+
+def test_other_documents_are_told(tmp_path, file):
+    prepare(file)
+    write_records(tmp_path / "in" / "c.jsonl", [{"text": "more"}])
+
+    assert problem(file).startswith(
+        f"read: {tmp_path}/out/01-read was made with other settings: what it reads has changed; add --redo read to "
+    )
+
+
+def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import run
+
+    run_stage = run.run_stage
+
+    def write_to_a_source(*arguments, **options):
+        run_stage(*arguments, **options)
+        with (tmp_path / "in" / "b.jsonl").open("a") as stream:
+            stream.write('{"text": "late"}\n')
+
+    monkeypatch.setattr(run, "run_stage", write_to_a_source)
+    assert problem(file) == (
+        f"{tmp_path}/in/b.jsonl changed while it was read; add --redo read when nothing writes to it any more"
+    )
+
+
+def test_a_step_that_is_no_longer_named_is_told(tmp_path, file):
+    prepare(file)
+
+    assert problem(file, "shuffle=") == (
+        f"{tmp_path}/out holds 03-shuffle, which is no step of this file (it has 01-read, 02-clean, 03-split); remove "
+        "it, or set directory to a new place"
+    )
+    prepare(file, "shuffle=", redo="clean")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*-*")) == ["01-read", "02-clean", "03-split"]
+
+
+def test_steps_one_by_one(tmp_path, file, capsys):
+    assert problem(file, only="split") == f"{tmp_path}/out/02-clean is not complete; run `meshtrain corpus clean` first"
+    for step in STEPS:
+        prepare(file, only=step)
+        if step == "clean":
+            assert capsys.readouterr().out.endswith("\nDone. The next step: meshtrain corpus shuffle FILE\n")
+    stepwise = contents(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    prepare(file)
+
+    assert contents(tmp_path / "out") == stepwise
+    assert problem(file, only="download") == (
+        "cannot only run download: the file has no such step; it has read, clean, shuffle, split"
+    )
+    assert problem(file, redo="urls").startswith("cannot redo urls: the file has no such step; it has read, clean, ")
+
+
+def test_a_broken_record_ends_the_step_or_is_counted(tmp_path, file):
+    lines = (tmp_path / "in" / "b.jsonl").read_bytes()
+    (tmp_path / "in" / "b.jsonl").write_bytes(lines.replace(b'{"text"', b'{"txt"', 1))
+    (tmp_path / "in" / "c.jsonl").write_bytes(b'{"text": ')
+
+    assert problem(file) == (
+        f'{tmp_path}/in/b.jsonl, line 1: broken record: no key "text" (text_key); the keys are "txt", "url"; mend it, '
+        'or leave such records out with on_bad_record = "skip"'
+    )
+    prepare(file, "on_bad_record=skip", redo="read")
+    assert counts_of(tmp_path / "out" / "01-read")["dropped"] == {"broken record": 2, "empty": 2}
+    dropped = read_shards(tmp_path / "out" / "01-read" / "dropped")
+    assert [record["id"] for record in dropped if record["reason"] == "broken record"] == [
+        f"{tmp_path}/in/b.jsonl, line 1",
+        f"{tmp_path}/in/c.jsonl, line 1",
+    ]
+
+
+def test_nothing_left_is_told_with_the_place(tmp_path, file):
+    for _ in range(2):
+        assert problem(file, "clean.minimum_tokens=1000") == (
+            f"clean kept none of 72 documents; look at {tmp_path}/out/02-clean/dropped"
+        )
+
+
+def test_zstd(tmp_path, file):
+    prepare(file, only="clean")
+    prepare(file, "compression=zstd", "deduplicate={}", f"directory={tmp_path}/packed")
+
+    gz, zst = (read_shards(tmp_path / name) for name in ("out/02-clean", "packed/02-clean"))
+    assert gz == zst
+    assert len(read_shards(tmp_path / "packed" / "04-shuffle")) == 60
+    assert {path.suffix for path in (tmp_path / "packed").rglob("*.jsonl.*")} == {".zst"}
+
+
+def test_two_at_once_are_refused(tmp_path, file):
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert problem(file) == f"another process is preparing {tmp_path}/out; wait for it, or end it"
+
+
+def test_a_place_that_cannot_be_written(tmp_path, file):
+    (tmp_path / "out").write_text("a file")
+    assert problem(file) == f"directory: cannot write into {tmp_path}/out: File exists; choose another place"
+
+
+def test_a_shard_that_vanishes_is_noticed(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import run
+
+    counting_stage = run.counting_stage
+
+    def lose_a_shard(place):
+        place.shards()[0].unlink()
+        return counting_stage(place)
+
+    monkeypatch.setattr(run, "counting_stage", lose_a_shard)
+    told = problem(file)
+    assert told.startswith("read: 74 documents came in, but ")
+    assert told.endswith(f"something else writes into {tmp_path}/out/01-read, or a disk lost files: add --redo read")
+
+
+def test_a_damaged_shard_is_told(tmp_path, file):
+    prepare(file, only="clean")
+    shard = sorted((tmp_path / "out" / "02-clean").glob("*.gz"))[0]
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+    assert problem(file).startswith(f"cannot read {shard}: the gzip file is damaged: ")
+
+
+def test_links_alone(tmp_path, capsys):
+    (tmp_path / "links.txt.gz").write_bytes(
+        gzip.compress(b"http://example.org/a\n\nhttp://example.org/a#b\nhttp://imgur.com/\n\xff\xff\xff\xff\xff\n")
+    )
+    prepare(write_corpus_file(tmp_path, urls={"lists": ["links.txt.gz"]}))
+
+    counts = counts_of(tmp_path / "out" / "01-urls")
+    assert (counts["in"], counts["out"]) == (4, 1)
+    assert counts["dropped"] == {"blacklisted domain": 1, "duplicate": 1, "malformed": 1}
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"Done. The links are in {tmp_path}/out/01-urls; add a table [download] to fetch them"
+    )
+
+
+def test_links_in_something_else_are_told(tmp_path):
+    write_records(tmp_path / "links.jsonl", [{"url": "http://example.org"}])
+    told = problem(write_corpus_file(tmp_path, urls={"lists": ["links.jsonl"]}))
+
+    assert told == f"urls.lists: {tmp_path}/links.jsonl is no .txt; give files with one link per line"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A corpus file of twenty shards, and what it makes when nobody disturbs it."""
+    directory = tmp_path_factory.mktemp("corpus")
+    write_records(directory / "in.jsonl", [{"text": text} for text in texts(400)])
+    file = write_corpus_file(directory, sources=["in.jsonl"], shard_megabytes=0.012, **STEPS)
+    prepare(file)
+    return file, contents(directory / "out")
+
+
+@pytest.mark.parametrize("stage", ["02-clean/logs/0-clean", "03-shuffle/logs/0-scatter"])
+def test_after_a_kill_the_result_is_the_same(tmp_path, undisturbed, stage):
+    file, whole = undisturbed
+    again = command(file, "workers=2", f"directory={tmp_path}/out")
+    process = subprocess.Popen(again, stdout=subprocess.DEVNULL)
+    completions = tmp_path / "out" / stage / "completions"
+    while process.poll() is None and not (completions.exists() and len(os.listdir(completions)) >= 2):
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.3)
+    done = len(os.listdir(completions))
+
+    assert 2 <= done < sum(name.startswith("02-clean/0") for name in whole)
+    time.sleep(0.3)
+    assert len(os.listdir(completions)) == done
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).stdout == b""
+    subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
+    assert contents(tmp_path / "out") == whole
+
+
+def test_control_c_ends_all_processes_without_a_word(tmp_path, undisturbed):
+    file, whole = undisturbed
+    again = command(file, "workers=2", f"directory={tmp_path}/out")
+    process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    completions = tmp_path / "out" / "02-clean" / "logs" / "0-clean" / "completions"
+    while process.poll() is None and not (completions.exists() and len(os.listdir(completions)) >= 2):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+
+    assert (process.returncode, error) == (130, b"")
+    subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    write_records(tmp_path / "in.jsonl", [{"text": text} for text in texts(300, words=400)])
+    file = write_corpus_file(tmp_path, sources=["in.jsonl"], clean={})
+    limited = 'ulimit -f 100 && exec "$@"'
+    run = command(file, "workers=2")
+    stopped = subprocess.run(["bash", "-c", limited, "bash", *run], capture_output=True, text=True)
+
+    assert (stopped.returncode, len(stopped.stderr.splitlines())) == (2, 1), stopped.stderr
+    assert stopped.stderr.endswith(
+        "File too large; mend it, then run the same command again: what is done stays done\n"
+    )
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_packages_of_the_extra_are_asked_for(monkeypatch):
+    from meshtrain.corpus import installed
+
+    monkeypatch.setattr(installed, "PACKAGES", ("ftfy", "no_such_package"))
+    with pytest.raises(UserError) as caught:
+        installed.check_installed()
+    assert str(caught.value) == (
+        'meshtrain corpus needs packages that are not installed (no_such_package); run pip install "meshtrain[corpus]"'
+    )
