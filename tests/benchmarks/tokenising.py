@@ -28,8 +28,9 @@ from tokenizers import Tokenizer
 from meshtrain import console
 from meshtrain.data.cache import Cache
 from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.journal import Job
 from meshtrain.data.sources import find_files
-from meshtrain.data.tokenising import Job, tokenise
+from meshtrain.data.tokenising import tokenise
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.data.tokenizer_training import train_tokenizer
 

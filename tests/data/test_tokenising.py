@@ -19,9 +19,10 @@ import pytest
 from meshtrain.data import chunks, tokenising, workers
 from meshtrain.data.cache import Cache
 from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.journal import JOURNAL, Job
 from meshtrain.data.sources import find_files
 from meshtrain.data.token_file import TRAIN, VALIDATION
-from meshtrain.data.tokenising import JOURNAL, Job, tokenise
+from meshtrain.data.tokenising import tokenise
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, read_pieces, write_lines
 
