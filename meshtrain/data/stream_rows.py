@@ -14,7 +14,7 @@ from upath import UPath
 from meshtrain.data.chunks import read_chunks
 from meshtrain.data.corpus_files import START, Corpus, Position
 from meshtrain.data.cutting import Cutter
-from meshtrain.data.documents import count_problem
+from meshtrain.data.documents import MOST_TOLD, count_problem
 from meshtrain.data.encoding import EncodedBlock, Task
 from meshtrain.data.order import permute, round_keys
 from meshtrain.data.workers import Block, blocks_of, encode_blocks
@@ -131,7 +131,8 @@ class StreamReader:
         begin, is_open, num_done, num_skipped = start.position, start.is_open, start.texts, start.tokens
         for block, encoded in _explained(encode_blocks(blocks, self.task, ENCODERS), corpus):
             for _, problem in encoded.problems:
-                count_problem(problem, corpus)
+                # Every pass would show the same again: a pass over a stream has no count of them.
+                count_problem(problem, corpus, MOST_TOLD)
             cursor = Cursor(start.epoch, begin, is_open=is_open)
             for number, segment in enumerate(_texts_of(encoded, cursor, self.end_id)):
                 is_open = not encoded.ends_document[number]
