@@ -36,7 +36,7 @@ from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import fill as fill_parameters
 from meshtrain.verify.parallel import local_part, train_pipeline
 from meshtrain.verify.reference import build_stock, copy_weights, load_weights, train_model
-from meshtrain.verify.subject import Trace, make_batches, with_noise
+from meshtrain.verify.subject import Rows, Trace, make_batches, with_noise
 from tests.ranks import run_on_ranks
 
 # Loaded before casts are lifted: both sides then compute everything in float64, tables of positions included.
@@ -97,7 +97,7 @@ class Case:
     recompute: int = 0
     recompute_mode: str = "full"
     compiled: bool = False
-    padded: bool = False
+    rows: Rows = "joined"
     reshard: str = "auto"
     offload: str = "none"
     precision: PrecisionPlan = PROOF
@@ -134,9 +134,9 @@ def _family(model_type: str) -> TensorPlan:
     return with_family(ParallelPlan(), model_type).tensor
 
 
-def batches(padded: bool) -> list[dict[str, Tensor]]:
+def batches(rows: Rows = "joined") -> list[dict[str, Tensor]]:
     """Return one global batch per step."""
-    return make_batches(VOCABULARY, GLOBAL_BATCH, padded=padded)
+    return make_batches(VOCABULARY, GLOBAL_BATCH, rows)
 
 
 def stock_weights(model: str) -> dict[str, Tensor]:
@@ -148,12 +148,12 @@ def _stock_model(model: str) -> PreTrainedModel:
     return build_stock(load_hf_config(MODELS[model]))
 
 
-def reference(model: str, padded: bool) -> Trace:
+def reference(model: str, rows: Rows) -> Trace:
     """Train the stock model in one process, with nothing of meshtrain's parallel code."""
     lift_float32_casts()
     stock = _stock_model(model)
     load_weights(stock, stock_weights(model))
-    return train_model(stock, batches(padded))
+    return train_model(stock, batches(rows))
 
 
 def build(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
@@ -184,7 +184,7 @@ def run_case(case: Case) -> Trace:
     lift_float32_casts()
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
-    return train_pipeline(pipeline, batches(case.padded))
+    return train_pipeline(pipeline, batches(case.rows))
 
 
 def assert_equal_to_reference(traces: list[Trace], expected: Trace) -> dict[str, float]:
@@ -196,9 +196,9 @@ def assert_equal_to_reference(traces: list[Trace], expected: Trace) -> dict[str,
 
 
 @functools.cache
-def stock(model: str, *, padded: bool = False) -> Trace:
+def stock(model: str, *, rows: Rows = "joined") -> Trace:
     """Train the stock model once per session."""
-    return run_on_ranks(1, reference, model, padded)[0]
+    return run_on_ranks(1, reference, model, rows)[0]
 
 
 def run_cases(cases: list[Case]) -> list[Trace]:
@@ -216,5 +216,5 @@ def prove(*cases: Case, run: Callable[[list[Case]], list[Trace]] = run_cases) ->
     """Run cases of the same world size and compare each with the stock model."""
     answers = run_on_ranks(cases[0].world_size, run, list(cases))
     for number, case in enumerate(cases):
-        worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, padded=case.padded))
+        worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, rows=case.rows))
         print(case, {name: f"{error:.0e}" for name, error in worst.items()})

@@ -1,5 +1,6 @@
 """What `meshtrain check` and `meshtrain plan` show, and the head of every run."""
 
+import inspect
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -8,7 +9,7 @@ from meshtrain import console
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -57,7 +58,16 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
     )
+    _check_documents(config, model)
     return Resolved(hf_config, model, resolve_plan(plan, model, batch_shape(config), world_size))
+
+
+def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
+    if config.data.documents == "separate" and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} takes no position_ids, by which documents are kept apart; set data.documents = "
+            '"joined", or data.form = "padded"'
+        )
 
 
 def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
@@ -76,7 +86,8 @@ def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
 
 def batch_shape(config: RunConfig) -> BatchShape:
     """Return what a run says about batches."""
-    return BatchShape(config.global_batch_size, config.micro_batch_size, config.data.sequence_length)
+    data = config.data
+    return BatchShape(config.global_batch_size, config.micro_batch_size, data.sequence_length, data.pad_to_multiple_of)
 
 
 def check_run(config: RunConfig, world_size: int) -> None:

@@ -31,7 +31,9 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     load_weights(model, with_noise(initial))
     layers = keep_outputs(dict(_named_layers(model)))
     trace = train_model(model, subject.batches())
-    trace.initial, trace.layers = {} if subject.pretrained else initial, layers
+    trace.initial = {} if subject.pretrained else initial
+    # Of documents that run alone the outputs are not those of a microbatch.
+    trace.layers = {} if subject.rows == "separate" else layers
     return trace
 
 
@@ -70,10 +72,10 @@ def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) ->
     trace, optimizer = Trace(), build_adamw(parameters)
     for batch in batches:
         optimizer.zero_grad()
-        output, loss = _run(model, batch)
+        router_logits, loss = _run(model, batch)
         trace.losses.append(loss.item())
-        if output.get("router_logits") is not None:
-            router = _router_loss(model, output.router_logits, batch)
+        if router_logits:
+            router = _router_loss(model, router_logits, batch)
             trace.router_losses.append(router.item())
             loss = loss + model.config.router_aux_loss_coef * router
         loss.backward()
@@ -135,12 +137,23 @@ def _named_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 
-def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
-    """Return what the model gives for a batch, and the cross-entropy."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    output = model(**inputs, use_cache=False)
-    logits, labels = output.logits.flatten(0, 1), batch["labels"].flatten()
-    return output, F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
+def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the logits of each router, (tokens, experts), if there are any, and the cross-entropy."""
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
+    parts = _documents(batch) if "position_ids" in batch else [inputs]
+    outputs = [model(**part, use_cache=False) for part in parts]
+    logits = torch.cat([output.logits.flatten(0, 1) for output in outputs])
+    routers = zip(*(output.get("router_logits") or () for output in outputs), strict=True)
+    labels = batch["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / (labels != -100).sum()
+    return [torch.cat(router) for router in routers], loss
+
+
+def _documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield each document of a batch alone, as it would be without any other."""
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        lengths = torch.diff(torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(ids)])])).tolist()
+        yield from ({"input_ids": document[None]} for document in ids.split(lengths))
 
 
 def _router_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], batch: dict[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtrain.config.data import DataConfig
 from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import with_family
@@ -18,7 +19,7 @@ from meshtrain.training.report import Resolved, natural_world_size, resolve_run
 from meshtrain.verify.kinds import Kind, layer_kinds
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Subject
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Rows, Subject
 from meshtrain.verify.tiny import HEADS, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
@@ -64,13 +65,20 @@ def make_subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
             hf_config,
             plan,
             mesh,
-            padded=config.data.form == "padded",
+            rows=rows_of(config.data),
             attention=config.model.attention,
             trust_remote_code=config.model.trust_remote_code,
             pretrained=config.model.weights == "pretrained",
         )
         for mesh in shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
     ]
+
+
+def rows_of(data: DataConfig) -> Rows:
+    """Return what the batches of a run are made of."""
+    if data.form == "packed":
+        return data.documents
+    return "padded" if data.pad_to_multiple_of is None else "bucketed"
 
 
 def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
@@ -94,7 +102,7 @@ def make_subject(
     plan: ParallelPlan,
     mesh: MeshPlan,
     *,
-    padded: bool = False,
+    rows: Rows = "joined",
     attention: str = "sdpa",
     trust_remote_code: bool = False,
     pretrained: bool = False,
@@ -105,6 +113,7 @@ def make_subject(
         hf_config: of the model itself.
         plan: with its family already joined.
         mesh: at most a few processes.
+        rows: of the batches.
         pretrained: whether the run starts from given weights.
 
     Raises:
@@ -124,7 +133,7 @@ def make_subject(
         hf_config=tiny,
         plan=plan,
         global_batch_size=global_batch_size,
-        padded=padded,
+        rows=rows,
         attention=attention,
         trust_remote_code=trust_remote_code,
         pretrained=pretrained,

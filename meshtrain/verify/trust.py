@@ -35,13 +35,15 @@ def ensure_proven(config: RunConfig) -> None:
         ModelError: if the plan does not compute what one device computes.
     """
     known = find_family(load_hf_config(config.model).model_type) is not None
-    if not config.model.prove_unknown_class or (known and not config.model.trust_remote_code):
+    # Whether a class keeps documents apart nobody tells but a proof: it may take positions and make no mask of them.
+    separates = config.data.documents == "separate"
+    if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
         return
     # What contradicts itself at its real size is a mistake, and said first.
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
     model_class = type(resolved.model)
-    if known and _is_stock(model_class):
+    if known and not separates and _is_stock(model_class):
         return
     cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
     for subject in _subjects(config, resolved):
@@ -62,7 +64,7 @@ def _subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
 
 def _key(subject: Subject, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    choices = (subject.padded, subject.attention, subject.pretrained)
+    choices = (subject.rows, subject.attention, subject.pretrained)
     code = [] if _is_stock(model_class) else _sources(model_class)
     return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
 
@@ -75,7 +77,8 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
 
 
 def _prove(subject: Subject, directory: Path) -> None:
-    console.line(f"{subject.architecture} is new here: proving the plan on a tiny copy of it")
+    what = "its documents apart" if subject.rows == "separate" else "the plan"
+    console.line(f"{subject.architecture} is new here: proving {what} on a tiny copy of it")
     prepare_ranks()
     try:
         proof = prove(subject)
@@ -84,7 +87,12 @@ def _prove(subject: Subject, directory: Path) -> None:
     if proof.difference is not None:
         raise ModelError(
             f"{subject.architecture} under this plan does not compute what one device computes, it differs in "
-            f"{proof.difference}; see `meshtrain verify`, or {SWITCH}"
+            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {SWITCH}"
         )
     console.line(f"Proven: {mesh_words(proof.mesh)} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)
+
+
+def _way_out(subject: Subject) -> str:
+    separates = subject.rows == "separate"
+    return ', set data.documents = "joined" if it does not keep documents apart' if separates else ""

@@ -54,7 +54,7 @@ def begin(case: Case, root: Path) -> None:
     pipeline = build(case)
     initialize_pipeline(pipeline)
     trainer = build_trainer(pipeline)
-    train_step(trainer, 0, local_part(pipeline, batches(padded=False)[0]), np.arange(GLOBAL_BATCH))
+    train_step(trainer, 0, local_part(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
     save(pipeline, trainer, root)
 
 

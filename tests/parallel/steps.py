@@ -19,5 +19,5 @@ def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pip
 
 def take_step(trainer: Trainer, step: int, batch: dict[str, Tensor] | None = None) -> StepResult:
     """Train on as few rows as the schedule can run, of the first global batch unless another is given."""
-    rows = smallest_part(trainer.pipeline, batch or batches(padded=False)[0])
+    rows = smallest_part(trainer.pipeline, batch or batches()[0])
     return train_step(trainer, step, rows, np.arange(GLOBAL_BATCH))

@@ -258,7 +258,7 @@ def data_parallel() -> tuple[list[Tensor], list[Tensor], bool]:
 def _evaluates_without_dropout(pipeline: Pipeline) -> bool:
     seen: list[Any] = []
     with watched_dropout(seen):
-        batch = smallest_part(pipeline, batches(padded=False)[0])
+        batch = smallest_part(pipeline, batches()[0])
         first, second = (evaluate(build_trainer(pipeline), [batch]) for _ in range(2))
     return not seen and first == second and pipeline.stages[0].model.training
 

@@ -58,9 +58,35 @@ def test_grouped_query_heads(model: str) -> None:
 
 def test_padded_samples() -> None:
     prove(
-        Case("gpt2-tied", (2, 1, 1, 2), padded=True),
-        Case("llama-untied", (2, 1, 2, 1), padded=True),
-        Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, padded=True),
+        Case("gpt2-tied", (2, 1, 1, 2), rows="padded"),
+        Case("llama-untied", (2, 1, 2, 1), rows="padded"),
+        Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, rows="padded"),
+    )
+
+
+def test_separate_documents() -> None:
+    """Next to each document alone: no position, no attention and no target crosses a border."""
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 1), rows="separate"),
+        Case("llama-untied", (1, 1, 1, 2), rows="separate"),
+        Case("mistral-grouped", (1, 1, 2, 1), rows="separate"),
+    )
+    prove(
+        Case("llama-tied", (2, 1, 1, 2), rows="separate"),
+        Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, rows="separate"),
+        Case("gpt2-tied", (2, 1, 1, 2), "ZBVZeroBubble", 2, rows="separate"),
+        Case("qwen3", (1, 1, 2, 2), recompute=1, rows="separate"),
+        Case("qwen2-grouped", (2, 1, 1, 2), compiled=True, rows="separate"),
+    )
+
+
+def test_batches_of_different_widths() -> None:
+    prove(
+        Case("gpt2-tied", (2, 1, 1, 2), rows="bucketed"),
+        Case("llama-untied", (2, 1, 2, 1), rows="bucketed"),
+        Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, rows="bucketed"),
+        Case("llama-tied", (2, 1, 1, 2), "ZBVZeroBubble", 2, rows="bucketed"),
+        Case("gpt2-tied", (2, 1, 2, 1), "DualPipeV", 2, rows="bucketed"),
     )
 
 

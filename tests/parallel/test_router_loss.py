@@ -25,7 +25,7 @@ from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import build_trainer, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Subject, Trace, with_noise
+from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Rows, Subject, Trace, with_noise
 from tests.parallel.families import Family, resolve_family
 from tests.parity import fill
 from tests.ranks import run_on_ranks
@@ -47,13 +47,13 @@ class Case:
     model_type: str
     mesh: dict[str, int] = field(default_factory=dict)
     tables: dict[str, Any] = field(default_factory=dict)
-    padded: bool = True
+    rows: Rows = "padded"
 
     def subject(self) -> Subject:
         config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
         plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
         # Two samples in a microbatch, which no mean of one-sample losses gives; one batch for every mesh.
-        return replace(make_subject(config, plan, mesh, padded=self.padded), global_batch_size=4 * MICRO_BATCH_SIZE)
+        return replace(make_subject(config, plan, mesh, rows=self.rows), global_batch_size=4 * MICRO_BATCH_SIZE)
 
 
 ONE = [Case(kind) for kind in MOES] + [Case("qwen3_moe", tables={"recompute": RecomputePlan(mode="full")})]
@@ -133,7 +133,7 @@ def test_one_layer_and_one_microbatch_are_what_transformers_computes() -> None:
 def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     """Return router loss and gradient norm with two loss scales, and what has added up before and after evaluation."""
     lift_float32_casts()
-    subject = Case("mixtral", padded=False).subject()
+    subject = Case("mixtral", rows="joined").subject()
     model = build_model(subject.hf_config, dtype=torch.float64)
     mesh, device = build_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
     pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)

@@ -207,9 +207,7 @@ def drop() -> list[dict[str, Tensor]]:
 
 
 def step(trainer: Trainer, number: int) -> StepResult:
-    return train_step(
-        trainer, number, local_part(trainer.pipeline, batches(padded=False)[number]), np.arange(GLOBAL_BATCH)
-    )
+    return train_step(trainer, number, local_part(trainer.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
 
 
 def test_dropout_is_the_same_under_every_schedule() -> None:
@@ -355,7 +353,7 @@ def listen() -> list[tuple[float, list[Message]]]:
         pipeline: Pipeline = build(case)
         initialize_pipeline(pipeline)
         messages.clear()
-        loss = evaluate(build_trainer(pipeline), [local_part(pipeline, batches(padded=False)[0])])
+        loss = evaluate(build_trainer(pipeline), [local_part(pipeline, batches()[0])])
         heard.append((loss, list(messages)))
     return heard
 

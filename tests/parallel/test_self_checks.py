@@ -53,7 +53,7 @@ class Held:
 def train(pipeline: Pipeline) -> Held:
     initialize_pipeline(pipeline)
     trainer = build_trainer(pipeline)
-    for step, batch in enumerate(batches(padded=False)):
+    for step, batch in enumerate(batches()):
         take_step(trainer, step, batch)
     whole, shards = {}, {}
     for name, parameter in pipeline.named_parameters():

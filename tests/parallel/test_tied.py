@@ -27,7 +27,7 @@ def train(case: Case) -> tuple[str | None, int, Ends]:
     """Return which end this process holds, of how many copies, and its part of value, gradient and moments."""
     pipeline = start(case)
     trainer = build_trainer(pipeline)
-    for step, batch in enumerate(batches(padded=False)):
+    for step, batch in enumerate(batches()):
         take_step(trainer, step, batch)
     canonical = pipeline.canonical_names()
     (source,) = set(pipeline.stages[0].model.all_tied_weights_keys.values())

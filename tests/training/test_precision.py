@@ -100,7 +100,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     fill(pipeline, stock_weights(case.model))
     trainer = build_trainer(pipeline)
     results = [run_step(trainer, step) for step in range(num_steps)]
-    evaluation = evaluate(trainer, [local_part(pipeline, batches(padded=False)[0])])
+    evaluation = evaluate(trainer, [local_part(pipeline, batches()[0])])
     for name, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
         formats = {parameter.dtype, *(moment.dtype for moment in trainer.optimizer.moments(name).values())}
@@ -110,9 +110,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
 
 
 def run_step(trainer: Trainer, step: int) -> StepResult:
-    return train_step(
-        trainer, step, local_part(trainer.pipeline, batches(padded=False)[step % 3]), np.arange(GLOBAL_BATCH)
-    )
+    return train_step(trainer, step, local_part(trainer.pipeline, batches()[step % 3]), np.arange(GLOBAL_BATCH))
 
 
 HYBRID = Case("llama-tied", (2, 1, 1, 2), sequence_parallel=True)
@@ -157,7 +155,7 @@ def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     run_step(trainer, 0)
     stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[case.model]), dtype=torch.bfloat16)
     stock.load_state_dict(stock_weights(case.model))
-    batch = batches(padded=False)[0]
+    batch = batches()[0]
     num_tokens = (batch["labels"] != -100).sum()
     sums: dict[str, Tensor] = {}
     for start in range(0, GLOBAL_BATCH, pipeline.micro_batch_size):

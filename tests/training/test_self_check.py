@@ -106,12 +106,12 @@ def missing_sum() -> list[str]:
 
 
 def other_ids() -> list[str]:
-    pipeline, batch = start(Case("llama-untied", (1, 1, 1, 2))), batches(padded=False)[0]
+    pipeline, batch = start(Case("llama-untied", (1, 1, 1, 2))), batches()[0]
     return first_step(pipeline, {**batch, "input_ids": batch["input_ids"] + axis_rank(pipeline.mesh, "tp")})
 
 
 def other_ids_of_stages() -> list[str]:
-    pipeline, batch = start(Case("llama-untied", (2, 1, 1, 1))), batches(padded=False)[0]
+    pipeline, batch = start(Case("llama-untied", (2, 1, 1, 1))), batches()[0]
     return first_step(pipeline, {**batch, "labels": batch["labels"].roll(axis_rank(pipeline.mesh, "pp"))})
 
 

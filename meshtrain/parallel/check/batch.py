@@ -16,11 +16,13 @@ class BatchShape:
         global_batch_size: in sequences.
         micro_batch_size: in sequences.
         sequence_length: in tokens.
+        width_multiple: batches may be narrower, by a multiple of so many tokens; None: all are of one width.
     """
 
     global_batch_size: int
     micro_batch_size: int
     sequence_length: int
+    width_multiple: int | None = None
 
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
@@ -51,6 +53,12 @@ def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         yield (
             f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
             f"= {batch.sequence_length}; {_nearest_multiples(batch.sequence_length, tp)}"
+        )
+    multiple = batch.width_multiple
+    if plan.tensor.sequence_parallel and multiple is not None and multiple % tp:
+        yield (
+            f"tensor.sequence_parallel splits every batch over tp = {tp}, which does not divide "
+            f"data.pad_to_multiple_of = {multiple}; {_nearest_multiples(multiple, tp)}"
         )
 
 
