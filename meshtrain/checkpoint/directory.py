@@ -110,6 +110,8 @@ class Manifest(Words):
     """The stock class, such as `GPT2LMHeadModel`."""
     data_identity: str
     """Hash of what makes the data this one."""
+    streams: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """Source -> where it is to be read on from, of those that are streamed."""
     dtype: Dtype = "float32"
     """The number format of exported weights."""
     dtypes: dict[str, Dtype] = Field(default_factory=dict)

@@ -1,11 +1,14 @@
 """What training reads: samples of all sources, and the order that says which of them make up which step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshtrain.data.mixture import MixedSource, MixtureOrder
 from meshtrain.data.order import GroupedOrder, Order, SampleOrder
 from meshtrain.data.prepare import PreparedData, PreparedSource
 from meshtrain.data.samples import MixedSamples, PackedSamples, PaddedSamples, Samples
+from meshtrain.data.stream_rows import StreamReader
+from meshtrain.data.streaming import StreamForm, StreamSamples
 from meshtrain.data.token_file import TokenFile
 from meshtrain.errors import DataError
 
@@ -18,11 +21,27 @@ class Feed:
         samples: to train on.
         order: which of them make up which step.
         validation: the samples to evaluate on and their order, if the run has any: every sample once, as stored.
+        streams: source -> its samples, where they are streamed.
     """
 
     samples: Samples
     order: Order
     validation: tuple[Samples, SampleOrder] | None
+    streams: dict[str, StreamSamples]
+
+    def stream_state(self, place: int) -> dict[str, tuple[int, ...]]:
+        """Return where the streams are after so many batches, for a checkpoint: source -> numbers."""
+        counts = self.order.samples_before(place)
+        # Of one source, and no other, the order counts nothing.
+        return {
+            name: stream.cursor(counts.get(name, place * self.order.global_batch_size))
+            for name, stream in self.streams.items()
+        }
+
+    def restore_streams(self, state: Mapping[str, tuple[int, ...]]) -> None:
+        """Let the streams go on from what `stream_state` returned."""
+        for name, saved in state.items():
+            self.streams[name].restore(saved)
 
     def check_steps(self, num_steps: int) -> None:
         """Check that there are so many steps.
@@ -45,20 +64,26 @@ def build_feed(prepared: PreparedData, *, global_batch_size: int, seed: int) -> 
         DataError: if there is too little of it, or the share of a source is too small.
     """
     check_enough(prepared, global_batch_size)
-    samples = train_samples(prepared)
-    order = _order(prepared, samples, global_batch_size=global_batch_size, seed=seed)
+    parts = {source.name: _train_samples(prepared, source, seed) for source in prepared.sources}
+    samples = _joined(list(parts.values()))
+    order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
     if prepared.config.group_by_length is not None:
         order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
     held_out, validation = validation_samples(prepared), None
     if held_out is not None:
         in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
         validation = held_out, in_order
-    return Feed(samples, order, validation)
+    streams = {name: part for name, part in parts.items() if isinstance(part, StreamSamples)}
+    return Feed(samples, order, validation, streams)
 
 
-def train_samples(prepared: PreparedData) -> Samples:
-    """Return the samples to train on."""
-    return _joined([_samples(prepared, source.train) for source in prepared.sources])
+def train_samples(prepared: PreparedData, *, seed: int = 0) -> Samples:
+    """Return the samples to train on.
+
+    Args:
+        seed: decides the order within a stream.
+    """
+    return _joined([_train_samples(prepared, source, seed) for source in prepared.sources])
 
 
 def validation_samples(prepared: PreparedData) -> Samples | None:
@@ -77,34 +102,54 @@ def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
     needed = global_batch_size if prepared.config.drop_last and len(prepared.sources) == 1 else 1
     problems = []
     for source in prepared.sources:
-        problems.append(_too_small("train", prepared, source, source.train, needed))
+        if isinstance(source.train, TokenFile):
+            problems.append(_too_small("train", prepared, source, source.train, needed))
         if source.validation:
             problems.append(_too_small("validation", prepared, source, source.validation, 1))
     if found := [problem for problem in problems if problem]:
         raise DataError(found)
 
 
-def _order(prepared: PreparedData, samples: Samples, *, global_batch_size: int, seed: int) -> Order:
+def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_size: int, seed: int) -> Order:
     config, (first, *others) = prepared.config, prepared.sources
     if not others and first.config.repeat:
         return SampleOrder(
-            len(samples),
+            len(parts[first.name]),
             global_batch_size=global_batch_size,
             seed=seed,
-            shuffle=config.shuffle,
+            # A stream shuffles itself, as far as it can.
+            shuffle=config.shuffle and not first.config.streaming,
             drop_last=config.drop_last,
         )
     mixed = [
         MixedSource(
             source.name,
-            len(_samples(prepared, source.train)),
+            len(parts[source.name]),
             weight=source.config.weight,
             repeats=source.config.repeat,
-            shuffle=config.shuffle,
+            shuffle=config.shuffle and not source.config.streaming,
         )
         for source in prepared.sources
     ]
     return MixtureOrder(mixed, global_batch_size=global_batch_size, seed=seed)
+
+
+def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) -> Samples:
+    if isinstance(source.train, TokenFile):
+        return _samples(prepared, source.train)
+    config, tokenizer = prepared.config, prepared.tokenizer
+    stream_seed = f"{seed}/{source.name}"
+    reader = StreamReader(source.train.corpus, source.train.task, tokenizer.end_id, config.shuffle, stream_seed)
+    form = StreamForm(
+        sequence_length=config.sequence_length,
+        pad_id=tokenizer.pad_id,
+        is_padded=config.form == "padded",
+        separate_documents=config.documents == "separate",
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        num_buffered=config.shuffle_buffer,
+        shuffle=config.shuffle,
+    )
+    return StreamSamples(reader, form)
 
 
 def _joined(parts: list[Samples]) -> Samples:

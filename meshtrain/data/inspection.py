@@ -16,6 +16,7 @@ from meshtrain.config.data import DataConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.feed import train_samples, validation_samples
 from meshtrain.data.open_tokens import is_several, is_tokens, open_token_file
+from meshtrain.data.options import told_as_options
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples import IGNORE_INDEX, Arrays
 from meshtrain.data.token_file import TRAIN
@@ -121,7 +122,8 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
         DataError: if it cannot be opened, has no such document, or there is no tokenizer.
     """
     tokenizer = _tokenizer_of(source, tokenizer_path, cache)
-    file = open_token_file(source, tokenizer, cache)
+    with told_as_options():
+        file = open_token_file(source, tokenizer, cache)
     _check_index(first, count, file.counts.documents, f"{source} has", "documents")
     for index in range(first, first + count):
         start, end = int(file.offsets[index]), int(file.offsets[index + 1])

@@ -8,6 +8,7 @@ from meshtrain.errors import DataError
 OPTIONS = {
     'data.on_bad_record = "skip"': "--on-bad-record skip",
     "data.text_key": "--text-key",
+    "as data.tokenizer.path": "as --tokenizer",
     "data.validation = ": "--validation ",
     "set data.validation to files of its own, or to 0": "leave --validation out",
 }

@@ -3,18 +3,23 @@
 Nothing here imports torch, so that a mistake in the data is reported at once.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.chat_template import find_chat_template
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.corpus_files import Corpus, RecordForm
+from meshtrain.data.encoding import Task
 from meshtrain.data.open_tokens import is_tokens, open_token_file
-from meshtrain.data.sources import SourceFile, find_files
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
+from meshtrain.data.sources import SourceFile, find_files, find_streamed_files
+from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
 from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.data.tokenizer_training import train_tokenizer
@@ -22,16 +27,31 @@ from meshtrain.errors import DataError
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Text that is tokenised while training."""
+
+    corpus: Corpus
+    task: Task
+
+    @property
+    def identity(self) -> str:
+        """A hash of the names and sizes of the files, and of how they are read."""
+        files = [(file.path.name, file.num_bytes) for file in self.corpus.files]
+        template = self.task.template.identity if self.task.template else None
+        return identity_of(files, self.corpus.identity, template)
+
+
+@dataclass(frozen=True)
 class PreparedSource:
-    """One source of a run, tokenised.
+    """One source of a run, tokenised, or ready to be streamed.
 
     Attributes:
-        identity: a hash of the text that it stands for.
+        identity: a hash of the text that it stands for; of a stream, of the names and sizes of its files.
     """
 
     name: str
     config: MixedSourceConfig
-    train: TokenFile
+    train: TokenFile | Stream
     validation: TokenFile | None
     identity: str
 
@@ -48,9 +68,15 @@ class PreparedData:
 
     @property
     def unigram_entropy_nats(self) -> float:
-        """Per token of the validation text (else of the train text): a model below it knows more than frequencies."""
+        """Per token of the validation text (else of the train text): a model below it knows more than frequencies.
+
+        NaN if all there is is streamed.
+        """
         files = [source.validation for source in self.sources if source.validation]
-        counts = [file.counts for file in files or [source.train for source in self.sources]]
+        trained = [source.train for source in self.sources if isinstance(source.train, TokenFile)]
+        counts = [file.counts for file in files or trained]
+        if not counts:
+            return math.nan
         return sum(each.unigram_entropy_nats * each.tokens for each in counts) / sum(each.tokens for each in counts)
 
 
@@ -99,7 +125,9 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
 def _reading(config: DataConfig) -> object:
     """Return what decides how samples are cut and mixed."""
     mixing = [(name, source.weight, source.repeat) for name, source in config.sources.items()]
-    return config.form, config.sequence_length, config.documents, config.group_by_length, mixing
+    is_streamed = any(source.streaming for source in config.named_sources.values())
+    buffer = config.shuffle_buffer if is_streamed else None
+    return config.form, config.sequence_length, config.documents, config.group_by_length, mixing, buffer
 
 
 def _find_sources(config: DataConfig) -> list[_Found]:
@@ -110,7 +138,9 @@ def _find_sources(config: DataConfig) -> list[_Found]:
         parts: dict[str, _Part] = {}
         for part, names in (("train", source.train), ("validation", validation)):
             try:
-                parts[part] = _find_part(names, config.key_of(name, part))
+                key = config.key_of(name, part)
+                is_streamed = source.streaming and part == "train"
+                parts[part] = find_streamed_files(names, key=key) if is_streamed else _find_part(names, key)
             except DataError as error:
                 problems += error.problems
         if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
@@ -156,9 +186,11 @@ def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
 def _corpus(
     name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache, *, held_out: bool
 ) -> Corpus:
+    # A stream is held for what it was by the names and sizes of its files: to read it first is what it spares.
+    is_streamed = source.streaming and held_out
     return Corpus(
         tuple(files),
-        tuple(content_hashes(files, cache)),
+        ("",) * len(files) if is_streamed else tuple(content_hashes(files, cache)),
         text_key=source.text_key,
         form=_record_form(name, source, config),
         on_bad_record=config.on_bad_record,
@@ -210,18 +242,30 @@ class _Tokenising:
             corpus: to train on; None: it is tokens already.
         """
         of = f" of {source.name}" if self.config.sources else ""
+        parts: dict[str, TokenFile] = {}
+        stream = None
         if corpus is None:
             assert isinstance(source.train, str)
-            parts = {TRAIN: open_token_file(source.train, self.tokenizer, self.cache)}
+            parts[TRAIN] = open_token_file(source.train, self.tokenizer, self.cache)
+        elif source.config.streaming:
+            stream = self._stream(corpus)
         else:
-            parts = self._tokenise(corpus, f"Tokenising the training data{of}")
+            parts |= self._tokenise(corpus, f"Tokenising the training data{of}")
         if isinstance(source.validation, str):
             parts[VALIDATION] = open_token_file(source.validation, self.tokenizer, self.cache)
         elif source.validation:
             validation = _corpus(source.name, source.validation, source.config, self.config, self.cache, held_out=False)
             parts[VALIDATION] = self._tokenise(validation, f"Tokenising the validation data{of}")[TRAIN]
-        identity = identity_of({part: file.identity for part, file in parts.items()})
-        return PreparedSource(source.name, source.config, parts[TRAIN], parts.get(VALIDATION), identity)
+        identity = identity_of({part: file.identity for part, file in parts.items()}, stream and stream.identity)
+        train = stream or parts[TRAIN]
+        return PreparedSource(source.name, source.config, train, parts.get(VALIDATION), identity)
+
+    def _stream(self, corpus: Corpus) -> Stream:
+        is_chat = corpus.form is not None and corpus.form.kind == "chat"
+        template = find_chat_template(self.tokenizer) if is_chat else None
+        token_type = np.dtype(token_type_of(self.tokenizer.vocab_size))
+        text = self.tokenizer.load().to_str()
+        return Stream(corpus, Task(text, token_type, corpus.text_key, corpus.form, template))
 
     def _tokenise(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
         parts, is_new = prepare_token_files(corpus, self.tokenizer, self.cache, description=description)
@@ -232,12 +276,17 @@ class _Tokenising:
 def _summary(prepared: PreparedData, *, built: bool) -> str:
     told, skipped = [], 0
     for source in prepared.sources:
-        parts = {"train": source.train.counts, "validation": source.validation and source.validation.counts}
+        parts = {"validation": source.validation and source.validation.counts}
+        if isinstance(source.train, TokenFile):
+            parts = {"train": source.train.counts, **parts}
         sizes = [
             f"{name} {counts.documents:,} documents, {counts.tokens:,} tokens"
             for name, counts in parts.items()
             if counts
         ]
+        if isinstance(source.train, Stream):
+            num_bytes = source.train.corpus.num_bytes
+            sizes = [f"train {len(source.train.corpus.files):,} files, {num_bytes / 1e6:,.1f} MB, streamed", *sizes]
         skipped += sum(counts.skipped_records for counts in parts.values() if counts)
         told.append(f"{f'{source.name}: ' if prepared.config.sources else ''}{'; '.join(sizes)}")
     return (

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from upath import UPath
+
 from meshtrain.errors import DataError, name_some
 
 PYTHON_STDLIB = "python-stdlib"
@@ -183,3 +185,38 @@ def _existing(path: Path) -> Path:
 def _contents(directory: Path) -> str:
     names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
     return f"{directory} holds {name_some(names, NAMES_SHOWN) or 'nothing'}"
+
+
+def find_streamed_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
+    """Expand sources that are read while training: as `find_files`, and URLs that fsspec knows, files or globs.
+
+    Raises:
+        DataError: as `find_files`; or that a URL cannot be reached, or stands for nothing.
+    """
+    files: list[SourceFile] = []
+    problems: list[str] = []
+    for source in sources:
+        try:
+            files += _expand_url(source, key) if "://" in source else find_files([source], key=key)
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    return files
+
+
+def _expand_url(source: str, key: str) -> list[SourceFile]:
+    try:
+        place = UPath(source)
+        names = sorted(place.fs.glob(place.path)) if glob.has_magic(place.path) else [place.path]
+        paths = [UPath(place.fs.unstrip_protocol(name), **place.storage_options) for name in names]
+        sizes = [int(place.fs.size(name) or 0) for name in names]
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{key}: {source} cannot be reached: {reason}") from error
+    if not any(sizes):
+        raise DataError(f"{key}: {source} stands for no file that holds anything")
+    try:
+        return [SourceFile(path, _kind(path), size, 0) for path, size in zip(paths, sizes, strict=True) if size]
+    except DataError as error:
+        raise DataError(f"{key}: {problem}" for problem in error.problems) from error

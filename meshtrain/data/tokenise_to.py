@@ -16,11 +16,12 @@ import numpy as np
 from meshtrain import console
 from meshtrain.data.cache import Cache, build_directory, identity_of
 from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.journal import JOURNAL, Job
 from meshtrain.data.megatron import megatron_type_of, write_index
 from meshtrain.data.options import told_as_options
 from meshtrain.data.sources import find_typed_files
 from meshtrain.data.token_file import TokenCounts
-from meshtrain.data.tokenising import JOURNAL, Job, tokenise
+from meshtrain.data.tokenising import tokenise
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.data.workers import num_cores
 from meshtrain.errors import DataError

@@ -3,8 +3,8 @@
 import json
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -13,77 +13,28 @@ from typing import Any
 import numpy as np
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, identity_of, write_atomically
-from meshtrain.data.chat_template import ChatTemplate, find_chat_template
+from meshtrain.data.cache import Cache, write_atomically
 from meshtrain.data.chunks import read_chunks
-from meshtrain.data.corpus_files import START, Corpus, Position
+from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.cutting import Cutter
 from meshtrain.data.documents import count_problem
 from meshtrain.data.encoding import EncodedBlock, Task
+from meshtrain.data.journal import JOURNAL, Job, Progress, load_journal
 from meshtrain.data.part_writer import PartState, PartWriter, sizes_of
 from meshtrain.data.scanning import scan_marks, scan_tokens, shown_if_long
 from meshtrain.data.token_file import (
-    FORMAT_VERSION,
     TRAIN,
     VALIDATION,
     TokenCounts,
     TokenFile,
     check_size,
     is_whole,
-    token_type_of,
 )
 from meshtrain.data.tokenizer import TokenizerFiles
-from meshtrain.data.workers import BLOCK_BYTES, blocks_of, encode_blocks, num_cores
+from meshtrain.data.workers import BLOCK_BYTES, blocks_of, encode_blocks
 from meshtrain.errors import DataError
 
-JOURNAL = "journal.json"
 SECONDS_BETWEEN_ENTRIES = 2.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be tokenised, and how."""
-
-    corpus: Corpus
-    tokenizer: TokenizerFiles
-    description: str
-    """What the progress bar says."""
-    num_workers: int = field(default_factory=num_cores)
-    token_type: type[np.integer] | None = None
-    """Of the tokens on disk; None: the one that a token file has."""
-
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """What puts conversations together, if there are any; raises DataError if the tokenizer has none."""
-        is_chat = self.corpus.form is not None and self.corpus.form.kind == "chat"
-        return find_chat_template(self.tokenizer) if is_chat else None
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The token files that it makes."""
-        return (TRAIN, VALIDATION) if self.corpus.held_out else (TRAIN,)
-
-    @property
-    def journal_identity(self) -> str:
-        """The same for either policy about bad records: a job that failed at one may be gone on with without it."""
-        return replace(self, corpus=replace(self.corpus, on_bad_record="skip")).identity
-
-    @property
-    def type_on_disk(self) -> np.dtype:
-        """The type of the tokens."""
-        return np.dtype(self.token_type or token_type_of(self.tokenizer.vocab_size))
-
-    @property
-    def identity(self) -> str:
-        """A hash of all that decides the bytes that are written."""
-        template = self.template.identity if self.template else None
-        said = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
-        return identity_of(*said)
-
-    def writer(self, directory: Path, state: PartState) -> PartWriter:
-        """Open one of the token files."""
-        has_marks = self.corpus.form is not None
-        return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, has_marks=has_marks)
 
 
 def prepare_token_files(
@@ -118,7 +69,7 @@ def tokenise(directory: Path, *, job: Job) -> None:
     Raises:
         DataError: if a document cannot be read, a part comes out empty, or a file changes meanwhile.
     """
-    progress = _load_journal(directory, job)
+    progress = load_journal(directory, job)
     if progress is None:
         progress = Progress()
         for entry in directory.iterdir():
@@ -135,40 +86,6 @@ def tokenise(directory: Path, *, job: Job) -> None:
         # What is not of one part is counted in the first.
         _close(directory / part, job, writer.state, progress if part == TRAIN else Progress())
     (directory / JOURNAL).unlink(missing_ok=True)
-
-
-@dataclass
-class Progress:
-    """How far a job has come."""
-
-    position: Position = START
-    disk_bytes: int = 0
-    documents: int = 0
-    """Documents with text, in all parts."""
-    is_open: bool = False
-    """Whether the last of them goes on."""
-    skipped_records: int = 0
-    empty_documents: int = 0
-    """Documents without text."""
-    parts: tuple[PartState, ...] = ()
-
-
-def _load_journal(directory: Path, job: Job) -> Progress | None:
-    """Read what a job that was killed wrote down; None if there is nothing that can be gone on with."""
-    path = directory / JOURNAL
-    if not path.exists():
-        return None
-    said: dict[str, Any] = json.loads(path.read_text())
-    is_strict = job.corpus.on_bad_record == "fail"
-    if said.pop("identity") != job.journal_identity or (is_strict and said["skipped_records"]):
-        return None
-    position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
-    for part, state in zip(job.parts, parts, strict=True):
-        for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
-            file = directory / part / name
-            if not file.exists() or file.stat().st_size < size:
-                return None
-    return Progress(position=position, parts=parts, **said)
 
 
 class _Run:

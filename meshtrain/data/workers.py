@@ -42,18 +42,28 @@ def num_cores() -> int:
 
 
 def blocks_of(chunks: Iterable[Chunk]) -> Iterator[Block]:
-    """Gather chunks until they are worth a journey."""
+    """Gather chunks until they are worth a journey.
+
+    Raises:
+        DataError: what `chunks` raises, after all that came before it.
+    """
     block: Block = []
     num_bytes = 0
-    for chunk in chunks:
-        block.append(chunk)
-        num_bytes += len(chunk.data)
-        # Whoever went on right behind a damage would meet it again: only what follows it leaves the file.
-        if num_bytes >= BLOCK_BYTES and chunk.kind != "damage":
-            yield block
-            block, num_bytes = [], 0
+    failure = None
+    try:
+        for chunk in chunks:
+            block.append(chunk)
+            num_bytes += len(chunk.data)
+            # Whoever went on right behind a damage would meet it again: only what follows it leaves the file.
+            if num_bytes >= BLOCK_BYTES and chunk.kind != "damage":
+                yield block
+                block, num_bytes = [], 0
+    except DataError as error:
+        failure = error
     if block:
         yield block
+    if failure:
+        raise failure
 
 
 def encode_blocks(blocks: Iterable[Block], task: Task, num_workers: int) -> Iterator[tuple[Block, EncodedBlock]]:

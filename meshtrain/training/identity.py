@@ -59,6 +59,7 @@ class Identity:
         loss_scale: LossScale,
         history: StepHistory,
         evaluation_loss: float | None,
+        streams: dict[str, tuple[int, ...]],
     ) -> Manifest:
         """Describe the checkpoint of a step."""
         return Manifest(
@@ -73,6 +74,7 @@ class Identity:
             model_type=self.hf_config.model_type,
             architecture=type(self.resolved.model).__name__,
             data_identity=self.data.identity,
+            streams=streams,
             dtype=self.plan.precision.parameters,
             fused=fused,
             tied=dict(self.resolved.model.all_tied_weights_keys),

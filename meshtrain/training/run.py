@@ -18,6 +18,7 @@ from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.loader import Batch, build_loader
+from meshtrain.data.order import place_in_data
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
@@ -137,7 +138,7 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
         history=StepHistory(config.bad_steps),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
-    first_step = _begin(config, trainer, found)
+    first_step = _begin(config, trainer, feed, found)
     report = check_parameters(pipeline) if config.self_checks else None
     if report is not None:
         copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
@@ -161,7 +162,7 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
         epoch_of=feed.order.epoch,
         train_batches=batches(first_step),
         evaluation_batches=_evaluation_batches(config, feed, pipeline, process),
-        save=partial(_save, identity, trainer, saver),
+        save=partial(_save, identity, feed, trainer, saver),
         saver=saver,
         rewind=partial(_rewind, identity, trainer, batches),
         unigram_entropy=data.unigram_entropy_nats,
@@ -186,7 +187,7 @@ def _agree_on_data(data: PreparedData) -> None:
     raise_together([problem] if others else [], DataError)
 
 
-def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
+def _begin(config: RunConfig, trainer: Trainer, feed: Feed, found: Found | None) -> int:
     """Give the parameters their values, and return the number of steps already done."""
     pipeline = trainer.pipeline
     if found is not None:
@@ -194,6 +195,7 @@ def _begin(config: RunConfig, trainer: Trainer, found: Found | None) -> int:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         _restore(trainer, checkpoint, manifest)
+        feed.restore_streams(manifest.streams)
         console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
@@ -274,10 +276,15 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     )
 
 
-def _save(identity: Identity, trainer: Trainer, saver: Saver, step: int, evaluation_loss: float | None) -> None:
+def _save(
+    identity: Identity, feed: Feed, trainer: Trainer, saver: Saver, step: int, evaluation_loss: float | None
+) -> None:
     tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
     check_finite(step, tensors)
-    manifest = identity.manifest(step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss)
+    streams = feed.stream_state(place_in_data(step, trainer.history.left_out))
+    manifest = identity.manifest(
+        step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss, streams
+    )
     saver.save(tensors, manifest, identity.write_huggingface)
 
 

@@ -28,8 +28,9 @@ from tokenizers import Tokenizer
 from meshtrain import console
 from meshtrain.data.cache import Cache
 from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.journal import Job
 from meshtrain.data.sources import find_files
-from meshtrain.data.tokenising import Job, tokenise
+from meshtrain.data.tokenising import tokenise
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.data.tokenizer_training import train_tokenizer
 
@@ -137,6 +138,8 @@ def datatrove(files: list[Path], tokenizer: Path, out: Path) -> None:
         workers=PROCESSES,
         logging_dir=str(out / "logs"),
         skip_completed=False,
+        # Not its forkserver: the seconds of what that starts are nobody's.
+        start_method="fork",
     ).run()
     merger = DocumentTokenizerMerger(str(out / "parts"), str(out / "merged"), save_filename="tokens", shuffle=False)
     LocalPipelineExecutor([merger], tasks=1, logging_dir=str(out / "merge-logs"), skip_completed=False).run()
@@ -217,13 +220,18 @@ def main() -> None:
     parser.add_argument("--run", nargs="+", metavar="WORD", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        name, tokenizer, *files = options.run
+        name, *words = options.run
+        if name == "train":
+            train(Path(*words))
+            return
+        tokenizer, *files = words
         measure_here(name, list(map(Path, files)), Path(tokenizer))
         return
     num_bytes = int(3e6 if options.small else options.megabytes * MB)
     with tempfile.TemporaryDirectory() as place:
         write_corpus(Path(place), num_bytes)
-        train(Path(place))
+        # Not here: a process that is started begins with the peak memory of the one that starts it.
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.tokenising", "--run", "train", place], check=True)
         compare(Path(place), 1 if options.small else options.repeat, options.contenders or installed())
 
 

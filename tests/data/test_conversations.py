@@ -192,9 +192,8 @@ def test_a_chat_needs_a_template_and_a_text_for_a_tokenizer(tmp_path):
 
 
 def test_a_table_of_conversations(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-
-    arrow.parquet.write_table(arrow.table({"id": [1, 2], "messages": [TALK, TALK[:2]]}), tmp_path / "talk.parquet")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"id": [1, 2], "messages": [TALK, TALK[:2]]}), tmp_path / "talk.parquet")
     lines = configure(tmp_path, [{"messages": TALK}, {"messages": TALK[:2]}], CHATML)
     table = lines.model_copy(update={"train": [str(tmp_path / "talk.parquet")]})
 

@@ -8,6 +8,7 @@ from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.inspection import inspect_run, inspect_tokens, sample_spans
 from meshtrain.data.tokenise_to import Order, tokenise_to
+from meshtrain.data.tokenizer_training import train_tokenizer_to
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, write_lines
 
@@ -138,6 +139,16 @@ def test_a_document_of_a_token_file(tmp_path, capsys, kind):
         inspect_tokens(f"{tmp_path}/out/train", None, cache, first=4, count=1)
     with pytest.raises(DataError, match="holds several token files; name one of them"):
         inspect_tokens(f"{tmp_path}/out", None, cache, first=0, count=1)
+
+
+def test_another_tokenizer_is_told_in_the_words_of_the_command(tmp_path):
+    cache = Cache(tmp_path / "cache")
+    source = write_lines(tmp_path / "a.jsonl", ["aa aa aa"])
+    tokenise_to(Order([str(source)], str(byte_tokenizer(cache).directory), tmp_path / "out"), cache)
+    train_tokenizer_to([str(source)], 260, tmp_path / "other")
+
+    with pytest.raises(DataError, match="name the tokenizer it was made with as --tokenizer, or tokenise again"):
+        inspect_tokens(f"{tmp_path}/out/train", f"{tmp_path}/other", cache, first=0, count=1)
 
 
 def test_what_cannot_be_inspected(tmp_path):

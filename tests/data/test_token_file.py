@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
+from meshtrain.data import tokenising, workers
 from meshtrain.data.cache import Cache
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokenising import prepare_token_files
@@ -223,8 +224,8 @@ def test_a_file_that_changes_meanwhile(tmp_path, cache):
 
 
 def tokenise_elsewhere(source: Path, cache: Cache) -> None:
-    # Whoever wants to kill this process in the middle of its work must be quicker.
-    os.nice(19)
+    # Many blocks: whoever wants to kill this process in the middle of its work has the time for it.
+    workers.BLOCK_BYTES = tokenising.BLOCK_BYTES = 1 << 15
     tokenise(source, cache=cache)
 
 
@@ -233,7 +234,7 @@ def test_a_killed_run_leaves_no_half_file_that_is_believed(tmp_path, cache):
     expected = tokenise(source, cache=Cache(tmp_path / "undisturbed"))[TRAIN]
     process = context.Process(target=tokenise_elsewhere, args=(source, cache))
     process.start()
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while not any(path.stat().st_size for path in cache.directory.glob("tokens/*.partial/train/tokens.bin")):
         assert time.monotonic() < give_up
         time.sleep(0.002)

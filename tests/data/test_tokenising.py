@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -18,9 +19,10 @@ import pytest
 from meshtrain.data import chunks, tokenising, workers
 from meshtrain.data.cache import Cache
 from meshtrain.data.corpus_files import Corpus
+from meshtrain.data.journal import JOURNAL, Job
 from meshtrain.data.sources import find_files
 from meshtrain.data.token_file import TRAIN, VALIDATION
-from meshtrain.data.tokenising import JOURNAL, Job, tokenise
+from meshtrain.data.tokenising import tokenise
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, read_pieces, write_lines
 
@@ -104,7 +106,6 @@ def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected,
 
 
 def tokenise_elsewhere(directory: Path, job: Job) -> None:
-    os.nice(19)
     tokenising.SECONDS_BETWEEN_ENTRIES = 0.0
     tokenising.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
     chunks.CHUNK_BYTES = 1 << 14
@@ -187,13 +188,16 @@ def test_what_was_done_before_a_bad_record_is_kept_for_who_leaves_it_out(corpus_
 
 
 def test_who_does_not_leave_out_does_not_go_on_with_what_was_left_out(corpus_directory, cache, tmp_path):
-    directory = tmp_path / "out"
-    directory.mkdir()
-    while position_in(directory)[0] < 1:
-        kill_after_next_entry(directory, job_of(corpus_directory, cache))
+    corpus = shutil.copytree(corpus_directory, tmp_path / "corpus")
+    skipping, strict = (job_of(corpus, cache, on_bad_record=policy) for policy in ("skip", "fail"))
+    (corpus / "e.txt").rename(tmp_path / "e.txt")
+    with pytest.raises(DataError, match=f"cannot read {corpus}/e.txt"):
+        made(tmp_path / "out", skipping)
+    assert json.loads((tmp_path / "out" / JOURNAL).read_text())["skipped_records"] == 2
+    (tmp_path / "e.txt").rename(corpus / "e.txt")
 
-    with pytest.raises(DataError, match=f"{corpus_directory}/a.jsonl, line 301: not JSON"):
-        tokenise(directory, job=job_of(corpus_directory, cache, on_bad_record="fail"))
+    with pytest.raises(DataError, match=f"{corpus}/a.jsonl, line 301: not JSON"):
+        tokenise(tmp_path / "out", job=strict)
 
 
 @pytest.mark.usefixtures("small_blocks")

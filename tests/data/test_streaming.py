@@ -1,0 +1,248 @@
+"""Streams: the same samples from any place on, read while they are trained on."""
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.data.cache import Cache
+from meshtrain.data.feed import Feed, build_feed
+from meshtrain.data.loader import build_loader
+from meshtrain.data.order import FILLER
+from meshtrain.data.prepare import prepare_data
+from meshtrain.data.stream_rows import Cursor, StreamReader
+from meshtrain.data.streaming import StreamSamples
+from meshtrain.errors import DataError
+from tests.data.corpora import byte_tokenizer, expected_tokens, random_texts, write_lines
+
+NUM_FILES, LENGTH = 3, 16
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[str]]:
+    """Return the texts of each file."""
+    rng = random.Random(0)
+    return [random_texts(rng, count=20) for _ in range(NUM_FILES)]
+
+
+def configure(directory: Path, texts: list[list[str]], **options: Any) -> DataConfig:
+    for number, of_file in enumerate(texts):
+        write_lines(directory / f"{number}.jsonl", of_file)
+    tokenizer = byte_tokenizer(Cache(directory / "cache"))
+    defaults: dict[str, Any] = {
+        "train": [f"{directory}/*.jsonl"],
+        "streaming": True,
+        "sequence_length": LENGTH,
+        "shuffle_buffer": 10,
+        "tokenizer": TokenizerConfig(path=str(tokenizer.directory)),
+        "cache_directory": str(directory / "cache"),
+    }
+    return DataConfig(**{**defaults, **options})
+
+
+def feed_of(config: DataConfig, seed: int = 0, batch: int = 4) -> Feed:
+    return build_feed(prepare_data(config), global_batch_size=batch, seed=seed)
+
+
+def reader_of(feed: Feed) -> StreamReader:
+    return feed.streams["data"]._reader
+
+
+def test_rows_are_those_of_the_whole_text(tmp_path, texts):
+    config = configure(tmp_path, texts, shuffle=False)
+    tokenizer = byte_tokenizer(Cache(tmp_path / "cache"))
+    documents = expected_tokens([text for of_file in texts for text in of_file], tokenizer)
+    stream = np.concatenate(documents * 2)
+    begins = np.zeros(len(stream), bool)
+    begins[np.cumsum([0, *map(len, documents * 2)])[:-1]] = True
+    reader = reader_of(feed_of(config))
+    count = (len(stream) - 1) // LENGTH
+
+    packed = list(islice(reader.packed_rows(Cursor(), LENGTH), count))
+    padded = list(islice(reader.padded_rows(Cursor(), LENGTH), 2 * len(documents) - 1))
+
+    for number, row in enumerate(packed):
+        part = slice(number * LENGTH, number * LENGTH + LENGTH + 1)
+        assert np.array_equal(row.tokens, stream[part])
+        assert np.array_equal(row.begins, begins[part])
+        assert row.trained.all()
+    assert [row.tokens.tolist() for row in padded] == [one[:LENGTH] for one in documents * 2][:-1]
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_go_on_from_the_cursor_of_any(tmp_path, texts, form, shuffle):
+    reader = reader_of(feed_of(configure(tmp_path, texts, shuffle=shuffle)))
+    rows_from = reader.packed_rows if form == "packed" else reader.padded_rows
+    rows = list(islice(rows_from(Cursor(), LENGTH), 150))
+    assert {row.cursor.epoch for row in rows} >= {0, 1}
+
+    for start in (0, 1, 17, 58, 59, 60, 61, 100, 140):
+        flat = json.loads(json.dumps(rows[start].cursor.flat()))
+        again = list(islice(rows_from(Cursor.from_flat(tuple(flat)), LENGTH), 10))
+        for one, other in zip(rows[start:], again, strict=False):
+            assert one.cursor == other.cursor
+            assert np.array_equal(one.tokens, other.tokens)
+            assert np.array_equal(one.begins[1:], other.begins[1:])
+
+
+def test_a_long_document_is_gone_on_with_in_its_middle(tmp_path):
+    (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(150_000)))
+    config = configure(tmp_path, [], train=[str(tmp_path / "long.txt")], shuffle=False)
+    reader = reader_of(feed_of(config))
+    rows = list(islice(reader.packed_rows(Cursor(), 4096), 800))
+    late = rows[700]
+    assert late.cursor.position.offset > 0 or late.cursor.texts > 0
+
+    again = next(reader.packed_rows(late.cursor, 4096))
+
+    assert np.array_equal(late.tokens, again.tokens)
+    assert [int(row.begins.sum()) for row in rows[:2]] == [1, 0]
+    assert sum(int(row.begins[1:].sum()) for row in rows) == 1
+
+
+def samples_of(feed: Feed, start: int, stop: int, rank: int = 0, size: int = 1) -> list[tuple]:
+    batches = build_loader(feed.samples, feed.order, dp_rank=rank, dp_size=size, start_step=start, stop_step=stop)
+    return [
+        (batch.sample_ids.tolist(), {name: tensor.tolist() for name, tensor in batch.tensors.items()})
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"documents": "separate"},
+        {"form": "padded"},
+        {"form": "padded", "pad_to_multiple_of": 4},
+        {"shuffle": False},
+        {"shuffle_buffer": 1},
+        {"shuffle_buffer": 500},
+    ],
+    ids=str,
+)
+def test_a_stream_goes_on_on_any_number_of_ranks(tmp_path, texts, options):
+    config = configure(tmp_path, texts, **options)
+    whole = samples_of(feed_of(config), 0, 30)
+    for step in (1, 7, 20):
+        first = feed_of(config)
+        assert samples_of(first, 0, step) == whole[:step]
+        # As the checkpoint has it: through JSON, and while later batches have been read ahead.
+        state = {name: tuple(saved) for name, saved in json.loads(json.dumps(first.stream_state(step))).items()}
+        parts = []
+        for rank in range(2):
+            resumed = feed_of(config)
+            resumed.restore_streams(state)
+            parts.append(samples_of(resumed, step, 30, rank, 2))
+        for (ids, tensors), (_, one), (_, other) in zip(whole[step:], *parts, strict=True):
+            assert tensors == {name: one[name] + other[name] for name in one}, ids
+
+
+def test_a_buffer_is_shuffled_and_loses_nothing(tmp_path, texts):
+    plain, shuffled = (feed_of(configure(tmp_path, texts[:1], shuffle=shuffle)) for shuffle in (False, True))
+    ids = np.arange(20)
+
+    first, second = plain.samples.read(ids)["input_ids"], shuffled.samples.read(ids)["input_ids"]
+
+    assert not np.array_equal(first, second)
+    for buffer in (slice(0, 10), slice(10, 20)):
+        assert sorted(first[buffer].tolist()) == sorted(second[buffer].tolist())
+    assert not np.array_equal(second, feed_of(configure(tmp_path, texts[:1]), seed=1).samples.read(ids)["input_ids"])
+
+
+def test_to_go_back_is_to_read_again(tmp_path, texts):
+    samples = feed_of(configure(tmp_path, texts)).samples
+    early = samples.read(np.array([3, FILLER, 12]))["input_ids"]
+    samples.read(np.array([400]))
+
+    assert np.array_equal(samples.read(np.array([3, FILLER, 12]))["input_ids"], early)
+
+
+def test_without_tokens_a_plain_stream_is_not_opened(tmp_path, texts):
+    feed = feed_of(configure(tmp_path, texts))
+    ids = np.array([0, 5, FILLER])
+    blank = feed.samples.read(ids, with_tokens=False)
+
+    assert isinstance(feed.samples, StreamSamples)
+    assert feed.samples._next_buffer == -1
+    whole = feed.samples.read(ids)
+    assert blank.keys() == whole.keys()
+    assert np.array_equal(blank["labels"] < 0, whole["labels"] < 0)
+
+
+def test_a_stream_in_a_mixture(tmp_path, texts):
+    config = configure(tmp_path, texts)
+    sources = {
+        "streamed": MixedSourceConfig(train=config.train, streaming=True, weight=3.0),
+        "stored": MixedSourceConfig(train=[str(tmp_path / "0.jsonl")]),
+    }
+    mixed = DataConfig(
+        sources=sources,
+        sequence_length=LENGTH,
+        shuffle_buffer=10,
+        tokenizer=config.tokenizer,
+        cache_directory=config.cache_directory,
+    )
+    whole = samples_of(feed_of(mixed), 0, 40)
+    first = feed_of(mixed)
+    samples_of(first, 0, 17)
+    resumed = feed_of(mixed)
+    resumed.restore_streams(first.stream_state(17))
+
+    assert samples_of(resumed, 17, 40) == whole[17:]
+    assert first.order.samples_before(16) == {"streamed": 48, "stored": 16}
+    assert first.stream_state(17).keys() == {"streamed"}
+
+
+def test_urls_are_streamed(tmp_path, texts):
+    store = MemoryFileSystem()
+    for number, of_file in enumerate(texts):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in of_file)
+        store.pipe(f"/corpus/{number}.jsonl", lines.encode())
+    local = feed_of(configure(tmp_path, texts))
+    remote = feed_of(configure(tmp_path, texts, train=["memory://corpus/*.jsonl"]))
+    ids = np.arange(30)
+
+    assert np.array_equal(local.samples.read(ids)["input_ids"], remote.samples.read(ids)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("train", "problem"),
+    [
+        ("memory://nowhere/*.jsonl", "data.train: memory://nowhere/*.jsonl stands for no file that holds anything"),
+        ("memory://nowhere/a.jsonl", "data.train: memory://nowhere/a.jsonl cannot be reached: "),
+        ("nosuch://a.jsonl", "data.train: nosuch://a.jsonl cannot be reached: "),
+        ("memory://table.csv", 'data.train: "memory://table.csv" is of no known kind; known are '),
+    ],
+)
+def test_urls_that_stand_for_nothing(tmp_path, train, problem):
+    MemoryFileSystem().pipe("/table.csv", b"a,b")
+    with pytest.raises(DataError) as caught:
+        prepare_data(configure(tmp_path, [], train=[train]))
+    assert caught.value.problems[0].startswith(problem)
+
+
+def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
+    config = configure(tmp_path, texts[:1], shuffle=False)
+    with (tmp_path / "0.jsonl").open("a") as stream:
+        stream.write("broken\n")
+    feed = feed_of(config)
+    with pytest.raises(DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); mend it, or"):
+        samples_of(feed, 0, 100)
+    skipping = config.model_copy(update={"on_bad_record": "skip"})
+    assert samples_of(feed_of(skipping), 0, 30) == samples_of(
+        feed_of(configure(tmp_path, texts[:1], shuffle=False)), 0, 30
+    )
+
+
+def test_a_stream_without_text_is_no_stream(tmp_path):
+    config = configure(tmp_path, [["", ""]])
+    with pytest.raises(DataError, match=r"0\.jsonl and the files after it: no text found to stream"):
+        samples_of(feed_of(config), 0, 1)
