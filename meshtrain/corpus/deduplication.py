@@ -232,10 +232,11 @@ class RemoveDuplicates(DeduplicationStep):
         self.stat_update(StatHints.dropped, value=len(reasons), unit="shard")
 
     def _reason(self, removal: np.void, sketches: Sketches) -> dict[str, object]:
+        similarity = float(removal["similarity"])
         return {
             "reason": "near duplicate",
-            "detail": f"of {sketches.identifier(int(removal['kept']))}",
-            "similarity": float(removal["similarity"]),
+            "detail": f"of {sketches.identifier(int(removal['kept']))}, similarity {similarity:.2f}",
+            "similarity": similarity,
             "group": int(removal["group"]),
         }
 

@@ -79,7 +79,7 @@ def test_every_document_is_accounted_for_and_those_that_stay_are_what_came_in_by
             stays, similarity = found[str(document["id"])]
             reason = {
                 "reason": "near duplicate",
-                "detail": f"of {stays}",
+                "detail": f"of {stays}, similarity {similarity:.2f}",
                 "similarity": similarity,
                 "group": groups[stays],
             }
