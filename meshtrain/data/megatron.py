@@ -23,7 +23,7 @@ from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.scanning import scan_tokens, shown_if_long
 from meshtrain.data.sources import source_file
-from meshtrain.data.token_file import TokenCounts, TokenFile, check_size
+from meshtrain.data.token_file import ArrayFile, TokenCounts, TokenFile, check_size
 from meshtrain.data.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -167,8 +167,8 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
     name = f"megatron/{identity_of(READING_VERSION, hashes, tokenizer.identity)}"
     cache.build(name, lambda directory: _describe(directory, index, bin_path, hashes, tokenizer))
     counts = TokenCounts.read(cache.directory / name)
-    tokens = np.memmap(bin_path, index.token_type, "r", shape=(counts.tokens,))
-    offsets = np.memmap(cache.directory / name / "documents.bin", np.int64, "r", shape=(counts.documents + 1,))
+    tokens = ArrayFile(bin_path, index.token_type, counts.tokens)
+    offsets = ArrayFile(cache.directory / name / "documents.bin", np.dtype(np.int64), counts.documents + 1)
     return TokenFile(prefix, counts, tokens, offsets)
 
 

@@ -11,6 +11,7 @@ Every document has 2 tokens or more: those that come out empty are left out and 
 
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,18 +85,43 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
+class ArrayFile:
+    """A file that is an array of one dimension, opened by who looks into it, and not before."""
+
+    path: Path
+    dtype: np.dtype
+    size: int
+
+    def map(self) -> np.ndarray:
+        """Map it into memory."""
+        return np.memmap(self.path, self.dtype, "r", shape=(self.size,))
+
+
+@dataclass(frozen=True)
 class TokenFile:
-    """An open token file."""
+    """A token file. Its arrays are memory-mapped when they are first asked for: not every process needs all of them."""
 
     directory: Path
     """Of one that Megatron-LM wrote: its name without .bin and .idx."""
     counts: TokenCounts
-    tokens: np.ndarray
-    """(tokens,) uint16 or uint32 (any integer, if Megatron-LM wrote it), memory-mapped."""
-    offsets: np.ndarray
-    """(documents + 1,) int64, memory-mapped: document i is tokens[offsets[i] : offsets[i + 1]]."""
-    trained: np.ndarray | None = None
-    """(tokens,) bool, memory-mapped: whether to train on foretelling the token; None: on all of them."""
+    tokens_file: ArrayFile
+    offsets_file: ArrayFile
+    trained_file: ArrayFile | None = None
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """(tokens,) uint16 or uint32; any integer, if Megatron-LM wrote it."""
+        return self.tokens_file.map()
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """(documents + 1,) int64: document i is tokens[offsets[i] : offsets[i + 1]]."""
+        return self.offsets_file.map()
+
+    @cached_property
+    def trained(self) -> np.ndarray | None:
+        """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
+        return None if self.trained_file is None else self.trained_file.map()
 
     @property
     def identity(self) -> str:
@@ -106,7 +132,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Map a token file into memory, if its files are as long as they should be.
+        """Open a token file, if its files are as long as they should be.
 
         Raises:
             DataError: if a file is missing, of another length or of another format.
@@ -118,11 +144,11 @@ class TokenFile:
             sizes["trained.bin"] = counts.tokens
         for name, size in sizes.items():
             check_size(directory / name, size, said_by="counts.json")
-        tokens = np.memmap(directory / "tokens.bin", token_type, "r", shape=(counts.tokens,))
-        offsets = np.memmap(directory / "documents.bin", np.int64, "r", shape=(counts.documents + 1,))
+        tokens = ArrayFile(directory / "tokens.bin", token_type, counts.tokens)
+        offsets = ArrayFile(directory / "documents.bin", np.dtype(np.int64), counts.documents + 1)
         trained = None
         if counts.trained_hash is not None:
-            trained = np.memmap(directory / "trained.bin", np.bool_, "r", shape=(counts.tokens,))
+            trained = ArrayFile(directory / "trained.bin", np.dtype(np.bool_), counts.tokens)
         return cls(directory, counts, tokens, offsets, trained)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from meshtrain.data.order import FILLER
 from meshtrain.data.samples import IGNORE_INDEX, MixedSamples, PackedSamples, PaddedSamples
+from meshtrain.data.token_file import ArrayFile, TokenFile
 from tests.data.corpora import expected_tokens, random_texts, token_file
 
 
@@ -118,12 +119,18 @@ def test_separate_documents_begin_anew_and_are_not_foretold(tmp_path):
     assert (rows["labels"][-1] == IGNORE_INDEX).all()
 
 
+def marked(tokens: TokenFile, marks: np.ndarray) -> TokenFile:
+    path = tokens.directory / "trained.bin"
+    marks.tofile(path)
+    return replace(tokens, trained_file=ArrayFile(path, marks.dtype, len(marks)))
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("form", ["packed", "separate", "padded"])
 def test_without_tokens_all_else_is_the_same(tmp_path, form, trained):
     tokens, tokenizer = token_file(tmp_path, random_texts(random.Random(3), count=30))
     if trained:
-        tokens = replace(tokens, trained=np.random.default_rng(0).random(tokens.counts.tokens) < 0.5)
+        tokens = marked(tokens, np.random.default_rng(0).random(tokens.counts.tokens) < 0.5)
     if form == "padded":
         samples = PaddedSamples(tokens, 16, pad_id=tokenizer.pad_id)
     else:
@@ -147,7 +154,7 @@ def test_only_what_is_marked_is_trained_on(tmp_path):
     texts = ["abcdef", "ghi"]
     tokens, tokenizer = token_file(tmp_path, texts)
     marks = np.array([0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0], bool)
-    tokens = replace(tokens, trained=marks)
+    tokens = marked(tokens, marks)
     first, second = expected_tokens(texts, tokenizer)
 
     packed = PackedSamples(tokens, 10, pad_id=0).read(np.array([0]))

@@ -1,0 +1,167 @@
+"""What training reads, end to end: mixtures, separate documents, uneven widths, conversations and streams.
+
+Each run is stopped after two steps and goes on on another mesh, and is compared with one that nobody disturbed.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.config.run import CheckpointConfig, RunConfig
+from meshtrain.data.cache import Cache
+from meshtrain.errors import ConfigError, DataError, ModelError
+from meshtrain.training.report import resolve_run
+from meshtrain.training.run import train
+from meshtrain.verify.trust import ensure_proven
+from tests.data.corpora import byte_tokenizer
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, read_metrics, samples_seen, steps_of, train_here, write_text
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+MESHES = ((2, 1, 1, 2), (1, 1, 2, 1), (4, 1, 1, 1))
+
+
+def tokenizer_of(directory: Path) -> TokenizerConfig:
+    """Return a byte-level tokenizer with a chat template."""
+    files = byte_tokenizer(Cache(directory / "cache"))
+    if not (directory / "tokenizer").exists():
+        shutil.copytree(files.directory, directory / "tokenizer")
+        (directory / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    return TokenizerConfig(path=str(directory / "tokenizer"))
+
+
+def write_talk(path: Path) -> str:
+    records = [
+        {"messages": [{"role": "user", "content": "a" * (1 + n % 7)}, {"role": "assistant", "content": f"say {n}"}]}
+        for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def data_of(directory: Path, name: str) -> DataConfig:
+    """Return what a run reads."""
+    texts = [str(write_text(directory / f"{number}.jsonl", documents=40, seed=number)) for number in range(2)]
+    common: dict[str, Any] = {
+        "sequence_length": 32,
+        "tokenizer": tokenizer_of(directory),
+        "cache_directory": str(directory / "cache"),
+    }
+    sources = {
+        "one": MixedSourceConfig(train=texts[:1], weight=3.0),
+        "two": MixedSourceConfig(train=texts[1:], repeat=False, validation=0.2),
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "mixture": {"sources": sources, "documents": "separate"},
+        "uneven": {"sources": sources, "form": "padded", "pad_to_multiple_of": 4, "group_by_length": 2},
+        "chat": {"train": [write_talk(directory / "talk.jsonl")], "format": "chat", "form": "padded"},
+        "stream": {"train": texts, "streaming": True, "shuffle_buffer": 12, "documents": "separate"},
+        "streams": {
+            "sources": {
+                "streamed": MixedSourceConfig(train=texts[:1], streaming=True),
+                "talk": MixedSourceConfig(train=[write_talk(directory / "talk.jsonl")], format="chat"),
+            },
+            "shuffle_buffer": 5,
+        },
+    }
+    return DataConfig(**{**common, **kinds[name]})
+
+
+def run_of(directory: Path, name: str, out: str, mesh: tuple[int, int, int, int], **changes: Any) -> RunConfig:
+    changes = {"steps": 6, "checkpoint": CheckpointConfig(every=2), **changes}
+    run = build_run(directory / out, "gpt2", build_plan(mesh), **changes)
+    return run.model_copy(update={"data": data_of(directory, name)})
+
+
+def go(config: RunConfig) -> dict[int, Any]:
+    mesh = config.plan.mesh
+    ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
+    return samples_seen(run_on_ranks(ranks, train_here, config, joins=False))
+
+
+@pytest.mark.parametrize("name", ["mixture", "uneven", "chat", "stream", "streams"])
+def test_a_run_goes_on_on_other_meshes_with_the_same_samples(tmp_path: Path, name: str) -> None:
+    expected = go(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
+    seen: dict[int, Any] = {}
+    for steps, mesh in zip((2, 4, 6), MESHES, strict=True):
+        seen |= go(run_of(tmp_path, name, "travelling", mesh, steps=steps))
+
+    assert seen == expected
+    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "travelling"), strict=True))
+    assert [found["step"] for _, found in pairs] == list(range(1, 7))
+    for metric in ("loss", "grad_norm"):
+        assert max(abs(found[metric] - wanted[metric]) / wanted[metric] for wanted, found in pairs) <= 1e-12
+    for wanted, found in pairs:
+        counts = {metric: value for metric, value in wanted.items() if metric.startswith("samples/")}
+        assert {metric: found[metric] for metric in counts} == counts
+        assert sum(counts.values()) in (0, 8 * wanted["step"])
+        assert ("tokens" in wanted) == (name != "uneven")
+
+
+def open_token_files(config: RunConfig) -> list[str]:
+    """Train, and return the token files that are mapped at the end."""
+    train(config)
+    maps = Path(f"/proc/{os.getpid()}/maps").read_text().splitlines()
+    return sorted({Path(line.split()[-1]).name for line in maps if line.endswith((".bin", ".idx"))})
+
+
+@pytest.mark.parametrize(("documents", "between"), [("joined", []), ("separate", ["documents.bin"])])
+def test_between_embedding_and_head_no_token_is_opened(tmp_path: Path, documents: str, between: list[str]) -> None:
+    config = run_of(tmp_path, "mixture", "out", (4, 1, 1, 1), steps=2)
+    source = config.data.sources["one"]
+    data = DataConfig(
+        train=source.train,
+        documents=documents,
+        sequence_length=32,
+        tokenizer=config.data.tokenizer,
+        cache_directory=config.data.cache_directory,
+    )
+
+    first, second, third, last = run_on_ranks(
+        4, open_token_files, config.model_copy(update={"data": data}), joins=False
+    )
+
+    assert first == last == sorted({"tokens.bin", *between})
+    assert second == third == between
+
+
+def test_what_cannot_be_is_told_before_training(tmp_path: Path) -> None:
+    mixture = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    with pytest.raises(
+        ConfigError, match="`epochs` = 2, but a mixture has none, each source has its own; give `steps`"
+    ):
+        train(mixture.model_copy(update={"epochs": 2, "steps": None}))
+    ending = {name: source.model_copy(update={"repeat": False}) for name, source in mixture.data.sources.items()}
+    all_end = mixture.model_copy(update={"data": mixture.data.model_copy(update={"sources": ending}), "steps": 10_000})
+    with pytest.raises(DataError, match=r"data.sources: all of them end, after \d+ steps, and the run has 10,000; set"):
+        train(all_end)
+
+
+def test_documents_of_a_class_without_positions(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    bloom = config.model.model_copy(update={"type": "bloom", "config": {"vocab_size": 300}, "attention": "eager"})
+    with pytest.raises(ModelError, match="BloomForCausalLM takes no position_ids, by which documents are kept apart"):
+        resolve_run(config.model_copy(update={"model": bloom}), 1)
+
+
+def test_a_class_is_seen_to_keep_documents_apart_before_it_is_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    ensure_proven(config)
+    assert "proving its documents apart on a tiny copy of it" in capsys.readouterr().out
+    ensure_proven(config)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    go(config)
+    assert [
+        line["samples/one"] + line["samples/two"] for line in read_metrics(tmp_path / "out") if "samples/one" in line
+    ]
