@@ -10,6 +10,7 @@ Every document has 2 tokens or more: those that come out empty are left out and 
 """
 
 import json
+import mmap
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -93,8 +94,11 @@ class ArrayFile:
     size: int
 
     def map(self) -> np.ndarray:
-        """Map it into memory."""
-        return np.memmap(self.path, self.dtype, "r", shape=(self.size,))
+        """Map it into memory, for who looks here and there: not for each row thirty pages that nobody asked for."""
+        array = np.memmap(self.path, self.dtype, "r", shape=(self.size,))
+        if hasattr(mmap, "MADV_RANDOM"):
+            array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+        return array
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,17 @@ def test_the_tokenising_benchmark_measures_every_contender() -> None:
     assert [row[:4] for row in lines[-2:]] == [["peak", "memory", "of", "meshtrain"]] * 2
 
 
+def test_the_loading_benchmark_finds_reads_and_waits() -> None:
+    lines = [" ".join(row) for row in run_benchmark("tests.benchmarks.loading")]
+    for begin in (
+        "found in one source",
+        "found in a mixture of 5",
+        "found and read, 2048 tokens each",
+        "streams median",
+    ):
+        assert any(line.startswith(begin) for line in lines), lines
+
+
 def test_the_checkpoint_benchmark_measures_every_contender() -> None:
     _, *rows, hashing, stall = run_benchmark("tests.benchmarks.checkpoints", "--repeat", "1")
     names = [" ".join(word for word in row if word.isalpha()) for row in rows]
