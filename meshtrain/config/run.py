@@ -99,7 +99,7 @@ class EvaluationConfig(Words):
     every: Count | None = None
     """Steps between evaluations; left out: only at the end."""
     max_batches: Count | None = None
-    """Global batches per evaluation; left out: all of them."""
+    """Global batches per evaluation, and per source if there are several; left out: all of them."""
 
 
 class CheckpointConfig(Words):

@@ -20,13 +20,14 @@ class Feed:
     Attributes:
         samples: to train on.
         order: which of them make up which step.
-        validation: the samples to evaluate on and their order, if the run has any: every sample once, as stored.
+        validation: source -> the samples to evaluate on and their order, every sample once, as stored; of those sources
+            that have any.
         streams: source -> its samples, where they are streamed.
     """
 
     samples: Samples
     order: Order
-    validation: tuple[Samples, SampleOrder] | None
+    validation: dict[str, tuple[Samples, SampleOrder]]
     streams: dict[str, StreamSamples]
 
     def stream_state(self, place: int) -> dict[str, tuple[int, ...]]:
@@ -69,10 +70,12 @@ def build_feed(prepared: PreparedData, *, global_batch_size: int, seed: int) -> 
     order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
     if prepared.config.group_by_length is not None:
         order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
-    held_out, validation = validation_samples(prepared), None
-    if held_out is not None:
-        in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
-        validation = held_out, in_order
+    validation = {}
+    for source in prepared.sources:
+        if source.validation:
+            held_out = _samples(prepared, source.validation)
+            in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
+            validation[source.name] = held_out, in_order
     streams = {name: part for name, part in parts.items() if isinstance(part, StreamSamples)}
     return Feed(samples, order, validation, streams)
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Run:
         num_steps: steps to be done in all.
         epoch_of: place in the data, in batches from 0 -> epoch.
         train_batches: those of the remaining steps.
-        evaluation_batches: gives the validation data anew; None without any.
+        evaluation_batches: source -> gives its validation data anew, of those that have any.
         save: writes the checkpoint of a step, given its evaluation loss if there is one.
         saver: what `save` writes with.
         rewind: goes back to the newest checkpoint, leaves out the batch of a bad step from there on, and returns the
@@ -54,7 +54,7 @@ class Run:
     num_steps: int
     epoch_of: Callable[[int], int]
     train_batches: Iterable[Batch]
-    evaluation_batches: Callable[[], Iterable[Batch]] | None
+    evaluation_batches: Mapping[str, Callable[[], Iterable[Batch]]]
     save: Callable[[int, float | None], None]
     saver: Saver
     rewind: Callable[[BadStep], tuple[int, Iterable[Batch]]]
@@ -127,7 +127,7 @@ def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
             may_go_on, loss_here, is_saved = step < run.num_steps, None, False
             stop_reason = stop_reason if may_go_on else 0
             if not stop_reason:
-                if run.evaluation_batches is not None and _is_due(step, run.config.evaluation.every, run.num_steps):
+                if run.evaluation_batches and _is_due(step, run.config.evaluation.every, run.num_steps):
                     evaluation_loss = loss_here = _evaluate(run, step, metrics)
                 if is_saved := _is_due(step, run.config.checkpoint.every, run.num_steps):
                     _checkpoint(run, step, loss_here, metrics)
@@ -243,16 +243,20 @@ def _check_written(metrics: MetricsWriter) -> None:
 
 
 def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
-    assert run.evaluation_batches is not None
     run.trainer.pipeline.place.begin("evaluation")
     begin = time.perf_counter()
-    loss = evaluate(run.trainer, (_on_device(batch, run.device) for batch in run.evaluation_batches()))
+    found = {
+        name: evaluate(run.trainer, (_on_device(batch, run.device) for batch in batches()))
+        for name, batches in run.evaluation_batches.items()
+    }
+    loss = sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
     if not math.isfinite(loss):
         raise TrainingStopped(
             f"step {step}: the evaluation loss is {loss}, so the parameters are broken; stopped before a checkpoint of "
             "them was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
         )
-    metrics.write(step, {"eval_loss": loss, "evaluation_seconds": time.perf_counter() - begin})
+    of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
+    metrics.write(step, {"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})
     return loss
 
 

@@ -301,12 +301,13 @@ def _train_batches(feed: Feed, trainer: Trainer, process: Process, num_steps: in
 
 def _evaluation_batches(
     config: RunConfig, feed: Feed, pipeline: Pipeline, process: Process
-) -> Callable[[], Iterable[Batch]] | None:
-    if feed.validation is None:
-        return None
-    samples, order = feed.validation
-    num_batches = min(order.steps_per_epoch, config.evaluation.max_batches or order.steps_per_epoch)
-    return partial(build_loader, samples, order, start_step=0, stop_step=num_batches, **_share(pipeline, process))
+) -> dict[str, Callable[[], Iterable[Batch]]]:
+    batches: dict[str, Callable[[], Iterable[Batch]]] = {}
+    for name, (samples, order) in feed.validation.items():
+        num_batches = min(order.steps_per_epoch, config.evaluation.max_batches or order.steps_per_epoch)
+        share = _share(pipeline, process)
+        batches[name] = partial(build_loader, samples, order, start_step=0, stop_step=num_batches, **share)
+    return batches
 
 
 def _share(pipeline: Pipeline, process: Process) -> dict[str, Any]:

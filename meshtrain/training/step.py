@@ -153,8 +153,11 @@ def _scale(trainer: Trainer, norm: Tensor) -> None:
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float:
-    """Return the mean loss over all trained tokens of the batches, in nats; every process must see as many."""
+def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
+    """Return the mean loss over all trained tokens of the batches, in nats, and how many tokens these are.
+
+    Every process must see as many batches.
+    """
     pipeline = trainer.pipeline
     trainer.loss.num_tokens, trainer.loss.scale = torch.ones(()), 1.0
     sums = [
@@ -164,4 +167,4 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> float
     totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, ["pp"])
-    return (loss / totals[1].clamp(min=1)).item()
+    return (loss / totals[1].clamp(min=1)).item(), int(totals[1])

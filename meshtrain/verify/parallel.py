@@ -83,7 +83,7 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
     for step, batch in enumerate(batches):
         _train_step(trainer, step, batch, trace)
     trace.parameters = _gather(pipeline)
-    trace.evaluation = evaluate(trainer, [local_part(pipeline, batches[0])])
+    trace.evaluation, _ = evaluate(trainer, [local_part(pipeline, batches[0])])
     return trace
 
 

@@ -52,7 +52,7 @@ def test_training_without_validation(tmp_path, capsys):
     )
     assert data.sources[0].validation is None
     assert validation_samples(data) is None
-    assert build_feed(data, global_batch_size=4, seed=0).validation is None
+    assert build_feed(data, global_batch_size=4, seed=0).validation == {}
     assert isinstance(train_samples(data), PackedSamples)
     assert len(train_samples(data)) == (tokens - 1) // 32
     assert data.unigram_entropy_nats == data.sources[0].train.counts.unigram_entropy_nats
@@ -108,8 +108,7 @@ def test_orders_follow_the_run(tmp_path):
 
     feed = build_feed(shuffled, global_batch_size=7, seed=1)
     first, second = feed.order, build_feed(plain, global_batch_size=7, seed=1).order
-    assert feed.validation is not None
-    samples, evaluation = feed.validation
+    samples, evaluation = feed.validation["data"]
 
     assert first.steps_per_epoch == num_samples // 7
     assert second.steps_per_epoch == -(-num_samples // 7)

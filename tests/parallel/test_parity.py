@@ -88,6 +88,11 @@ def test_batches_of_different_widths() -> None:
         Case("llama-tied", (2, 1, 1, 2), "ZBVZeroBubble", 2, rows="bucketed"),
         Case("gpt2-tied", (2, 1, 2, 1), "DualPipeV", 2, rows="bucketed"),
     )
+    prove(
+        Case("llama-tied", (2, 1, 1, 1), "GPipe", rows="bucketed"),
+        Case("gpt2-tied", (2, 1, 1, 1), "LoopedBFS", 2, rows="bucketed"),
+        Case("qwen3", (2, 1, 1, 1), "InterleavedZeroBubble", 2, rows="bucketed"),
+    )
 
 
 def test_uneven_stages_and_a_stage_with_the_head_only() -> None:

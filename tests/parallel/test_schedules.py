@@ -353,7 +353,7 @@ def listen() -> list[tuple[float, list[Message]]]:
         pipeline: Pipeline = build(case)
         initialize_pipeline(pipeline)
         messages.clear()
-        loss = evaluate(build_trainer(pipeline), [local_part(pipeline, batches()[0])])
+        loss, _ = evaluate(build_trainer(pipeline), [local_part(pipeline, batches()[0])])
         heard.append((loss, list(messages)))
     return heard
 

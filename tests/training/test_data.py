@@ -9,11 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.data.cache import Cache
+from meshtrain.data.feed import build_feed
+from meshtrain.data.prepare import prepare_data
+from meshtrain.data.samples import IGNORE_INDEX, Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.training.report import resolve_run
 from meshtrain.training.run import train
@@ -160,8 +164,19 @@ def test_a_class_is_seen_to_keep_documents_apart_before_it_is_trusted(
 
 
 def test_the_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
-    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
-    go(config)
-    assert [
-        line["samples/one"] + line["samples/two"] for line in read_metrics(tmp_path / "out") if "samples/one" in line
-    ]
+    """Each as if it were the only one, and their mean over all tokens."""
+    config = run_of(tmp_path, "mixture", "both", (1, 1, 1, 1), steps=1)
+    held_out = {name: source.model_copy(update={"validation": 0.3}) for name, source in config.data.sources.items()}
+    both = config.data.model_copy(update={"sources": held_out})
+    go(config.model_copy(update={"data": both}))
+    (found,) = (line for line in read_metrics(tmp_path / "both") if "eval_loss" in line)
+
+    data = prepare_data(both)
+    counts = [count_tokens(samples) for samples, _ in build_feed(data, global_batch_size=8, seed=0).validation.values()]
+    losses = [found["eval_loss/one"], found["eval_loss/two"]]
+    assert losses[0] != losses[1]
+    assert found["eval_loss"] == pytest.approx(np.average(losses, weights=counts), rel=1e-12)
+
+
+def count_tokens(samples: Samples) -> int:
+    return int((samples.read(np.arange(len(samples)))["labels"] != IGNORE_INDEX).sum())

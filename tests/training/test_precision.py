@@ -100,7 +100,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     fill(pipeline, stock_weights(case.model))
     trainer = build_trainer(pipeline)
     results = [run_step(trainer, step) for step in range(num_steps)]
-    evaluation = evaluate(trainer, [local_part(pipeline, batches()[0])])
+    evaluation, _ = evaluate(trainer, [local_part(pipeline, batches()[0])])
     for name, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
         formats = {parameter.dtype, *(moment.dtype for moment in trainer.optimizer.moments(name).values())}

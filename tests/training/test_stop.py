@@ -125,7 +125,7 @@ def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Pat
 def train_and_be_asked_while_evaluating(config: RunConfig) -> Ending:
     evaluate = loop.evaluate
 
-    def evaluate_long(*arguments: Any) -> float:
+    def evaluate_long(*arguments: Any) -> tuple[float, int]:
         os.kill(os.getpid(), signal.SIGUSR1)
         return evaluate(*arguments)
 
