@@ -54,6 +54,9 @@ class Cutter:
     def cut(self, text: str, start: int = 0, *, is_all: bool) -> int:
         """Return how long the piece is that begins at `start`; 0: there is no telling without more of the document.
 
+        It depends on the document alone, and not on how much of it is there already: who goes on in its middle, with
+        nothing read ahead, must come to the same pieces.
+
         Args:
             is_all: whether the document ends with this text.
 
@@ -63,10 +66,13 @@ class Cutter:
         if is_all and len(text) - start <= PIECE_CHARACTERS:
             return len(text) - start
         last = len(text) if is_all else len(text) - CONTEXT_CHARACTERS
-        for place in islice(_line_ends(text, start, last), MOST_TRIED):
+        if last - start < PIECE_CHARACTERS:
+            return 0
+        longest = start + LONGEST_PIECE_CHARACTERS
+        for place in islice(_line_ends(text, start, min(last, longest)), MOST_TRIED):
             if self._is_fit(text, start, place):
                 return place - start
-        if len(text) - start > LONGEST_PIECE_CHARACTERS:
+        if last > longest:
             raise TooLongError(
                 f"the document is longer than {LONGEST_PIECE_CHARACTERS:,} characters and has no line end where it "
                 "could be cut without another tokenisation; cut it into documents, or take another tokenizer"

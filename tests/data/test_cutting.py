@@ -67,6 +67,16 @@ def test_the_pieces_have_the_tokens_of_the_whole(name):
     assert [token for piece in pieces for token in ids(tokenizer, piece)] == ids(tokenizer, text)
 
 
+def test_a_piece_does_not_depend_on_how_much_was_read():
+    text = text_of(2 * PIECE_CHARACTERS)
+    cutter = Cutter()
+    whole = cutter.cut(text, is_all=True)
+
+    read = {cutter.cut(text[:length], is_all=False) for length in range(0, len(text), 7)}
+
+    assert read == {0, whole}
+
+
 def test_a_line_end_where_words_join_is_passed_over():
     # With this one, whatever stands before a slash and a line end joins what follows.
     text = "word;\n/other\n" * 10_000
