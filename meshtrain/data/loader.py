@@ -1,8 +1,7 @@
 """The loader: batches of torch tensors, read in the background while the step before is computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
 
 from meshtrain.data.order import Order, place_in_data
 from meshtrain.data.samples import Samples
+from meshtrain.errors import UserError
 
 PREFETCHED_BATCHES = 4
 
@@ -49,7 +49,7 @@ def build_loader(
     """Build the batches of the steps start_step <= step < stop_step for one data-parallel rank.
 
     Each iteration starts a thread that reads up to PREFETCHED_BATCHES ahead; what it raises is raised here, with its
-    type. The thread ends with the iterator. Iterating again starts over at `start_step`.
+    type, a UserError as it is. The thread ends with the iterator. Iterating again starts over at `start_step`.
 
     Args:
         dp_rank: this rank's place over all data-parallel axes; it takes the rows
@@ -64,7 +64,14 @@ def build_loader(
     assert rest == 0, f"a global batch of {order.global_batch_size} does not divide over {dp_size} ranks"
     rows = slice(dp_rank * local_batch, (dp_rank + 1) * local_batch)
 
-    def read(step: int) -> Batch:
+    def read(step: int) -> Batch | UserError:
+        try:
+            return read_batch(step)
+        except UserError as error:
+            # As a value: what is raised in the thread comes out as another exception, with a traceback for its words.
+            return error
+
+    def read_batch(step: int) -> Batch:
         data_step = place_in_data(step, left_out)
         sample_ids = order.sample_ids(data_step)
         arrays = samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens)
@@ -76,4 +83,17 @@ def build_loader(
     # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
     # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.
     steps = IterableWrapper(range(start_step, stop_step))
-    return cast(Iterable[Batch], Loader(Prefetcher(Mapper(steps, read), prefetch_factor=PREFETCHED_BATCHES)))
+    return _Batches(Loader(Prefetcher(Mapper(steps, read), prefetch_factor=PREFETCHED_BATCHES)))
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """What was read, and what was wrong with it raised where it is waited for."""
+
+    read: Iterable[Batch | UserError]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.read:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch

@@ -11,14 +11,15 @@ import numpy as np
 from tokenizers import Tokenizer
 from upath import UPath
 
+from meshtrain import console
 from meshtrain.data.chunks import read_chunks
 from meshtrain.data.corpus_files import START, Corpus, Position
 from meshtrain.data.cutting import Cutter
-from meshtrain.data.documents import MOST_TOLD, count_problem
+from meshtrain.data.documents import count_problem
 from meshtrain.data.encoding import EncodedBlock, Task
 from meshtrain.data.order import permute, round_keys
 from meshtrain.data.workers import Block, blocks_of, encode_blocks
-from meshtrain.errors import DataError, UserError
+from meshtrain.errors import DataError, UserError, name_some
 
 ENCODERS = 1
 """Processes beside this one that tokenise for it; each data-parallel rank has its own."""
@@ -109,7 +110,9 @@ class StreamReader:
             if segment.begins[0] and pieces.num_tokens:
                 yield pieces.first(min(sequence_length, pieces.num_tokens))
                 pieces = _Pieces()
-            pieces.add(segment)
+            # What is cut off anyway is not kept: a file may be a single document.
+            if pieces.num_tokens < sequence_length:
+                pieces.add(segment)
 
     def _segments(self, start: Cursor) -> Iterator[Row]:
         """Yield the texts from a place on, with the end token behind those that end a document."""
@@ -129,10 +132,12 @@ class StreamReader:
         cutter = Cutter(Tokenizer.from_str(self.task.tokenizer))
         blocks = blocks_of(read_chunks(corpus, cutter, start.position))
         begin, is_open, num_done, num_skipped = start.position, start.is_open, start.texts, start.tokens
+        num_left_out = 0
         for block, encoded in _explained(encode_blocks(blocks, self.task, ENCODERS), corpus):
             for _, problem in encoded.problems:
-                # Every pass would show the same again: a pass over a stream has no count of them.
-                count_problem(problem, corpus, MOST_TOLD)
+                # Every pass would show the same again.
+                count_problem(problem, corpus, num_left_out, tells=start.epoch == 0)
+                num_left_out += 1
             cursor = Cursor(start.epoch, begin, is_open=is_open)
             for number, segment in enumerate(_texts_of(encoded, cursor, self.end_id)):
                 is_open = not encoded.ends_document[number]
@@ -144,6 +149,9 @@ class StreamReader:
                 else:
                     num_skipped = 0
             begin = block[-1].end
+        if num_left_out and start == Cursor():
+            files = name_some([str(file.path) for file in self.corpus.files], 1)
+            console.warning(f"{files}: {num_left_out:,} broken records were left out of the stream's first pass")
 
     def _files_of(self, epoch: int) -> tuple:
         files = self.corpus.files

@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
+from meshtrain.data import stream_rows
 from meshtrain.data.cache import Cache
 from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.loader import build_loader
@@ -99,7 +100,8 @@ def test_a_long_document_is_gone_on_with_in_its_middle(tmp_path):
     config = configure(tmp_path, [], train=[str(tmp_path / "long.txt")], shuffle=False)
     reader = reader_of(feed_of(config))
     rows = list(islice(reader.packed_rows(Cursor(), 4096), 1080))
-    assert {row.cursor.texts for row in rows} >= {0, 1} and rows[-1].cursor.position.offset > 0
+    assert {row.cursor.texts for row in rows} >= {0, 1}
+    assert rows[-1].cursor.position.offset > 0
 
     for late in (rows[300], rows[700], rows[1000], rows[1050]):
         again = next(reader.packed_rows(late.cursor, 4096))
@@ -235,12 +237,53 @@ def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
     with (tmp_path / "0.jsonl").open("a") as stream:
         stream.write("broken\n")
     feed = feed_of(config)
-    with pytest.raises(DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); mend it, or"):
+    with pytest.raises(
+        DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); mend it, or"
+    ) as caught:
         samples_of(feed, 0, 100)
+    # In one line, and not with the traceback of the thread that reads.
+    assert caught.value.problems[0].startswith(str(tmp_path))
     skipping = config.model_copy(update={"on_bad_record": "skip"})
     assert samples_of(feed_of(skipping), 0, 30) == samples_of(
         feed_of(configure(tmp_path, texts[:1], shuffle=False)), 0, 30
     )
+
+
+def test_who_failed_at_a_record_may_go_on_without_it(tmp_path, texts):
+    config = configure(tmp_path, texts[:1])
+    skipping = config.model_copy(update={"on_bad_record": "skip"})
+    assert prepare_data(config).identity == prepare_data(skipping).identity
+
+
+def test_what_is_left_out_is_told_once(tmp_path, texts, capsys):
+    config = configure(tmp_path, texts[:1], on_bad_record="skip", shuffle=False)
+    with (tmp_path / "0.jsonl").open("a") as stream:
+        stream.write("broken\n" * 5)
+    num_tokens = sum(map(len, expected_tokens(texts[0], byte_tokenizer(Cache(tmp_path / "cache")))))
+    list(islice(reader_of(feed_of(config)).packed_rows(Cursor(), LENGTH), 3 * num_tokens // LENGTH))
+
+    said = capsys.readouterr().err.splitlines()
+    assert [f"line {number}: not JSON" in line for number, line in zip((21, 22, 23), said, strict=False)] == [True] * 3
+    assert said[2].endswith("; left out; more are only counted")
+    assert said[3].endswith("0.jsonl: 5 broken records were left out of the stream's first pass")
+    assert len(said) == 4
+
+
+def test_of_a_long_document_no_more_is_kept_than_is_read(tmp_path, texts, monkeypatch):
+    (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(400_000)))
+    write_lines(tmp_path / "short.jsonl", texts[0])
+    names = [str(tmp_path / name) for name in ("long.txt", "short.jsonl")]
+    reader = reader_of(feed_of(configure(tmp_path, [], train=names, shuffle=False)))
+    kept = []
+    add = stream_rows._Pieces.add
+    monkeypatch.setattr(
+        stream_rows._Pieces, "add", lambda pieces, row: (add(pieces, row), kept.append(len(row.tokens)))
+    )
+
+    row = next(reader.padded_rows(Cursor(), LENGTH))
+
+    assert len(row.tokens) == LENGTH
+    assert len(kept) == 1
 
 
 def test_a_stream_without_text_is_no_stream(tmp_path):
