@@ -5,7 +5,7 @@ Nothing here imports torch, so that a mistake in the data is reported at once.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +35,13 @@ class Stream:
 
     @property
     def identity(self) -> str:
-        """A hash of the names and sizes of the files, and of how they are read."""
+        """A hash of the names and sizes of the files, and of how they are read.
+
+        The same for either policy about bad records: who has failed at one may go on without it.
+        """
         files = [(file.path.name, file.num_bytes) for file in self.corpus.files]
         template = self.task.template.identity if self.task.template else None
-        return identity_of(files, self.corpus.identity, template)
+        return identity_of(files, replace(self.corpus, on_bad_record="skip").identity, template)
 
 
 @dataclass(frozen=True)

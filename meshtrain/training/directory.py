@@ -28,6 +28,7 @@ RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 # What may change between a stop and a resume: how the run is laid out, shown and saved, and how long it goes on. All
 # else decides what is learned, but for what is done about bad steps: before the first of them every policy learns the
 # same, what was skipped or left out is in the checkpoint, and the one that stops a run is answered by another policy.
+# So it is with broken records: what has been read is compared itself.
 FREE = (
     "run_directory",
     "steps",
@@ -42,6 +43,7 @@ FREE = (
     "self_checks",
     "plan",
     "data.cache_directory",
+    "data.on_bad_record",
     "model.attention",
 )
 
