@@ -48,11 +48,22 @@ class SourceConfig(Words):
     streaming: bool = False
     """Read and tokenise while training, for what is too large to do it before; sources may then be URLs."""
 
+    @model_validator(mode="after")
+    def _two_keys(self) -> Self:
+        if self.format == "completion" and self.prompt_key == self.completion_key:
+            raise ValueError(
+                f'`prompt_key` and `completion_key` are both "{self.prompt_key}"; name the two keys of a record'
+            )
+        return self
+
 
 class MixedSourceConfig(SourceConfig):
     """One of several sources."""
 
-    weight: Positive = 1.0
+    train: list[str] = Field(min_length=1)
+    """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and `.txt`, also compressed
+    (`.gz`, `.zst`), or a token file (relative to the run file)."""
+    weight: Annotated[Positive, Field(allow_inf_nan=False)] = 1.0
     """How much of it is in every batch, in samples, relative to the weights of the others."""
     repeat: bool = True
     """Begin again where it ends; otherwise the others go on without it."""
@@ -73,7 +84,8 @@ class DataConfig(SourceConfig):
     pad_to_multiple_of: Count | None = None
     """Padded batches are as wide as their longest sample, rounded up to this; left out: as `sequence_length`."""
     group_by_length: Count | None = None
-    """The samples of so many steps are sorted by length among each other, so that fewer pads are computed."""
+    """The samples of so many steps are sorted by length among each other, so that fewer pads are computed; with
+    `pad_to_multiple_of`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     on_bad_record: Literal["fail", "skip"] = "fail"
     """What to do with a record that is broken or lacks a key, or a `.txt` that is not UTF-8; `skip` counts them."""
@@ -118,6 +130,23 @@ class DataConfig(SourceConfig):
         for key in ("pad_to_multiple_of", "group_by_length"):
             if self.form == "packed" and getattr(self, key) is not None:
                 raise ValueError(f'`{key}` is for `form` = "padded"; packed samples are all of one length')
+        if self.group_by_length is not None and self.pad_to_multiple_of is None:
+            raise ValueError(
+                "`group_by_length` spares nothing without `pad_to_multiple_of`: all batches are as wide as "
+                "`sequence_length`; set it, to 64 for instance"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_to_fill(self) -> Self:
+        has_epochs = len(self.named_sources) == 1 and all(
+            source.repeat and not source.streaming for source in self.named_sources.values()
+        )
+        if not self.drop_last and not has_epochs:
+            raise ValueError(
+                "`drop_last` = false fills up the last batch of an epoch, and several sources, or one that is streamed "
+                "or does not repeat, have no epochs; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -101,6 +101,8 @@ def find_python_files(root: str) -> list[SourceFile]:
 
 
 def _expand(source: str) -> list[SourceFile]:
+    if "://" in source:
+        raise DataError(f'"{source}" is a URL, and only what is trained on with streaming = true is read from URLs')
     if glob.has_magic(source) and not os.path.lexists(source):
         return _expand_glob(source)
     path = Path(source)

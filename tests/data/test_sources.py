@@ -151,6 +151,11 @@ def test_a_glob_of_empty_files_is_refused(tmp_path):
     )
 
 
+def test_a_url_is_for_what_is_streamed():
+    (problem,) = problems_of("https://somewhere/a.jsonl")
+    assert problem.startswith('data.train: "https://somewhere/a.jsonl" is a URL, and only what is trained on with')
+
+
 def test_all_wrong_sources_are_told_at_once(corpus):
     assert len(problems_of("/nowhere/a.txt", corpus / "b.jsonl", corpus / "*.csv", corpus / "sub/x")) == 3
 

@@ -4,6 +4,7 @@ Each run is stopped after two steps and goes on on another mesh, and is compared
 """
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.config.run import CheckpointConfig, RunConfig
@@ -107,6 +109,14 @@ def test_a_run_goes_on_on_other_meshes_with_the_same_samples(tmp_path: Path, nam
         assert ("tokens" in wanted) == (name != "uneven")
 
 
+@pytest.mark.parametrize("name", ["chat", "stream"])
+def test_a_run_may_go_on_without_broken_records(tmp_path: Path, name: str) -> None:
+    config = run_of(tmp_path, name, "out", (1, 1, 1, 1), steps=2)
+    go(config)
+    skipping = {"data": config.data.model_copy(update={"on_bad_record": "skip"}), "steps": 4}
+    assert list(go(config.model_copy(update=skipping))) == [2, 3]
+
+
 def open_token_files(config: RunConfig) -> list[str]:
     """Train, and return the token files that are mapped at the end."""
     train(config)
@@ -144,6 +154,33 @@ def test_what_cannot_be_is_told_before_training(tmp_path: Path) -> None:
     all_end = mixture.model_copy(update={"data": mixture.data.model_copy(update={"sources": ending}), "steps": 10_000})
     with pytest.raises(DataError, match=r"data.sources: all of them end, after \d+ steps, and the run has 10,000; set"):
         train(all_end)
+
+    streamed = run_of(tmp_path, "stream", "out", (1, 1, 1, 1))
+    with pytest.raises(ConfigError, match=r"`epochs` = 2, but data.streaming: where a stream ends is not known before"):
+        train(streamed.model_copy(update={"epochs": 2, "steps": None}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"form": "padded", "group_by_length": 2}, "`group_by_length` spares nothing without `pad_to_multiple_of`"),
+        (
+            {"drop_last": False, "sources": {"one": {"train": ["a"]}, "two": {"train": ["b"]}}},
+            "`drop_last` = false fills up the last batch of an",
+        ),
+        (
+            {"drop_last": False, "sources": {"one": {"train": ["a"], "repeat": False}}},
+            "`drop_last` = false fills up the last batch",
+        ),
+        ({"sources": {"one": {}}}, "sources.one.train\n  Field required"),
+        ({"format": "completion", "prompt_key": "completion"}, "`prompt_key` and `completion_key` are both"),
+        ({"sources": {"one": {"train": ["a"], "weight": math.inf}}}, "Input should be a finite number"),
+    ],
+    ids=str,
+)
+def test_words_that_would_do_nothing_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        DataConfig(**changes)
 
 
 def test_documents_of_a_class_without_positions(tmp_path: Path) -> None:
