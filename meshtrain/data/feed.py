@@ -44,18 +44,23 @@ class Feed:
         for name, saved in state.items():
             self.streams[name].restore(saved)
 
-    def check_steps(self, num_steps: int) -> None:
+    def check_steps(self, num_steps: int, num_left_out: int = 0) -> None:
         """Check that there are so many steps.
+
+        Args:
+            num_left_out: batches that no step gets.
 
         Raises:
             DataError: if all sources end before.
         """
-        found = self.order.num_steps
-        if found is not None and found < num_steps:
-            raise DataError(
-                f"data.sources: all of them end, after {found:,} steps, and the run has {num_steps:,}; set steps to "
-                f"{found:,} or less, or let one of them begin again with repeat = true"
-            )
+        if self.order.num_steps is None or self.order.num_steps - num_left_out >= num_steps:
+            return
+        found = self.order.num_steps - num_left_out
+        without = f" without the batches that rewinds leave out ({num_left_out:,})" if num_left_out else ""
+        raise DataError(
+            f"data.sources: all of them end, after {found:,} steps{without}, and the run has {num_steps:,}; set steps "
+            f"to {found:,} or less, or let one of them begin again with repeat = true"
+        )
 
 
 def build_feed(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Feed:

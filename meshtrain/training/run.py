@@ -138,7 +138,7 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
         history=StepHistory(config.bad_steps),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
-    first_step = _begin(config, trainer, feed, found)
+    first_step = _begin(config, trainer, feed, num_steps, found)
     report = check_parameters(pipeline) if config.self_checks else None
     if report is not None:
         copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
@@ -164,7 +164,7 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
         evaluation_batches=_evaluation_batches(config, feed, pipeline, process),
         save=partial(_save, identity, feed, trainer, saver),
         saver=saver,
-        rewind=partial(_rewind, identity, trainer, batches),
+        rewind=partial(_rewind, identity, feed, trainer, num_steps, batches),
         unigram_entropy=data.unigram_entropy_nats,
         flops_per_token=cache(partial(flops_per_token, resolved.model)),
         parameters_checksum=report.checksum if report is not None else None,
@@ -187,7 +187,7 @@ def _agree_on_data(data: PreparedData) -> None:
     raise_together([problem] if others else [], DataError)
 
 
-def _begin(config: RunConfig, trainer: Trainer, feed: Feed, found: Found | None) -> int:
+def _begin(config: RunConfig, trainer: Trainer, feed: Feed, num_steps: int, found: Found | None) -> int:
     """Give the parameters their values, and return the number of steps already done."""
     pipeline = trainer.pipeline
     if found is not None:
@@ -196,6 +196,7 @@ def _begin(config: RunConfig, trainer: Trainer, feed: Feed, found: Found | None)
             restore_buffers(stage.model)
         _restore(trainer, checkpoint, manifest)
         feed.restore_streams(manifest.streams)
+        feed.check_steps(num_steps, len(trainer.history.left_out))
         console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
@@ -215,7 +216,12 @@ def _restore(trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None
 
 
 def _rewind(
-    identity: Identity, trainer: Trainer, batches: Callable[[int], Iterable[Batch]], bad: BadStep
+    identity: Identity,
+    feed: Feed,
+    trainer: Trainer,
+    num_steps: int,
+    batches: Callable[[int], Iterable[Batch]],
+    bad: BadStep,
 ) -> tuple[int, Iterable[Batch]]:
     """Go back to the newest whole checkpoint, and on without the batch of a bad step. Collective.
 
@@ -223,7 +229,7 @@ def _rewind(
         The steps done before, and the batches of the others.
 
     Raises:
-        TrainingStopped: if there is no checkpoint yet.
+        TrainingStopped: if there is no checkpoint yet, or too little data without that batch.
         CheckpointError: if none is whole.
     """
     # What one rewind has left out before, the checkpoint need not know: it may be older.
@@ -236,8 +242,14 @@ def _rewind(
             f"{name_samples(bad.sample_ids)}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
             'bad_steps.policy to "skip"'
         )
+    try:
+        feed.check_steps(num_steps, len(left_out))
+    except DataError as error:
+        raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
     manifest = read_manifest(checkpoint)
     _restore(trainer, checkpoint, manifest)
+    # The place may be so long ago that the streams have forgotten it.
+    feed.restore_streams(manifest.streams)
     trainer.history.left_out = left_out
     console.line(
         f"Step {bad.step:,} is bad: {bad.fault}. Back to {shown_location(checkpoint)}, and on without the samples of "
@@ -334,6 +346,10 @@ def _num_steps(config: RunConfig, feed: Feed) -> int:
         return config.steps
     if feed.order.steps_per_epoch is None:
         raise ConfigError(f"`epochs` = {config.epochs}, but a mixture has none, each source has its own; give `steps`")
+    if feed.streams:
+        raise ConfigError(
+            f"`epochs` = {config.epochs}, but data.streaming: where a stream ends is not known before; give `steps`"
+        )
     return config.epochs * feed.order.steps_per_epoch
 
 

@@ -24,10 +24,14 @@ from meshtrain.checkpoint.directory import (
     list_checkpoints,
     read_manifest,
 )
+from meshtrain.config.data import MixedSourceConfig
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
+from meshtrain.data.feed import build_feed
+from meshtrain.data.prepare import prepare_data
 from meshtrain.errors import TrainingStopped, UserError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.ranks import RankError
 from meshtrain.training.history import StepHistory, robust_z_score
 from tests.ranks import run_on_ranks
 from tests.training.runs import WORDS, build_plan, build_run, read_metrics, samples_seen, steps_of, train_here
@@ -205,6 +209,29 @@ def test_a_run_is_not_rewound_without_end_or_to_nowhere(undisturbed: tuple[RunCo
         f"{', '.join(map(str, samples[1]))}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
         'bad_steps.policy to "skip"'
     )
+
+
+def test_a_rewind_does_not_begin_again_with_what_shall_end(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+    whole, _ = undisturbed
+    sources = {"all": MixedSourceConfig(train=whole.data.train, repeat=False)}
+    data = whole.data.model_copy(update={"sources": sources, "sequence_length": 32})
+    feed = build_feed(prepare_data(data), global_batch_size=whole.global_batch_size, seed=whole.seed)
+    steps = feed.order.num_steps
+    assert steps is not None
+    alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": REWIND, "data": data}
+    bad = set(feed.order.sample_ids(2)[:1].tolist())
+
+    _, _, said = go(beside(whole, "ending", steps=steps, **alone), bad)
+    assert said.startswith("step 3: the loss is ")
+    assert f"; it cannot be left out\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
+
+    config = beside(whole, "ending-before", steps=steps - 1, **alone)
+    seen, _, said = go(config, bad)
+    assert not said
+    shown = [sample for of_step in ids(seen).values() for sample in of_step]
+    assert len(shown) == len(set(shown)) == 8 * (steps - 1)
+    with pytest.raises(RankError, match=rf"after {steps - 1:,} steps without the batches that rewinds leave out \(1\)"):
+        go(config.model_copy(update={"steps": steps}))
 
 
 # Spikes
