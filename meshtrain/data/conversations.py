@@ -35,8 +35,7 @@ def marker_of(form: RecordForm, template: ChatTemplate | None, tokenizer: Tokeni
         prompt, completion = form.keys
         return lambda record: _complete(record.values, tokenizer, form, prompt, completion)
     assert template is not None, "tokenising has asked for it"
-    (messages,) = form.keys
-    return lambda record: _converse(record.values, tokenizer, template, messages)
+    return lambda record: _converse(record.values, tokenizer, template, form)
 
 
 def _complete(record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, prompt: str, completion: str) -> Marked:
@@ -49,8 +48,9 @@ def _complete(record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, pr
     return Marked(np.array([*given, *learnt], np.int64), marks, sum(len(text.encode()) for text in texts))
 
 
-def _converse(record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, key: str) -> Marked:
-    messages = _checked_messages(record[key], key)
+def _converse(record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm) -> Marked:
+    ((key, said_by),) = form.keys.items()
+    messages = _checked_messages(record[key], key, said_by)
     text, spans = _spans(messages, record.get("tools"), template)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -60,9 +60,9 @@ def _converse(record: dict[str, Any], tokenizer: Tokenizer, template: ChatTempla
     return Marked(np.array(encoding.ids, np.int64), is_trained, len(text.encode()))
 
 
-def _checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, key: str, said_by: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'the key "{key}" (data.messages_key) holds {type_name(messages)} and not a list of objects')
+        raise ValueError(f'the key "{key}" ({said_by}) holds {type_name(messages)} and not a list of objects')
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise ValueError(f'message {number} has no "role"')

@@ -178,6 +178,14 @@ def test_a_record_that_cannot_be_learnt_from(tmp_path, record, template, problem
     assert (counts.documents, counts.skipped_records) == (1, 1)
 
 
+def test_the_key_of_one_of_several_sources_is_named(tmp_path):
+    config = configure(tmp_path, [{"messages": "x"}], CHATML)
+    source = MixedSourceConfig(train=config.train, format="chat")
+    mixed = DataConfig(sources={"one": source}, tokenizer=config.tokenizer, cache_directory=config.cache_directory)
+    with pytest.raises(DataError, match=r'the key "messages" \(data\.sources\.one\.messages_key\) holds text'):
+        prepare_data(mixed)
+
+
 def test_an_empty_completion_is_named(tmp_path):
     config = configure(tmp_path, [{"prompt": "a", "completion": ""}], None, format="completion")
     with pytest.raises(DataError, match=r'line 1: the text of "completion" is empty: there is nothing to learn; mend'):
