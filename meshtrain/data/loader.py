@@ -78,7 +78,12 @@ def build_loader(
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, order.samples_before(data_step + 1))
+        counts = order.samples_before(data_step + 1)
+        for place in left_out:
+            if place < data_step:
+                passed = order.count(order.sample_ids(place))
+                counts = {source: count - passed[source] for source, count in counts.items()}
+        return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, counts)
 
     # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
     # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.

@@ -266,6 +266,11 @@ class _Tokenising:
     def _stream(self, corpus: Corpus) -> Stream:
         is_chat = corpus.form is not None and corpus.form.kind == "chat"
         template = find_chat_template(self.tokenizer) if is_chat else None
+        if template is not None and "strftime_now" in template.source:
+            raise DataError(
+                f"the chat template of {self.tokenizer.directory} writes the date of the day (strftime_now): a stream "
+                "that is gone on with tomorrow would be another; write a date into the template, or tokenise first"
+            )
         token_type = np.dtype(token_type_of(self.tokenizer.vocab_size))
         text = self.tokenizer.load().to_str()
         return Stream(corpus, Task(text, token_type, corpus.text_key, corpus.form, template))
@@ -277,7 +282,7 @@ class _Tokenising:
 
 
 def _summary(prepared: PreparedData, *, built: bool) -> str:
-    told, skipped = [], 0
+    told, skipped, cut = [], 0, 0
     for source in prepared.sources:
         parts = {"validation": source.validation and source.validation.counts}
         if isinstance(source.train, TokenFile):
@@ -290,10 +295,14 @@ def _summary(prepared: PreparedData, *, built: bool) -> str:
         if isinstance(source.train, Stream):
             num_bytes = source.train.corpus.num_bytes
             sizes = [f"train {len(source.train.corpus.files):,} files, {num_bytes / 1e6:,.1f} MB, streamed", *sizes]
+        if prepared.config.form == "padded":
+            files = [file for file in (source.train, source.validation) if isinstance(file, TokenFile)]
+            cut += sum(int((np.diff(file.offsets) > prepared.config.sequence_length).sum()) for file in files)
         skipped += sum(counts.skipped_records for counts in parts.values() if counts)
         told.append(f"{f'{source.name}: ' if prepared.config.sources else ''}{'; '.join(sizes)}")
     return (
         f"Data: {'; '.join(told)}; vocabulary {prepared.tokenizer.vocab_size:,}"
-        f"{f'; {skipped:,} broken records skipped' if skipped else ''}; "
+        f"{f'; {skipped:,} broken records skipped' if skipped else ''}"
+        f"{f'; {cut:,} documents longer than a sample are cut off' if cut else ''}; "
         f"{'tokenised into' if built else 'from'} {prepared.config.cache_directory}"
     )

@@ -18,7 +18,8 @@ from meshtrain.data.stream_rows import Cursor, Row, StreamReader
 ENDLESS = 1 << 48
 """The number of samples of a stream, which begins again at its end."""
 LEAST_BUFFERS_KEPT = 3
-CURSORS_KEPT = 1024
+CURSORS_KEPT = 1 << 16
+"""More buffers than a loader reads ahead, however small they are: nine numbers each."""
 
 
 @dataclass(frozen=True)

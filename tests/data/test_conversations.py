@@ -239,3 +239,9 @@ def test_conversations_and_texts_are_mixed(tmp_path):
 
     assert (of_text["labels"] != IGNORE_INDEX).all()
     assert 0 < (of_talk["labels"] != IGNORE_INDEX).sum() < 64
+
+
+def test_a_template_that_writes_the_date_is_no_stream(tmp_path):
+    config = configure(tmp_path, [{"messages": TALK}], "{{ strftime_now('%d') }}" + CHATML, streaming=True)
+    with pytest.raises(DataError, match=r"writes the date of the day \(strftime_now\): a stream that is gone on with"):
+        prepare_data(config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshtrain.data.loader import PREFETCHED_BATCHES, Batch, build_loader
+from meshtrain.data.mixture import MixedSource, MixtureOrder
 from meshtrain.data.order import FILLER, SampleOrder, place_in_data
 from meshtrain.data.samples import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
 from meshtrain.errors import DataError
@@ -216,3 +217,13 @@ def test_pinned_batches(packed):
     loader = build_loader(packed, order, dp_rank=0, dp_size=1, start_step=0, stop_step=3, pin_memory=True)
 
     assert all(tensor.is_pinned() for batch in loader for tensor in batch.tensors.values())
+
+
+def test_batches_that_are_left_out_are_not_counted(packed):
+    sources = [MixedSource("a", len(packed) // 2, 3.0), MixedSource("b", len(packed) // 2)]
+    order = MixtureOrder(sources, global_batch_size=8)
+    batches = build_loader(packed, order, dp_rank=0, dp_size=1, start_step=0, stop_step=9, left_out=(1, 2, 5))
+    seen = {"a": 0, "b": 0}
+    for batch in batches:
+        seen = {name: seen[name] + count for name, count in order.count(batch.sample_ids).items()}
+        assert batch.source_samples == seen

@@ -272,3 +272,12 @@ def test_preparing_loads_neither_torch_nor_transformers(tmp_path):
 
     assert "meshtrain.data.samples" in loaded
     assert not {"torch", "transformers", "torchdata", "huggingface_hub"}.intersection(loaded)
+
+
+def test_what_is_cut_off_is_told(tmp_path, capsys):
+    long = str(write_lines(tmp_path / "long.jsonl", ["short", "x" * 40, "x" * 31, "x" * 32]))
+
+    prepare_data(configure(tmp_path, train=[long], form="padded"))
+    assert "; 2 documents longer than a sample are cut off; tokenised into " in capsys.readouterr().out
+    prepare_data(configure(tmp_path, train=[long]))
+    assert "cut off" not in capsys.readouterr().out
