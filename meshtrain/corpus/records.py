@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from datatrove.data import Document
-from pyarrow import ArrowException
+from pyarrow import ArrowException, RecordBatch
 from pyarrow.parquet import ParquetFile
 
 from meshtrain.data.sources import SourceFile
@@ -94,18 +94,38 @@ def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document
     try:
         with opened(file) as (stream, _):
             for batch in ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
-                for record in batch.to_pylist():
+                for record in _rows_of(batch):
                     number += 1
                     try:
-                        yield _document(_plain(record), f"{name}:{number}", text_key)
+                        yield _document(_plain(record, text_key), f"{name}:{number}", text_key)
                     except ValueError as error:
                         yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
     except (ArrowException, OSError) as error:
         yield BadRecord(f"{file.path}, after row {number}", DAMAGED, str(error), "")
 
 
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON can say of a row: times and the like as text."""
+def _rows_of(batch: RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Return the rows of a batch, or what is wrong with the text of one: Arrow looks at it only now."""
+    try:
+        return iter(batch.to_pylist())
+    except UnicodeDecodeError:
+        return (_row_of(batch, place) for place in range(batch.num_rows))
+
+
+def _row_of(batch: RecordBatch, place: int) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return batch.slice(place, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _plain(record: dict[str, Any] | UnicodeDecodeError, text_key: str) -> dict[str, Any]:
+    """Return what JSON can say of a row: times and the like as text, but never what stands for the text itself."""
+    if isinstance(record, UnicodeDecodeError):
+        raise ValueError(f"not UTF-8 text (byte {record.start + 1}: {record.reason})")
+    text = record.get(text_key)
+    if not isinstance(text, str | int | float | list | dict | None):
+        raise ValueError(f'the key "{text_key}" (text_key) holds {type(text).__name__} and not text')
     return json.loads(json.dumps(record, default=str))
 
 

@@ -52,6 +52,27 @@ def test_rows_of_a_table(tmp_path):
     )
 
 
+def test_bytes_of_a_table_are_not_shown_as_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array([b"one"], pa.binary()), "n": [1]}), path)
+
+    assert records(path, "parquet") == [
+        BadRecord(f"{path}, row 1", "broken record", 'the key "text" (text_key) holds bytes and not text', "")
+    ]
+
+
+def test_a_row_of_a_table_that_is_no_utf8_costs_one_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    ends = b"".join(end.to_bytes(4, "little") for end in (0, 3, 8, 11))
+    texts = pa.StringArray.from_buffers(3, pa.py_buffer(ends), pa.py_buffer(b"onecaf\xe9 two"))
+    pq.write_table(pa.table({"text": texts}), path)
+
+    one, bad, two = records(path, "parquet")
+
+    assert [one.text, two.text] == ["one", "two"]
+    assert bad == BadRecord(f"{path}, row 2", "broken record", "not UTF-8 text (byte 4: invalid continuation byte)", "")
+
+
 @pytest.mark.parametrize(("kind", "pack"), [("txt", bytes), ("python", bytes), ("txt.gz", gzip.compress)])
 def test_a_text_file_is_one_document(tmp_path, kind, pack):
     path = tmp_path / "a.txt"
