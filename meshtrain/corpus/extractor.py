@@ -47,7 +47,7 @@ class Extractor:
             DataError: if the process cannot be started.
         """
         if page.content_type == "text/plain":
-            text: str | None = page.body.decode("utf-8", "replace") if page.charset is None else _decoded(page)
+            text: str | None = _decoded(page)
         else:
             async with self._lock:
                 text = await self._extract(page)
@@ -109,6 +109,9 @@ async def _receive(process: Process) -> bytes:
 
 def _decoded(page: Page) -> str:
     try:
-        return page.body.decode(page.charset or "utf-8", "replace")
-    except LookupError:
+        text = page.body.decode(page.charset or "utf-8", "replace")
+    except (LookupError, ValueError):
+        # Python knows character sets that decode no text (base64), or not whatever comes (idna, undefined).
         return page.body.decode("utf-8", "replace")
+    # Half a surrogate pair stands for no character; a character set can name one by its number.
+    return text.encode("utf-8", "replace").decode()

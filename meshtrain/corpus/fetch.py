@@ -95,8 +95,12 @@ class Fetcher:
             answer = await self._get(parts)
             if isinstance(answer, Page):
                 return answer
-            following = urljoin(visited[-1], answer)
-            if urlsplit(following).scheme not in ("http", "https"):
+            try:
+                following = urljoin(visited[-1], answer)
+                scheme = urlsplit(following).scheme
+            except ValueError as error:
+                raise Refused(BAD_REDIRECT, f"{answer} ({error})") from None
+            if scheme not in ("http", "https"):
                 raise Refused(BAD_REDIRECT, following)
             if following in visited:
                 raise Refused(REDIRECT_LOOP, following)

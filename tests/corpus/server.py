@@ -60,9 +60,13 @@ class Site:
             case "patience":
                 return web.Response(status=429, headers={"Retry-After": "3600"})
             case "redirect":
-                raise web.HTTPFound(
-                    {"loop": "/redirect/loop2", "loop2": "/redirect/loop", "out": "ftp://x/"}.get(rest, f"/{rest}")
-                )
+                places = {
+                    "loop": "/redirect/loop2",
+                    "loop2": "/redirect/loop",
+                    "out": "ftp://x/",
+                    "nowhere": "http://[::/",
+                }
+                return web.Response(status=302, headers={"Location": places.get(rest, f"/{rest}")})
             case "hops":
                 raise web.HTTPFound(f"/hops/{int(rest) - 1}" if int(rest) else "/page/hopped")
             case "type":

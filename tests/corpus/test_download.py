@@ -40,6 +40,7 @@ REFUSED = {
     "redirect/private/1": ("robots.txt", "http://127.0.0.1:{port}/robots.txt does not allow it"),
     "redirect/loop": ("redirect loop", "http://127.0.0.1:{port}/redirect/loop"),
     "redirect/out": ("bad redirect", "ftp://x/"),
+    "redirect/nowhere": ("bad redirect", "http://[::/ (Invalid IPv6 URL)"),
     "hops/9": ("too many redirects", "6, the last one to http://127.0.0.1:{port}/hops/3"),
     "type": ("wrong type", "application/pdf"),
     "patience": ("asked to wait too long", "3600 s (429 Too Many Requests)"),
@@ -205,6 +206,23 @@ def test_a_page_that_breaks_the_extraction_costs_one_page(tmp_path):
         f"extraction crash: exit code 7, see {tmp_path}/log",
         "text of three",
     ]
+
+
+@pytest.mark.parametrize("charset", ["idna", "undefined", "base64", "no-such", None])
+def test_plain_text_of_a_character_set_that_cannot_be(tmp_path, charset):
+    async def extract() -> str:
+        async with Extractor(1.0, tmp_path / "log") as extractor:
+            return await extractor.text_of(Page(b"text \xff", "text/plain", charset))
+
+    assert asyncio.run(extract()) == "text \ufffd"
+
+
+def test_half_a_surrogate_pair_of_plain_text(tmp_path):
+    async def extract() -> str:
+        async with Extractor(1.0, tmp_path / "log") as extractor:
+            return await extractor.text_of(Page(b"text \\ud800", "text/plain", "unicode_escape"))
+
+    assert asyncio.run(extract()) == "text ?"
 
 
 def test_an_extraction_that_does_not_start_is_told(tmp_path):
