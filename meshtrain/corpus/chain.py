@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.clean import cleaning_stages
+from meshtrain.corpus.clean import check_cleaning, cleaning_stages
 from meshtrain.corpus.deduplicate import deduplication_stages
 from meshtrain.corpus.download import download_stages
+from meshtrain.corpus.link_rules import load_rules
 from meshtrain.corpus.reading import reading_stages
 from meshtrain.corpus.shuffle import shuffling_stages, split_stages
 from meshtrain.corpus.stage import Stage
@@ -29,8 +30,12 @@ def build_chain(config: CorpusConfig) -> list[Step]:
     """Return the steps of a corpus file, in order.
 
     Raises:
-        DataError: if sources or files that the words name are missing.
+        DataError: if sources or files that the words name are missing, or cannot be used.
     """
+    if config.urls is not None:
+        load_rules(config.urls.blacklisted_domains, config.urls.blacklisted_extensions)
+    if config.clean is not None:
+        check_cleaning(config.clean)
     directory = Path(config.directory)
     files = find_files(config.sources, key="sources") if config.urls is None else _lists(config)
     steps: list[Step] = []
@@ -72,7 +77,7 @@ def _words(config: CorpusConfig, name: str) -> dict[str, Any]:
 def _content(path: str) -> str:
     """Name a file by what it says: it may change while its name stays."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    return identity_of(file.read_text(errors="backslashreplace")) if file.is_file() else "missing"
+    return identity_of(file.read_text(errors="backslashreplace"))
 
 
 def _stages(config: CorpusConfig, name: str, files: list[SourceFile], source: Place, place: Place) -> list[Stage]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from datatrove.data import Document
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
-from tokenizers import Tokenizer
 
 from meshtrain.config.corpus import CleanConfig
 from meshtrain.corpus.blocks import Judge, ReadShards, Sieve, WriteShards, names_of
@@ -14,6 +13,7 @@ from meshtrain.corpus.boilerplate import is_boilerplate, without_boilerplate
 from meshtrain.corpus.shards import Compression, list_shards
 from meshtrain.corpus.stage import Stage
 from meshtrain.corpus.text_repair import fix_text
+from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.errors import DataError
 
 IDENTIFIED_CHARACTERS = 2000
@@ -30,20 +30,27 @@ TOO_SHORT = "too short"
 def cleaning_stages(
     source: Path, target: Path, dropped: Path, config: CleanConfig, compression: Compression
 ) -> list[Stage]:
-    """Return the stages that clean the shards in `source`.
-
-    Raises:
-        DataError: if a language or the tokenizer is unknown.
-    """
-    if unknown := sorted(set(config.languages) - set(_identifier().labels)):
-        known = ", ".join(sorted(_identifier().labels))
-        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified; known are {known}")
-    if config.tokenizer is not None:
-        tokenizer_file(config.tokenizer)
+    """Return the stages that clean the shards in `source`."""
     shards = list_shards(source)
     names = names_of(shards)
     judge = Sieve(partial(build_judge, config), dropped, names, compression)
     return [Stage("clean", [ReadShards(shards), judge, WriteShards(target, names, compression)], len(shards))]
+
+
+def check_cleaning(config: CleanConfig) -> None:
+    """Check what only a look at the models tells, so that nobody learns of it when the sources have been read.
+
+    Raises:
+        DataError: if a language or the tokenizer is unknown.
+    """
+    if config.languages and (unknown := sorted(set(config.languages) - set(_identifier().labels))):
+        known = ", ".join(sorted(_identifier().labels))
+        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified; known are {known}")
+    if config.tokenizer is not None:
+        try:
+            load_tokenizer(tokenizer_file(config.tokenizer))
+        except DataError as error:
+            raise DataError(f"clean.tokenizer: {error}") from error
 
 
 def build_judge(config: CleanConfig) -> Judge:
@@ -78,7 +85,7 @@ def tokenizer_file(path: str) -> Path:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"clean.tokenizer: there is no {file}; name a local tokenizer.json or the directory of one")
+        raise DataError(f"there is no {file}; name a local tokenizer.json or the directory of one")
     return file
 
 
@@ -92,8 +99,7 @@ def _length_test(config: CleanConfig) -> Callable[[str], bool]:
     least = config.minimum_tokens
     if config.tokenizer is None:
         return lambda text: len(text.split(maxsplit=least)) >= least
-    tokenizer = Tokenizer.from_file(str(tokenizer_file(config.tokenizer)))
-    tokenizer.no_truncation()
+    tokenizer = load_tokenizer(tokenizer_file(config.tokenizer))
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -38,7 +38,7 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
     directory = Path(config.directory)
     with _locked(directory):
         steps = build_chain(config)
-        _check_known(steps, "only run", only)
+        _check_known(steps, "run", only)
         _check_known(steps, "redo", redo)
         if redo is not None:
             _remove_from(steps, redo)

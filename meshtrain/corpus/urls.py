@@ -38,7 +38,7 @@ def link_stages(
         config: with `urls`.
 
     Raises:
-        DataError: if a list is no text file, or a blacklist cannot be read.
+        DataError: if a list is no text file.
     """
     assert config.urls is not None
     for file in files:
@@ -48,7 +48,6 @@ def link_stages(
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards
     build = partial(build_judge, config.urls)
-    build()
     first = [
         ReadLinks(groups),
         Sieve(build, dropped, names, config.compression),

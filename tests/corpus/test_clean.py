@@ -5,7 +5,7 @@ from datatrove.data import Document
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshtrain.config.corpus import CleanConfig
-from meshtrain.corpus.clean import build_judge, cleaning_stages
+from meshtrain.corpus.clean import build_judge, check_cleaning
 from meshtrain.errors import DataError
 
 ENGLISH = "It was a bright cold day in April, and the clocks were striking thirteen when he came home. " * 3
@@ -69,6 +69,6 @@ def test_boilerplate():
 
 def test_unknown_words_are_told_before_any_work(tmp_path):
     with pytest.raises(DataError, match=r"^clean.languages: klingon cannot be identified; known are ace, af, am, an, "):
-        cleaning_stages(tmp_path, tmp_path, tmp_path, CleanConfig(languages=["en", "klingon"]), "gzip")
+        check_cleaning(CleanConfig(languages=["en", "klingon"]))
     with pytest.raises(DataError, match=f"^clean.tokenizer: there is no {tmp_path}/tokenizer.json; name a local "):
-        cleaning_stages(tmp_path, tmp_path, tmp_path, CleanConfig(tokenizer=str(tmp_path)), "gzip")
+        check_cleaning(CleanConfig(tokenizer=str(tmp_path)))

@@ -163,7 +163,7 @@ def test_steps_one_by_one(tmp_path, file, capsys):
 
     assert contents(tmp_path / "out") == stepwise
     assert problem(file, only="download") == (
-        "cannot only run download: the file has no such step; it has read, clean, shuffle, split"
+        "cannot run download: the file has no such step; it has read, clean, shuffle, split"
     )
     assert problem(file, redo="urls").startswith("cannot redo urls: the file has no such step; it has read, clean, ")
 
@@ -326,3 +326,27 @@ def test_the_packages_of_the_extra_are_asked_for(monkeypatch):
     assert str(caught.value) == (
         'meshtrain corpus needs packages that are not installed (no_such_package); run pip install "meshtrain[corpus]"'
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ('clean.languages=["klingon"]', "clean.languages: klingon cannot be identified; known are "),
+        ('clean.tokenizer="{}/no"', "clean.tokenizer: there is no {}/no; name a local tokenizer.json or "),
+        ('clean.tokenizer="{}/corpus.toml"', "clean.tokenizer: {}/corpus.toml is not a tokenizer ("),
+    ],
+)
+def test_what_cannot_be_used_later_is_told_before_anything_is_read(tmp_path, file, word, said):
+    assert problem(file, word.format(tmp_path)).startswith(said.format(tmp_path))
+    assert not list((tmp_path / "out").glob("*-*"))
+
+    prepare(file)
+
+
+def test_a_blacklist_that_is_missing_is_told_before_anything_is_made(tmp_path):
+    (tmp_path / "links.txt").write_text("http://a.example/page\n")
+    file = write_corpus_file(tmp_path, urls={"lists": ["links.txt"], "blacklisted_domains": "domains.txt"})
+    assert problem(file).startswith("urls.blacklisted_domains: cannot read ")
+
+    (tmp_path / "domains.txt").write_text("imgur\n")
+    prepare(file)
