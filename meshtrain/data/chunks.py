@@ -148,7 +148,10 @@ class _FileReader:
             for line in lines:
                 self._move(0, 1)
                 place = f"{self._file.path}, row {self._position.record}"
-                yield self._chunk("lines", line, place=place, disk_bytes=read)
+                if isinstance(line, str):
+                    yield self._chunk("problem", f"{place}: {line}".encode(), disk_bytes=read)
+                else:
+                    yield self._chunk("lines", line, place=place, disk_bytes=read)
 
     def _rows(self) -> Iterator[Chunk]:
         for texts, fraction in read_rows(self._file, self._text_key, self._position.record):

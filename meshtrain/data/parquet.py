@@ -25,14 +25,28 @@ def read_rows(file: SourceFile, text_key: str, first_row: int) -> Iterator[tuple
         yield batch.column(0).cast("large_binary").to_pylist(), fraction
 
 
-def read_records(file: SourceFile, keys: Mapping[str, str], first_row: int) -> Iterator[tuple[list[bytes], float]]:
+def read_records(
+    file: SourceFile, keys: Mapping[str, str], first_row: int
+) -> Iterator[tuple[list[bytes | str], float]]:
     """Yield consecutive rows as lines of JSON, and how much of the file they are; see `read_rows`.
+
+    A text in place of a line says what is wrong with the row.
 
     Args:
         keys: columns that there must be -> the keys of a run file that name them; all that there are are read.
     """
     for batch, fraction in _read_batches(file, keys, first_row, of_texts=False):
-        yield [json.dumps(row, default=str).encode() for row in batch.to_pylist()], fraction
+        yield _lines_of(batch), fraction
+
+
+def _lines_of(batch: Any) -> list[bytes | str]:
+    try:
+        return [json.dumps(row, default=str).encode() for row in batch.to_pylist()]
+    except UnicodeDecodeError as error:
+        # Arrow looks at the text only now.
+        if batch.num_rows == 1:
+            return [f"not UTF-8 text (byte {error.start + 1:,} of a text: {error.reason})"]
+        return [line for row in range(batch.num_rows) for line in _lines_of(batch.slice(row, 1))]
 
 
 def _read_batches(
@@ -68,12 +82,19 @@ def _check_column(arrow: Any, schema: Any, key: str, said_by: str, *, of_texts: 
     if key not in schema.names:
         names = name_some([f'"{name}"' for name in schema.names])
         raise DamagedError(f'no column "{key}" ({said_by}); the columns are {names}')
-    if not of_texts:
-        return
     kind = schema.field(key).type
     of_values = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    if not (arrow.types.is_string(of_values) or arrow.types.is_large_string(of_values)):
+    is_text = arrow.types.is_string(of_values) or arrow.types.is_large_string(of_values)
+    if _holds_bytes(arrow, of_values) or (of_texts and not is_text):
         raise DamagedError(f'the column "{key}" ({said_by}) holds {kind} and not text')
+
+
+def _holds_bytes(arrow: Any, kind: Any) -> bool:
+    """Tell whether there are bytes in a type, of which JSON could show no more than Python's way to write them."""
+    is_bytes = (arrow.types.is_binary, arrow.types.is_large_binary, arrow.types.is_fixed_size_binary)
+    return any(is_kind(kind) for is_kind in is_bytes) or any(
+        _holds_bytes(arrow, kind.field(number).type) for number in range(kind.num_fields)
+    )
 
 
 def _group_of(metadata: Any, row: int) -> tuple[int, int]:

@@ -211,6 +211,33 @@ def test_a_table_of_conversations(tmp_path):
     assert np.array_equal(first.trained, second.trained)
 
 
+def test_bytes_of_a_table_are_not_learnt_as_text(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "talk.parquet"
+    config = configure(tmp_path, [], CHATML, format="completion").model_copy(update={"train": [str(path)]})
+    parquet.write_table(arrow.table({"prompt": [b"2 + 2 = "], "completion": ["4"]}), path)
+    with pytest.raises(DataError, match=r'the column "prompt" \(data.prompt_key\) holds binary and not text; mend it'):
+        prepare_data(config)
+
+    parquet.write_table(arrow.table({"messages": [[{"role": "assistant", "content": b"4"}]]}), path)
+    with pytest.raises(DataError, match=r'the column "messages" \(data.messages_key\) holds list<.*and not text; mend'):
+        prepare_data(config.model_copy(update={"format": "chat"}))
+
+
+def test_a_row_of_a_table_that_is_no_utf8_costs_one_row(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "talk.parquet"
+    ends = b"".join(end.to_bytes(4, "little") for end in (0, 3, 8, 11))
+    prompts = arrow.StringArray.from_buffers(3, arrow.py_buffer(ends), arrow.py_buffer(b"onecaf\xe9 two"))
+    parquet.write_table(arrow.table({"prompt": prompts, "completion": ["1", "2", "3"]}), path)
+    config = configure(tmp_path, [], CHATML, format="completion").model_copy(update={"train": [str(path)]})
+    with pytest.raises(DataError, match=r"talk.parquet, row 2: not UTF-8 text \(byte 4 of a text: invalid "):
+        prepare_data(config)
+
+    counts = prepare_data(config.model_copy(update={"on_bad_record": "skip"})).sources[0].train.counts
+    assert (counts.documents, counts.skipped_records) == (2, 1)
+
+
 def test_another_template_is_other_data(tmp_path):
     first = prepare_data(configure(tmp_path, [{"messages": TALK}], CHATML))
     second = prepare_data(configure(tmp_path, [{"messages": TALK}], MARKED))
