@@ -12,6 +12,7 @@ What holds pictures too has an int8 per sequence behind that, and is refused.
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
 """
 
+import json
 import struct
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,7 +24,7 @@ from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.scanning import scan_tokens, shown_if_long
 from meshtrain.data.sources import source_file
-from meshtrain.data.token_file import ArrayFile, TokenCounts, TokenFile, check_size
+from meshtrain.data.token_file import ArrayFile, TokenCounts, TokenFile, check_size, other_tokenizer
 from meshtrain.data.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -34,6 +35,8 @@ FLOAT_TYPES = {6: "float64", 7: "float32"}
 READING_VERSION = 1
 AT_ONCE = 1 << 20
 MEND = "copy both files again, or write them again"
+RECORD = "tokenize.json"
+"""What `meshtrain tokenize` says beside a pair about how it was made."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,9 @@ def prefix_of(path: Path) -> Path:
 def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
     """Open a pair as a token file; what it does not say is found once, and remembered in the cache.
 
-    Documents without a token are left out. The pair does not say with which tokenizer it was written, nor whether an
-    end token follows each document (`--append-eod`): `counts.ended_documents` tells how many have one.
+    Documents without a token are left out. The pair does not say with which tokenizer it was written, unless it lies
+    where `meshtrain tokenize` put it; nor whether an end token follows each document (`--append-eod`):
+    `counts.ended_documents` tells how many have one.
 
     Args:
         path: either file, or both without their endings.
@@ -164,12 +168,27 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
     if not index.num_tokens:
         raise DataError(f"{bin_path} holds no tokens; leave it out")
     hashes = content_hashes([source_file(path, "tokens") for path in (idx_path, bin_path)], cache)
+    _check_record(prefix, hashes[1], tokenizer)
     name = f"megatron/{identity_of(READING_VERSION, hashes, tokenizer.identity)}"
     cache.build(name, lambda directory: _describe(directory, index, bin_path, hashes, tokenizer))
     counts = TokenCounts.read(cache.directory / name)
     tokens = ArrayFile(bin_path, index.token_type, counts.tokens)
     offsets = ArrayFile(cache.directory / name / "documents.bin", np.dtype(np.int64), counts.documents + 1)
     return TokenFile(prefix, counts, tokens, offsets)
+
+
+def _check_record(prefix: Path, tokens_hash: str, tokenizer: TokenizerFiles) -> None:
+    """Check a pair against what `meshtrain tokenize` says of it, if that is of this pair.
+
+    Raises:
+        DataError: if it was written with another tokenizer.
+    """
+    try:
+        said = json.loads((prefix.parent / RECORD).read_text())["parts"][prefix.name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if said["tokens_hash"] == tokens_hash and said["tokenizer"] != tokenizer.identity:
+        raise DataError(other_tokenizer(prefix, said["tokenizer"], tokenizer))
 
 
 def _describe(

@@ -183,11 +183,7 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache
     """
     file = TokenFile.open(directory)
     if tokenizer is not None and file.counts.tokenizer != tokenizer.identity:
-        raise DataError(
-            f"{directory} was tokenised with another tokenizer (identity {file.counts.tokenizer[:12]}) than "
-            f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
-            "name the tokenizer it was made with as data.tokenizer.path, or tokenise again"
-        )
+        raise DataError(other_tokenizer(directory, file.counts.tokenizer, tokenizer))
     all_said = {
         "tokens.bin": file.counts.tokens_hash,
         "documents.bin": file.counts.documents_hash,
@@ -203,6 +199,15 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache
                 "copy it again, or tokenise again"
             )
     return file
+
+
+def other_tokenizer(place: Path, identity: str, tokenizer: TokenizerFiles) -> str:
+    """Say that tokens were written with another tokenizer than the one that they are to be read with."""
+    return (
+        f"{place} was tokenised with another tokenizer (identity {identity[:12]}) than "
+        f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
+        "name the tokenizer it was made with as data.tokenizer.path, or tokenise again"
+    )
 
 
 def check_size(path: Path, size: int, *, said_by: str) -> None:

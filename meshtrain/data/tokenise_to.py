@@ -17,7 +17,7 @@ from meshtrain import console
 from meshtrain.data.cache import Cache, build_directory, identity_of
 from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.journal import JOURNAL, Job
-from meshtrain.data.megatron import megatron_type_of, write_index
+from meshtrain.data.megatron import RECORD, megatron_type_of, write_index
 from meshtrain.data.options import told_as_options
 from meshtrain.data.sources import find_typed_files
 from meshtrain.data.token_file import TokenCounts
@@ -27,9 +27,6 @@ from meshtrain.data.workers import num_cores
 from meshtrain.errors import DataError
 
 Format = Literal["meshtrain", "megatron"]
-RECORD = "tokenize.json"
-"""What an output says about how it was made."""
-
 BYTES_PER_MB = 1_000_000
 
 

@@ -75,6 +75,21 @@ def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path
     ]
 
 
+@pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
+def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokenizer, tmp_path, kind):
+    tokenise_to(order(format=kind), cache)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    content = json.loads((tokenizer.directory / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (mixed / "tokenizer.json").write_text(json.dumps(content))
+    (mixed / "tokenizer_config.json").write_bytes((tokenizer.directory / "tokenizer_config.json").read_bytes())
+
+    with pytest.raises(DataError, match=r"out/train was tokenised with another tokenizer \(identity \w{12}\) than "):
+        open_token_file(str(tmp_path / "out/train"), find_tokenizer(str(mixed), cache), cache)
+
+
 def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkeypatch):
     tokenise_to(order(output=tmp_path / "small", format="megatron"), cache)
     monkeypatch.setattr("meshtrain.data.tokenise_to.megatron_type_of", lambda _: np.int32)
