@@ -409,7 +409,9 @@ def inspect_data(
     overrides: Overrides = None,
     index: Annotated[int, typer.Option(min=0, help="Of the sample, or document of a token file, as stored.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="How many, from there on.")] = 1,
-    part: Annotated[Literal["train", "validation"], typer.Option(help="Of a run.")] = "train",
+    part: Annotated[
+        Literal["train", "validation"] | None, typer.Option(help="Of a run; left out: train.", show_default=False)
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
     ] = None,
@@ -419,9 +421,14 @@ def inspect_data(
         from meshtrain.config.toml import load_run
         from meshtrain.data.inspection import inspect_run
 
+        if tokenizer is not None:
+            raise ConfigError("--tokenizer belongs to a token file; override data.tokenizer.path of a run")
         config = load_run(target, overrides or ())
-        inspect_run(config.data, part=part, first=index, count=count, name=target)
+        inspect_run(config.data, part=part or "train", first=index, count=count, name=target)
         return
+    if overrides or part is not None:
+        found = f"the override {overrides[0]}" if overrides else "--part"
+        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is none; leave it out")
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
     from meshtrain.data.inspection import inspect_tokens

@@ -102,6 +102,23 @@ def test_a_report_redoes_nothing(tmp_path):
     assert shown.stderr == "error: --redo belongs to steps, and report runs none; leave it out\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["run.toml", "--tokenizer", "t"],
+            "--tokenizer belongs to a token file; override data.tokenizer.path of a run",
+        ),
+        (["tokens", "--part", "train"], "--part belongs to a run file (.toml), and tokens is none; leave it out"),
+        (["tokens", "a=1"], "the override a=1 belongs to a run file (.toml), and tokens is none; leave it out"),
+    ],
+)
+def test_nothing_that_is_said_to_inspect_is_ignored(arguments, line):
+    shown = meshtrain("data", "inspect", *arguments)
+
+    assert (shown.returncode, shown.stderr) == (2, f"error: {line}\n")
+
+
 def test_a_missing_checkpoint_is_a_mistake():
     shown = meshtrain("export", "nowhere", "folder")
 
