@@ -7,6 +7,7 @@ from meshtrain import console
 from meshtrain.data.chunks import read_chunks
 from meshtrain.data.corpus_files import START, Corpus
 from meshtrain.data.cutting import Cutter, TooLongError
+from meshtrain.data.options import in_words
 from meshtrain.data.records import Problem, Text, parse
 
 MOST_TOLD = 3
@@ -94,7 +95,7 @@ def count_problem(problem: Problem, corpus: Corpus, num_before: int, *, tells: b
     if not tells:
         return
     if problem.is_damage:
-        console.warning(f"{problem.message}; what follows is left out")
+        console.warning(f"{in_words(problem.message)}; what follows is left out")
     elif num_before < MOST_TOLD:
         is_last = num_before == MOST_TOLD - 1
-        console.warning(f"{problem.message}; left out{'; more are only counted' * is_last}")
+        console.warning(f"{in_words(problem.message)}; left out{'; more are only counted' * is_last}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from meshtrain.errors import DataError
 
@@ -15,13 +16,24 @@ OPTIONS = {
 """By the keys of a run file that mean the same."""
 
 
+_are_told: ContextVar[bool] = ContextVar("_are_told", default=False)
+
+
 @contextmanager
 def told_as_options() -> Iterator[None]:
-    """Name the options of a command where a problem names the keys of a run file."""
+    """Name the options of a command where a problem, or a warning `in_words`, names the keys of a run file."""
+    before = _are_told.set(True)
     try:
         yield
     except DataError as error:
-        problems = list(error.problems)
+        raise DataError([in_words(problem) for problem in error.problems]) from error
+    finally:
+        _are_told.reset(before)
+
+
+def in_words(text: str) -> str:
+    """Return a text with the words of who reads it: options of a command, or else keys of a run file."""
+    if _are_told.get():
         for key, option in OPTIONS.items():
-            problems = [problem.replace(key, option) for problem in problems]
-        raise DataError(problems) from error
+            text = text.replace(key, option)
+    return text

@@ -126,7 +126,7 @@ def test_the_same_again_is_there_already_and_another_is_refused(order, source, c
     assert problem_of(order(output=tmp_path), cache).startswith(f"--output: {tmp_path} is there already")
 
 
-def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, tmp_path):
+def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, tmp_path, capsys):
     source.write_text('{"words": "one"}\n')
 
     assert problem_of(order(), cache) == (
@@ -137,6 +137,9 @@ def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, 
     assert problem_of(order(on_bad_record="skip"), cache) == (
         f"{source}: no text found, but 0 empty documents and 1 skipped records; "
         'check the files and --text-key, which is "text"'
+    )
+    assert f'warning: {source}, line 1: no key "text" (--text-key); the keys are "words"; left out' in (
+        capsys.readouterr().err.splitlines()
     )
     tokenise_to(order(text_key="words"), cache)
 
