@@ -7,6 +7,7 @@ has a `reason`, and a `detail` where there is more to say.
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -37,9 +38,13 @@ def shard_name(path: Path) -> str:
 
 
 def remove_partials(directory: Path) -> None:
-    """Remove what a killed task left behind."""
-    for path in directory.rglob(f"*{PARTIAL}"):
-        path.unlink()
+    """Remove what a killed task left behind: files, and directories with all that is in them."""
+    for path in sorted(directory.rglob(f"*{PARTIAL}")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            # It may have been in such a directory.
+            path.unlink(missing_ok=True)
 
 
 def as_line(document: Document) -> bytes:

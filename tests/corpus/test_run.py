@@ -350,3 +350,19 @@ def test_a_blacklist_that_is_missing_is_told_before_anything_is_made(tmp_path):
 
     (tmp_path / "domains.txt").write_text("imgur\n")
     prepare(file)
+
+
+def test_what_was_killed_while_it_sketched_is_gone_on_with(tmp_path, file):
+    prepare(file, "deduplicate={}")
+    expected = contents(tmp_path / "out")
+    step = tmp_path / "out" / "03-deduplicate"
+    # As a killed task leaves it.
+    (step / "counts.json").unlink()
+    shutil.rmtree(step / "logs" / "0-sketch")
+    left = step / "work" / "sketches" / "00000-00000.jsonl.gz.partial"
+    left.mkdir(parents=True)
+    (left / "shingles.bin.partial").write_bytes(b"half")
+
+    prepare(file, "deduplicate={}")
+
+    assert contents(tmp_path / "out") == expected
