@@ -48,16 +48,20 @@ class LocalExecutor(LocalPipelineExecutor):
         """Run the tasks that are not done."""
         if self.workers > 1:
             _start_server()
-        is_interrupted = False
+        ending: KeyboardInterrupt | UserError | None = None
         with children_die_with_parent():
             try:
                 super().run()
             except KeyboardInterrupt:
-                is_interrupted = True
-        if is_interrupted:
+                ending = KeyboardInterrupt()
+            except UserError as error:
+                # Its traceback, and those of what it came from, hold the pool.
+                ending = error.with_traceback(None)
+                ending.__cause__ = ending.__context__ = None
+        if ending is not None:
             # Nothing holds the pool any more: without this, a helper of Python complains of its semaphores.
             gc.collect()
-            raise KeyboardInterrupt
+            raise ending
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         if self.workers > 1:

@@ -366,3 +366,13 @@ def test_what_was_killed_while_it_sketched_is_gone_on_with(tmp_path, file):
     prepare(file, "deduplicate={}")
 
     assert contents(tmp_path / "out") == expected
+
+
+def test_a_mistake_that_a_worker_finds_is_a_line(tmp_path, file):
+    (tmp_path / "in" / "b.jsonl").write_text("{\n" * 1000)
+
+    ended = subprocess.run(command(file, "workers=2"), capture_output=True, text=True)
+
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/in/b.jsonl, line 1: broken record: not JSON")
