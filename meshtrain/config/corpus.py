@@ -73,7 +73,8 @@ class CleanConfig(Words):
     minimum_tokens: NotNegative = 128
     """Shorter documents are dropped."""
     tokenizer: str | None = None
-    """Count the tokens of this local tokenizer (a Hugging Face directory or tokenizer.json); left out: words."""
+    """Count the tokens of this local tokenizer (a Hugging Face directory or tokenizer.json); left out: words,
+    and characters where words have no spaces between them."""
 
 
 class DeduplicateConfig(Words):

@@ -68,7 +68,7 @@ def seconds_to_wait(retry_after: str | None) -> float:
     """Return what a Retry-After header asks for: seconds, or a date; one that is neither asks for nothing."""
     if retry_after is None:
         return 0.0
-    if retry_after.strip().isdigit():
+    if retry_after.strip().isdecimal():
         return float(retry_after)
     try:
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())

@@ -19,7 +19,7 @@ from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.sources import SourceFile, find_files
 
-VERSION = 1
+VERSION = 2
 """Counts the ways in which the same words have made the same documents into something else."""
 
 NEVER_DECIDE = {"user_agent", "concurrent", "concurrent_per_host"}

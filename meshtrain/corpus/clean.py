@@ -1,5 +1,6 @@
 """Cleaning: text is mended, and documents in other languages or without enough text are dropped."""
 
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +26,10 @@ BOILERPLATE = "boilerplate"
 OTHER_LANGUAGE = "other language"
 UNSURE_LANGUAGE = "unsure language"
 TOO_SHORT = "too short"
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Thai, Lao, Burmese, Khmer, Japanese and Chinese characters."""
 
 
 def cleaning_stages(
@@ -95,10 +100,15 @@ def _identifier() -> LanguageIdentifier:
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
+def _words(text: str) -> int:
+    """Return the number of words; of a script that puts no spaces between them, of characters."""
+    return len(text.split()) + len(UNSPACED.findall(text))
+
+
 def _length_test(config: CleanConfig) -> Callable[[str], bool]:
     least = config.minimum_tokens
     if config.tokenizer is None:
-        return lambda text: len(text.split(maxsplit=least)) >= least
+        return lambda text: len(text.split(maxsplit=least)) >= least or _words(text) >= least
     tokenizer = load_tokenizer(tokenizer_file(config.tokenizer))
 
     def count(text: str) -> int:

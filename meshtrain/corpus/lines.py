@@ -42,7 +42,7 @@ def understood(line: bytes, shard: Path, place: int) -> dict[str, Any]:
     where = f"{shard}, line {place + 1}"
     record = _parsed(line, where)
     if not isinstance(record, dict):
-        raise DataError(f"{where}: not a JSON object; redo the step that wrote it")
+        raise DataError(f"{where}: not a JSON object; redo the step that wrote it (--redo)")
     for key in ("text", "id"):
         if not isinstance(record.get(key), str):
             raise DataError(f'{where}: no text under the key "{key}"; every document needs one')
@@ -57,4 +57,4 @@ def _parsed(line: bytes, where: str) -> object:
         try:
             return json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}); redo the step that wrote it") from None
+            raise DataError(f"{where}: not JSON ({error}); redo the step that wrote it (--redo)") from None

@@ -71,7 +71,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         with opened(SourceFile(path, kind, 0, 0)) as (lines, _):
             yield from lines
     except DamagedError as error:
-        raise DataError(f"cannot read {path}: {error}; redo the step that wrote it") from error
+        raise DataError(f"cannot read {path}: {error}; redo the step that wrote it (--redo)") from error
 
 
 def read_shard(path: Path) -> Iterator[Document]:

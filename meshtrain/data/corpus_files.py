@@ -11,7 +11,7 @@ from meshtrain.data.cutting import PIECE_CHARACTERS
 from meshtrain.data.sources import SourceFile
 from meshtrain.errors import DataError
 
-READING_VERSION = 2
+READING_VERSION = 3
 """Counts the ways in which the same files have been cut into documents and pieces."""
 
 

@@ -72,3 +72,9 @@ def test_unknown_words_are_told_before_any_work(tmp_path):
         check_cleaning(CleanConfig(languages=["en", "klingon"]))
     with pytest.raises(DataError, match=f"^clean.tokenizer: there is no {tmp_path}/tokenizer.json; name a local "):
         check_cleaning(CleanConfig(tokenizer=str(tmp_path)))
+
+
+def test_a_script_without_spaces_has_characters_for_words():
+    assert judged("網格是一組進程", minimum_tokens=7)[0] is None
+    assert judged("網格是一組進程", minimum_tokens=9)[0] == "too short"
+    assert judged("กริดของโปรเซส", minimum_tokens=10)[0] is None

@@ -208,8 +208,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     good = gzip.decompress(shard.read_bytes())
     for bad, message in {
         b"{]": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
-        "redo the step that wrote it",
-        b"[]": "not a JSON object; redo the step that wrote it",
+        "redo the step that wrote it (--redo)",
+        b"[]": "not a JSON object; redo the step that wrote it (--redo)",
         b'{"text": "three"}': 'no text under the key "id"; every document needs one',
         b'{"text": null, "id": "2"}': 'no text under the key "text"; every document needs one',
     }.items():
