@@ -4,7 +4,6 @@ Nothing here imports torch, so that a mistake in the data is reported at once.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from meshtrain.data.chat_template import find_chat_template
 from meshtrain.data.contents import content_hashes
 from meshtrain.data.corpus_files import Corpus, RecordForm
 from meshtrain.data.encoding import Task
-from meshtrain.data.open_tokens import is_tokens, open_token_file
-from meshtrain.data.sources import SourceFile, find_files, find_streamed_files
+from meshtrain.data.finding import FoundSource, find_sources
+from meshtrain.data.open_tokens import open_token_file
+from meshtrain.data.sources import SourceFile
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
 from meshtrain.data.tokenising import prepare_token_files
 from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
@@ -83,20 +83,6 @@ class PreparedData:
         return sum(each.unigram_entropy_nats * each.tokens for each in counts) / sum(each.tokens for each in counts)
 
 
-_Part = str | list[SourceFile]
-"""What one part of a source is: tokens already, under this path; or the files of its text."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the words of a source stand for."""
-
-    name: str
-    config: MixedSourceConfig
-    train: _Part
-    validation: _Part
-
-
 def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
     """Find, tokenise and open everything that `config` names; what the cache has is only opened.
 
@@ -110,7 +96,7 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
         DataError: if a source or the tokenizer is missing, broken or empty, or the cache cannot be written.
     """
     cache = Cache(Path(config.cache_directory), leads=leads)
-    found = _find_sources(config)
+    found = find_sources(config)
     corpora = {
         source.name: _corpus(source.name, source.train, source.config, config, cache, held_out=True)
         for source in found
@@ -131,59 +117,6 @@ def _reading(config: DataConfig) -> object:
     is_streamed = any(source.streaming for source in config.named_sources.values())
     buffer = config.shuffle_buffer if is_streamed else None
     return config.form, config.sequence_length, config.documents, config.group_by_length, mixing, buffer
-
-
-def _find_sources(config: DataConfig) -> list[_Found]:
-    problems: list[str] = []
-    found = []
-    for name, source in config.named_sources.items():
-        validation = source.validation if isinstance(source.validation, list) else []
-        parts: dict[str, _Part] = {}
-        for part, names in (("train", source.train), ("validation", validation)):
-            try:
-                key = config.key_of(name, part)
-                is_streamed = source.streaming and part == "train"
-                parts[part] = find_streamed_files(names, key=key) if is_streamed else _find_part(names, key)
-            except DataError as error:
-                problems += error.problems
-        if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
-            problems.append(
-                f"{config.key_of(name, 'validation')} = {source.validation}: of tokens no documents are kept aside; "
-                "tokenise with meshtrain tokenize --validation, and name what it wrote"
-            )
-        found.append(_Found(name, source, parts.get("train", []), parts.get("validation", [])))
-    if problems:
-        raise DataError(problems)
-    _check_apart(config, found)
-    return found
-
-
-def _find_part(names: list[str], key: str) -> _Part:
-    tokens = [name for name in names if is_tokens(name)]
-    if not tokens:
-        return find_files(names, key=key)
-    if len(names) > 1:
-        raise DataError(
-            f"{key}: {tokens[0]} is tokens already, and stands beside {len(names) - 1} more; give each a source of its "
-            "own (data.sources.NAME)"
-        )
-    return tokens[0]
-
-
-def _paths(part: _Part) -> set[Path]:
-    return {Path(part)} if isinstance(part, str) else {file.path for file in part}
-
-
-def _check_apart(config: DataConfig, found: Iterable[_Found]) -> None:
-    trained_on = {path: source.name for source in found for path in _paths(source.train)}
-    for source in found:
-        if shared := _paths(source.validation) & trained_on.keys():
-            file = min(shared)
-            raise DataError(
-                f"{config.key_of(source.name, 'validation')}: {file} is also in "
-                f"{config.key_of(trained_on[file], 'train')}, where a low loss on it means nothing; leave it out of "
-                f"one of them, or keep documents aside with {config.key_of(source.name, 'validation')} = 0.05"
-            )
 
 
 def _corpus(
@@ -238,7 +171,7 @@ class _Tokenising:
     cache: Cache
     has_built: bool = False
 
-    def prepare(self, source: _Found, corpus: Corpus | None) -> PreparedSource:
+    def prepare(self, source: FoundSource, corpus: Corpus | None) -> PreparedSource:
         """Tokenise a source, unless the cache has it.
 
         Args:

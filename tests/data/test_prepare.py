@@ -281,3 +281,29 @@ def test_what_is_cut_off_is_told(tmp_path, capsys):
     assert "; 2 documents longer than a sample are cut off; tokenised into " in capsys.readouterr().out
     prepare_data(configure(tmp_path, train=[long]))
     assert "cut off" not in capsys.readouterr().out
+
+
+def test_tokens_are_sources(tmp_path):
+    text = configure(tmp_path, validation=0.1)
+    first = prepare_data(text)
+    tokenizer = TokenizerConfig(path=str(first.tokenizer.directory))
+    train, held_out = (str(file.directory) for file in (first.sources[0].train, first.sources[0].validation))
+    second = prepare_data(configure(tmp_path, train=[train], validation=[held_out], tokenizer=tokenizer))
+
+    assert second.identity == first.identity
+    assert problems_of(configure(tmp_path, train=[train], validation=0.1, tokenizer=tokenizer)) == (
+        "data.validation = 0.1: of tokens no documents are kept aside; tokenise with meshtrain tokenize --validation, "
+        "and name what it wrote",
+    )
+    assert problems_of(configure(tmp_path, train=[*text.train, train], tokenizer=tokenizer)) == (
+        f"data.train: {train} is tokens already, and stands beside 1 more; give each a source of its own "
+        "(data.sources.NAME)",
+    )
+    assert problems_of(configure(tmp_path, train=[train])) == (
+        "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokens already; name the one "
+        "that they were made with as data.tokenizer.path",
+    )
+    assert problems_of(configure(tmp_path, train=[train], validation=[train], tokenizer=tokenizer)) == (
+        f"data.validation: {train} is also in data.train, where a low loss on it means nothing; leave it out of one of "
+        "them, or keep documents aside with data.validation = 0.05",
+    )
