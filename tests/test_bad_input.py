@@ -349,7 +349,7 @@ def break_the_evaluation(directory: Path, arguments: list[str]) -> tuple[int, st
     """Let the evaluation find what no step found."""
     from meshtrain.training import loop
 
-    loop.evaluate = lambda trainer, batches: float("inf")
+    loop.evaluate = lambda trainer, batches: (float("inf"), 1)
     return run_command(directory, arguments)
 
 
