@@ -162,7 +162,10 @@ class DataConfig(SourceConfig):
             if isinstance(source.validation, float) and source.validation:
                 raise ValueError(f"`{key}` has no documents to keep aside; give `validation` files of its own")
             if not source.repeat:
-                raise ValueError(f"`{key}` and `repeat` = false: where a stream ends is not known before; set `steps`")
+                raise ValueError(
+                    f"`{key}` and `repeat` = false: where a stream ends is not known before; leave `repeat` out, "
+                    "`steps` ends the run"
+                )
             if self.group_by_length is not None:
                 raise ValueError(f"`group_by_length` needs the lengths of all samples, which `{key}` does not have")
         return self

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
@@ -290,3 +291,39 @@ def test_a_stream_without_text_is_no_stream(tmp_path):
     config = configure(tmp_path, [["", ""]])
     with pytest.raises(DataError, match=r"0\.jsonl and the files after it: no text found to stream"):
         samples_of(feed_of(config), 0, 1)
+
+
+def test_a_table_behind_a_url_is_streamed(tmp_path, texts):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with MemoryFileSystem().open("/tables/a.parquet", "wb") as stream:
+        parquet.write_table(arrow.table({"text": texts[0]}), stream, row_group_size=7)
+    lines = feed_of(configure(tmp_path, texts[:1], shuffle=False))
+    table = feed_of(configure(tmp_path, texts[:1], shuffle=False, train=["memory://tables/a.parquet"]))
+    ids = np.arange(30)
+
+    assert np.array_equal(lines.samples.read(ids)["input_ids"], table.samples.read(ids)["input_ids"])
+    state = table.stream_state(5)
+    resumed = feed_of(configure(tmp_path, texts[:1], shuffle=False, train=["memory://tables/a.parquet"]))
+    resumed.restore_streams(state)
+    assert np.array_equal(resumed.samples.read(ids[20:])["input_ids"], lines.samples.read(ids[20:])["input_ids"])
+
+
+class UnreliableFileSystem(MemoryFileSystem):
+    """A store whose library has exceptions of its own."""
+
+    protocol = "unreliable"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(str(path).replace("unreliable://", "memory://"))
+
+    def _open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("503 slow down")
+
+
+def test_what_a_library_behind_a_url_raises_is_one_line(tmp_path):
+    register_implementation("unreliable", UnreliableFileSystem, clobber=True)
+    MemoryFileSystem().pipe("/store/a.jsonl", b'{"text": "x"}\n')
+    feed = feed_of(configure(tmp_path, [], train=["unreliable://store/a.jsonl"]))
+    with pytest.raises(DataError, match=r"a\.jsonl and the files after it cannot be read: 503 slow down"):
+        samples_of(feed, 0, 1)

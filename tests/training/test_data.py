@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
-from meshtrain.config.run import CheckpointConfig, RunConfig
+from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.feed import build_feed
 from meshtrain.data.prepare import prepare_data
@@ -217,3 +217,11 @@ def test_the_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
 
 def count_tokens(samples: Samples) -> int:
     return int((samples.read(np.arange(len(samples)))["labels"] != IGNORE_INDEX).sum())
+
+
+def test_a_class_that_does_not_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    opt = {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = ModelConfig(type="opt", config={**opt, "word_embed_proj_dim": 32})
+    with pytest.raises(ModelError, match=r'set data.documents = "joined" if it does not keep documents apart, or set'):
+        ensure_proven(config.model_copy(update={"model": model}))
