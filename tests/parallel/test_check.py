@@ -204,6 +204,10 @@ def test_sequence_length() -> None:
         "tensor.sequence_parallel splits the sequence over tp = 2, which does not divide data.sequence_length = 13; "
         "the nearest are 12 and 14",
     )
+    assert problems(plan, batch=BatchShape(8, 1, 12, width_multiple=3)) == (
+        "tensor.sequence_parallel splits every batch over tp = 2, which does not divide data.pad_to_multiple_of = 3; "
+        "the nearest are 2 and 4",
+    )
 
 
 def test_positions_without_an_end() -> None:
