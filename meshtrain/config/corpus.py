@@ -161,7 +161,7 @@ class CorpusConfig(Words):
     """What to do with a record of the sources that cannot be read; `skip` drops and counts it."""
     workers: Count = Field(default_factory=lambda: os.cpu_count() or 1)
     """Tasks that run at the same time; the result does not depend on it. Left out: one per core."""
-    compression: Literal["gzip", "zstd"] = "gzip"
+    compression: Literal["gzip", "zstd", "none"] = "gzip"
     """Of everything that is written."""
     shard_megabytes: Positive = 16.0
     """About so much text goes into one file; one task works on one file."""

@@ -30,7 +30,7 @@ def deduplication_stages(
     What comes out depends on the documents and their order alone: not on the number of tasks or of workers.
 
     Args:
-        source: a directory of shards `*.jsonl.gz`; every line has the texts `text` and `id`.
+        source: a directory of shards; every line has the texts `text` and `id`.
         target: gets shards of the same names with the documents that stay, byte for byte.
         dropped: gets shards of the same names with those that go, and why; and `groups.jsonl`, the groups as evidence.
         work: for files in between: per document about 8 bytes for each different run of words, and 450 more.

@@ -17,7 +17,7 @@ from datatrove.utils.typeshelper import StatHints
 from meshtrain.corpus.buckets import MEETING, MEETINGS_AT_ONCE, Components, find_meetings, write_parts
 from meshtrain.corpus.lines import compression_of, existing_shards, understood
 from meshtrain.corpus.minhash import Bands
-from meshtrain.corpus.shards import ShardWriter, read_lines, shard_name
+from meshtrain.corpus.shards import GROUPS_NAME, ShardWriter, read_lines, shard_name
 from meshtrain.corpus.shingles import shingles_of
 from meshtrain.corpus.sketches import SKETCHES, Sketches, SketchWriter, mapped, written_file, written_whole
 from meshtrain.corpus.verdicts import VERDICT, Judge
@@ -167,7 +167,7 @@ class WriteGroups(DeduplicationStep):
             removals[field] = verdicts[field]
         _, removals["group"] = np.unique(removals["kept"], return_inverse=True)
         removals.sort(order=("group", "document"))
-        with written_file(self.dropped / "groups.jsonl") as file:
+        with written_file(self.dropped / GROUPS_NAME) as file:
             for line in _groups(removals, self.sketches()):
                 file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
                 self.stat_update("groups")

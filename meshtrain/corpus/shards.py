@@ -20,16 +20,22 @@ from meshtrain.data.sources import Kind, SourceFile
 from meshtrain.data.streams import DamagedError, opened
 from meshtrain.errors import DataError
 
-Compression = Literal["gzip", "zstd"]
-SUFFIXES: dict[Compression, str] = {"gzip": ".jsonl.gz", "zstd": ".jsonl.zst"}
+Compression = Literal["gzip", "zstd", "none"]
+SUFFIXES: dict[Compression, str] = {"gzip": ".jsonl.gz", "zstd": ".jsonl.zst", "none": ".jsonl"}
+GROUPS_NAME = "groups.jsonl"
+"""Which documents are near duplicates of which; beside the shards of those that go."""
 PARTIAL = ".partial"
 GZIP_LEVEL = 4
 ZSTD_LEVEL = 3
 
 
 def list_shards(directory: Path) -> list[Path]:
-    """Return the shards in a directory, sorted by name; those in directories below it are not its own."""
-    return sorted(path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}"))
+    """Return the shards in a directory, sorted by name; those in directories below it are not its own.
+
+    Beside them may lie GROUPS_NAME, which holds no documents.
+    """
+    found = (path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}"))
+    return sorted(path for path in found if path.name != GROUPS_NAME)
 
 
 def shard_name(path: Path) -> str:
@@ -60,15 +66,19 @@ def as_document(line: bytes) -> Document:
     return Document(text=record.pop("text"), id=record.pop("id"), metadata=record)
 
 
+def _kind_of(path: Path) -> Kind:
+    kinds: dict[str, Kind] = {".gz": "jsonl.gz", ".zst": "jsonl.zst", ".jsonl": "jsonl"}
+    return kinds[path.suffix]
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a shard.
 
     Raises:
         DataError: if it is damaged or cannot be read.
     """
-    kind: Kind = "jsonl.gz" if path.suffix == ".gz" else "jsonl.zst"
     try:
-        with opened(SourceFile(path, kind, 0, 0)) as (lines, _):
+        with opened(SourceFile(path, _kind_of(path), 0, 0)) as (lines, _):
             yield from lines
     except DamagedError as error:
         raise DataError(f"cannot read {path}: {error}; redo the step that wrote it (--redo)") from error
@@ -89,6 +99,8 @@ def _compressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
         # Neither a name nor a time: they would make the same documents different bytes.
         with gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0) as stream:
             yield stream  # type: ignore[misc]
+    elif compression == "none":
+        yield raw
     else:
         packer = zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=True)
         with packer.stream_writer(raw, closefd=False) as stream:

@@ -41,15 +41,14 @@ def prepare(file: Path, *overrides: str, only: str | None = None, redo: str | No
 def read_shards(directory: Path) -> list[dict]:
     """Read all records of a directory of shards, in order."""
     lines: list[str] = []
-    for path in sorted(directory.glob("*.jsonl.*")):
-        content = path.read_bytes()
-        unpacked = (
-            gzip.decompress(content)
-            if path.suffix == ".gz"
-            else zstandard.ZstdDecompressor().decompressobj().decompress(content)
-        )
-        lines += unpacked.decode().splitlines()
+    unpack = {".gz": gzip.decompress, ".zst": _unpack_zstd, ".jsonl": bytes}
+    for path in sorted(directory.glob("*.jsonl*")):
+        lines += unpack[path.suffix](path.read_bytes()).decode().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def _unpack_zstd(content: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompressobj().decompress(content)
 
 
 def counts_of(step: Path) -> dict:

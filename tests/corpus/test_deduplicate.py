@@ -202,7 +202,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     shard = tmp_path / "source" / "00000.jsonl.gz"
     assert (
         refusal(tmp_path)
-        == "/source: there are no shards (*.jsonl.gz, *.jsonl.zst); run the step before this one first"
+        == "/source: there are no shards (*.jsonl.gz, *.jsonl.zst, *.jsonl); run the step before this one first"
     )
     write_shards(tmp_path / "source", documents("one", "two"), [2])
     good = gzip.decompress(shard.read_bytes())

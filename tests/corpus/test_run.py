@@ -193,14 +193,15 @@ def test_nothing_left_is_told_with_the_place(tmp_path, file):
         )
 
 
-def test_zstd(tmp_path, file):
+@pytest.mark.parametrize(("compression", "suffix"), [("zstd", ".zst"), ("none", ".jsonl")])
+def test_every_compression_holds_the_same(tmp_path, file, compression, suffix):
     prepare(file, only="clean")
-    prepare(file, "compression=zstd", "deduplicate={}", f"directory={tmp_path}/packed")
+    prepare(file, f"compression={compression}", "deduplicate={}", f"directory={tmp_path}/packed")
 
-    gz, zst = (read_shards(tmp_path / name) for name in ("out/02-clean", "packed/02-clean"))
-    assert gz == zst
+    gz, other = (read_shards(tmp_path / name) for name in ("out/02-clean", "packed/02-clean"))
+    assert gz == other
     assert len(read_shards(tmp_path / "packed" / "04-shuffle")) == 60
-    assert {path.suffix for path in (tmp_path / "packed").rglob("*.jsonl.*")} == {".zst"}
+    assert {path.suffix for path in (tmp_path / "packed").rglob("0*.jsonl*")} == {suffix}
 
 
 def test_two_at_once_are_refused(tmp_path, file):

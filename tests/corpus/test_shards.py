@@ -14,7 +14,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("compression", ["gzip", "zstd", "none"])
 def test_documents_come_back_as_they_were(tmp_path, compression):
     write_shard(tmp_path, "00000", compression, DOCUMENTS)
 
@@ -23,11 +23,11 @@ def test_documents_come_back_as_they_were(tmp_path, compression):
     assert [path.name for path in tmp_path.iterdir()] == [shard.name]
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("compression", ["gzip", "zstd", "none"])
 def test_the_same_documents_make_the_same_bytes_at_another_time_and_place(tmp_path, compression):
     write_shard(tmp_path / "one", "00000", compression, DOCUMENTS)
     time.sleep(1.1)
-    write_shard(tmp_path / "two", "other", compression, DOCUMENTS)
+    write_shard(tmp_path / "two", "00007", compression, DOCUMENTS)
 
     (one,), (two,) = list_shards(tmp_path / "one"), list_shards(tmp_path / "two")
     assert one.read_bytes() == two.read_bytes()
