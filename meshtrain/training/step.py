@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,14 +104,8 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         # Its work is only queued so far. The norm waits for it anyway, and the seconds would be counted there.
         torch.cuda.current_stream().synchronize()
     forward_backward_done = time.perf_counter()
-    pipeline.place.enter("gradients")
-    filled = fill_gradients(pipeline)
-    finish_gradients(pipeline)
-    # Experts may be used on one process of a tp group only.
-    num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
-    sums = all_reduce_over(torch.stack([local_loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
-    norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
-    norm, loss = norm / scale, loss / scale
+    filled, sums = _finish_gradients(trainer, local_loss)
+    norm, loss = sums.norm, sums.loss
     # Both were summed over every axis, so all processes decide alike.
     overflowed = not (math.isfinite(loss.item()) and math.isfinite(norm.item()))
     history, fault = trainer.history, None
@@ -125,7 +120,7 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         trainer.inspect(batch)
         _scale(trainer, norm)
         # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
-        unused = forget_unused(pipeline, filled) if num_filled.item() else ()
+        unused = forget_unused(pipeline, filled) if sums.num_filled.item() else ()
         pipeline.place.enter("optimizer")
         trainer.optimizer.step(learning_rate)
     trainer.loss_scale.update(overflowed=overflowed)
@@ -140,9 +135,32 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         optimizer_seconds=time.perf_counter() - forward_backward_done,
         is_skipped=is_skipped,
         fault=fault,
-        router=pipeline.router_loss.metrics(router_mean),
+        router=pipeline.router_loss.metrics(sums.router_mean),
         scaling=trainer.loss_scale.metrics(history.num_skipped),
     )
+
+
+class _Sums(NamedTuple):
+    """What is known once the gradients are whole: () each, the same on every process, without the loss scale."""
+
+    norm: Tensor
+    loss: Tensor
+    num_filled: Tensor
+    """Gradients that were filled in with zeros, on all processes."""
+    router_mean: Tensor
+
+
+def _finish_gradients(trainer: Trainer, local_loss: Tensor) -> tuple[set[str], _Sums]:
+    """Make the gradients whole; return the names of those filled in with zeros here, and what is summed over all."""
+    pipeline, scale = trainer.pipeline, trainer.loss_scale.value
+    pipeline.place.enter("gradients")
+    filled = fill_gradients(pipeline)
+    finish_gradients(pipeline)
+    # Experts may be used on one process of a tp group only.
+    num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
+    sums = all_reduce_over(torch.stack([local_loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
+    norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
+    return filled, _Sums(norm / scale, loss / scale, num_filled, router_mean)
 
 
 def _scale(trainer: Trainer, norm: Tensor) -> None:
