@@ -54,12 +54,9 @@ def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Parall
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
-    file = plan_path(str(path_or_name), Path.cwd())
-    reader = Reader()
+    file, reader = plan_path(str(path_or_name), Path.cwd()), Reader()
     table = reader.read_root(str(path_or_name), file, reader.read_plan)
-    for top in read_overrides(overrides, reader.problems):
-        merge(table, top)
-    return _checked(ParallelPlan, "plan", table, file, reader.problems)
+    return _overridden(ParallelPlan, "plan", table, file, overrides, reader.problems)
 
 
 def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig:
@@ -72,12 +69,22 @@ def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
-    file = absolute(str(path), Path.cwd())
-    reader = Reader()
+    file, reader = absolute(str(path), Path.cwd()), Reader()
     table = reader.read_root(str(path), file, reader.read_corpus)
-    for top in read_overrides(overrides, reader.problems):
+    return _overridden(CorpusConfig, "corpus", table, file, overrides, reader.problems)
+
+
+def _overridden(
+    words_of: type[W],
+    kind: Literal["plan", "corpus"],
+    table: Table,
+    file: Path,
+    overrides: Sequence[str],
+    problems: list[str],
+) -> W:
+    for top in read_overrides(overrides, problems):
         merge(table, top)
-    return _checked(CorpusConfig, "corpus", table, file, reader.problems)
+    return _checked(words_of, kind, table, file, problems)
 
 
 def _checked(
