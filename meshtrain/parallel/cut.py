@@ -37,8 +37,9 @@ class Stage:
         num_stages: how many there are on the whole pp axis.
         first_layer: index of its first decoder layer.
         last_layer: index behind its last decoder layer.
-        model: the stock model with stubs for what lies elsewhere; called with input ids (batch, seq) on the first
-            stage, else with a hidden state (batch, seq, hidden); returns logits on the last stage, else a hidden state.
+        model: the stock model itself where it is the only stage; else with stubs for what lies elsewhere, and called
+            with input ids (batch, seq) on the first stage, else with a hidden state (batch, seq, hidden); returns
+            logits on the last stage, else a hidden state.
         layers: the list of layers and stubs inside `model`.
         tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
         channel: where the stage finds what it received and the length of the sequence.
@@ -65,6 +66,20 @@ class Stage:
         """Whether it gives logits."""
         return self.index == self.num_stages - 1
 
+    def compute(self, received: Tensor, **inputs: Any) -> Tensor:
+        """Run the stage on one microbatch.
+
+        Args:
+            received: input ids (batch, seq) for the first stage, else the hidden state (batch, seq, hidden).
+            inputs: what else the model takes: masks, positions.
+
+        Returns:
+            The logits of the last stage, else the hidden state.
+        """
+        if self.num_stages > 1:
+            return self.model(received, **inputs)
+        return self.model(input_ids=received, use_cache=False, **no_router_logits(self.model), **inputs).logits
+
     def own_layers(self) -> list[nn.Module]:
         """Return the decoder layers that it really holds."""
         return list(self.layers)[self.first_layer : self.last_layer]
@@ -84,9 +99,7 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
     num_stages = len(layers_per_stage)
     if num_stages == 1:
         _, layers = find_layers(model)
-        stage = Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())
-        _replace_forward(stage)
-        return [stage]
+        return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())]
     anatomy = examine(model)
     return [_cut_one(copy.deepcopy(model), anatomy, layers_per_stage, index) for index in indices]
 

@@ -158,7 +158,7 @@ def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, lo
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
         defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
         pipeline.place.enter("forward", stage.index, number - 1)
-        loss = loss_function(stage.model(**microbatch), targets)
+        loss = loss_function(stage.compute(microbatch.pop("input_ids"), **microbatch), targets)
         pipeline.place.enter("backward", stage.index, number - 1)
         loss.backward()
         total += loss.detach()
@@ -276,7 +276,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
             first = arguments.pop("input_ids")
             if not stage.is_first:
                 first = borders.receive(stage.index, _hidden_like(pipeline, labels, labels.device))
-            output = stage.model(first, **arguments)
+            output = stage.compute(first, **arguments)
             if stage.is_last:
                 total += loss_function(output, targets)
             else:

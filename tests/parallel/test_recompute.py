@@ -46,7 +46,7 @@ def watched(case: Case) -> tuple[int, Counter[str]]:
     fill(pipeline, stock_weights(case.model))
     batch = smallest_part(pipeline, batches()[0])
     with Watch() as forward:
-        loss = pipeline.stages[0].model(input_ids=batch["input_ids"]).square().sum()
+        loss = pipeline.stages[0].compute(batch["input_ids"]).square().sum()
         held = forward.held_bytes()
     with Watch() as backward:
         loss.backward()
@@ -94,7 +94,7 @@ def backward_of_compiled(cases: list[Case]) -> list[Counter[str]]:
     for case in cases:
         pipeline = build(case)
         fill(pipeline, stock_weights(case.model))
-        loss = pipeline.stages[0].model(input_ids=batches()[0]["input_ids"]).square().sum()
+        loss = pipeline.stages[0].compute(batches()[0]["input_ids"]).square().sum()
         with Watch() as backward:
             loss.backward()
         found.append(backward.calls)
