@@ -1,0 +1,216 @@
+"""Stock optimizers on local parts of DTensors do what they do to whole parameters in one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from meshtrain.errors import ModelError
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.local_parameter import LocalParameter, as_local, check_elementwise, choose_kernels, whole_of
+from tests.ranks import run_on_ranks
+
+# One row that two processes do not share evenly, one parameter that is copied, one that is no DTensor.
+SHAPES = {"rows": (5, 4), "columns": (3, 5), "copied": (3,), "plain": (2, 3)}
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate()}
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"foreach": True, "amsgrad": True}),
+    ("Adam", {"foreach": False}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"fused": True}),
+    ("Adagrad", {"foreach": True}),
+    ("RMSprop", {"centered": True}),
+    ("NAdam", {}),
+]
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        name: nn.Parameter(distribute_tensor(value, mesh, [PLACEMENTS[name]]) if name in PLACEMENTS else value)
+        for name, value in values(0).items()
+    }
+
+
+def give_gradients(held: dict[str, nn.Parameter], seed: int) -> None:
+    """Let autograd make them: the derivative of the sum of parameter * gradient."""
+    for name, gradient in values(seed).items():
+        if seed == 2 and name == "rows":
+            continue
+        parameter = held[name]
+        if name in PLACEMENTS and isinstance(parameter, torch.distributed.tensor.DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        (parameter * gradient).sum().backward()
+
+
+def train(held: dict[str, nn.Parameter], optimizer: Optimizer, *, set_to_none: bool) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(1, 5):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        give_gradients(held, step)
+        optimizer.step()
+        scheduler.step()
+
+
+def build(name: str, options: dict[str, Any], held: list[nn.Parameter]) -> Optimizer:
+    return getattr(torch.optim, name)(held, lr=0.1, **options)
+
+
+def train_sharded() -> list[dict[str, Tensor]]:
+    results = []
+    for name, options in OPTIMIZERS:
+        for set_to_none in (True, False):
+            held = parameters()
+            optimizer = build(name, options, [as_local(parameter) for parameter in held.values()])
+            train(held, optimizer, set_to_none=set_to_none)
+            shapes = {t.shape for t in optimizer.state[optimizer.param_groups[0]["params"][0]].values() if t.dim()}
+            assert shapes <= {local_tensor(held["rows"].detach()).shape}
+            with torch.no_grad():
+                results.append({n: p.full_tensor() if n in PLACEMENTS else p.detach() for n, p in held.items()})
+    return results
+
+
+def train_whole() -> list[dict[str, Tensor]]:
+    results = []
+    for name, options in OPTIMIZERS:
+        for set_to_none in (True, False):
+            held = {key: nn.Parameter(value) for key, value in values(0).items()}
+            train(held, build(name, options, list(held.values())), set_to_none=set_to_none)
+            results.append({key: parameter.detach() for key, parameter in held.items()})
+    return results
+
+
+def test_stock_optimizers_do_to_local_parts_what_they_do_to_whole_parameters() -> None:
+    expected = train_whole()
+    for found in run_on_ranks(2, train_sharded):
+        for case, (here, there) in enumerate(zip(found, expected, strict=True)):
+            for name in SHAPES:
+                assert not torch.equal(there[name], values(0)[name])
+                torch.testing.assert_close(here[name], there[name], rtol=1e-6, atol=1e-7, msg=f"{case} {name}")
+
+
+def gradients_here_and_there() -> None:
+    whole = parameters()["rows"]
+    local = as_local(whole)
+    assert isinstance(local, nn.Parameter)
+    assert isinstance(local, LocalParameter)
+    assert local.is_leaf
+    assert local.requires_grad
+    assert whole_of(local) is whole
+    assert local.data_ptr() == local_tensor(whole.detach()).data_ptr()
+    assert local.grad is None
+
+    give_gradients({"rows": whole, **{name: nn.Parameter(torch.ones(())) for name in SHAPES if name != "rows"}}, 1)
+    assert torch.equal(local.grad, local_tensor(whole.grad))
+    local.grad.mul_(2)
+    assert torch.equal(whole.grad.full_tensor(), 2 * values(1)["rows"])
+    local.grad = torch.ones_like(local)
+    assert whole.grad.placements == whole.placements
+    assert torch.equal(whole.grad.full_tensor(), torch.ones(5, 4))
+    whole.sum().backward()
+    assert torch.equal(whole.grad.full_tensor(), torch.full((5, 4), 2.0))
+    whole.grad = None
+    whole.sum().backward()
+    assert whole.grad.placements != whole.placements, "torch leaves this one whole"
+    assert local.grad.shape == local.shape
+    local.grad.add_(1)
+    assert torch.equal(whole.grad.full_tensor(), torch.full((5, 4), 2.0))
+    local.grad = None
+    assert whole.grad is None
+    whole.sum().backward()
+    del local.grad
+    assert whole.grad is None
+
+    rows = local.shape[0]
+    with pytest.raises(ModelError) as raised:
+        local.grad = torch.ones(5, 4)
+    assert str(raised.value) == (
+        f"the gradient of a local part must be a plain tensor: ({rows}, 4) float32 on cpu; this is a tensor: (5, 4) "
+        "float32 on cpu. Give the part that lies on this process, or set the gradient of the model's parameter"
+    )
+    with pytest.raises(ModelError, match=r"this is a DTensor: \(5, 4\)"):
+        local.grad = torch.zeros_like(whole)
+    with pytest.raises(ModelError, match="an optimizer of a parallel model cannot be copied"):
+        copy.deepcopy(build("SGD", {}, [local]))
+
+
+def test_the_gradient_is_that_of_the_whole_parameter() -> None:
+    run_on_ranks(2, gradients_here_and_there)
+
+
+def frozen_and_plain() -> None:
+    held = parameters()
+    assert as_local(held["plain"]) is held["plain"]
+    assert whole_of(held["plain"]) is held["plain"]
+    held["rows"].requires_grad = False
+    assert not as_local(held["rows"]).requires_grad
+
+
+def test_a_parameter_that_is_whole_is_used_as_it_is() -> None:
+    run_on_ranks(2, frozen_and_plain)
+
+
+def scaled() -> tuple[float, bool, bool]:
+    """Return the gradient after unscaling, and whether a step was taken without and with an overflow on rank 1."""
+    held = parameters()
+    local = as_local(held["rows"])
+    optimizer = build("SGD", {}, [local])
+    scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
+    taken = []
+    for overflows in (False, True):
+        before = local.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(held["rows"].sum().full_tensor()).backward()
+        if overflows and dist.get_rank() == 1:
+            local.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        largest = local.grad[-1, -1].item()
+        scaler.step(optimizer)
+        scaler.update()
+        taken.append(not torch.equal(local.detach(), before))
+    return largest, *taken
+
+
+def test_a_sharded_gradient_scaler_skips_a_step_on_all_processes() -> None:
+    assert run_on_ranks(2, scaled) == [(1.0, True, False)] * 2
+
+
+def refuse_whole_matrices() -> None:
+    held = parameters()
+    with pytest.raises(ModelError) as raised:
+        check_elementwise(torch.optim.Adafactor([as_local(held["rows"])]))
+    assert str(raised.value) == (
+        "Adafactor computes with whole parameters, and those of this model are split over processes, where it would "
+        "silently do something else; use an optimizer that treats every element by itself, such as AdamW"
+    )
+    check_elementwise(torch.optim.Adafactor([as_local(held["copied"]), held["plain"]]))
+    check_elementwise(torch.optim.AdamW([as_local(held["rows"])]))
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_split() -> None:
+    run_on_ranks(2, refuse_whole_matrices)
+
+
+def test_kernels_are_chosen_where_torch_would_choose_them() -> None:
+    on_cpu = build("AdamW", {}, [nn.Parameter(torch.zeros(2))])
+    choose_kernels(on_cpu)
+    assert on_cpu.param_groups[0]["foreach"] is None
+    if not torch.cuda.is_available():
+        return
+    for options, expected in (({}, True), ({"fused": True}, None), ({"foreach": False}, False)):
+        optimizer = build("AdamW", options, [nn.Parameter(torch.zeros(2, device="cuda"))])
+        choose_kernels(optimizer)
+        assert optimizer.param_groups[0]["foreach"] is expected
