@@ -5,10 +5,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshtrain.config.toml import load_plan, load_run
+    from meshtrain.library.parallelize import parallelize
+    from meshtrain.library.pieces import build_mesh, build_model, clip_grad_norm, initialize, load_weights
+    from meshtrain.library.rebind import rebind
 
-__all__ = ["load_plan", "load_run"]
+__all__ = [
+    "build_mesh",
+    "build_model",
+    "clip_grad_norm",
+    "initialize",
+    "load_plan",
+    "load_run",
+    "load_weights",
+    "parallelize",
+    "rebind",
+]
 
-_HOMES = {"load_plan": "meshtrain.config.toml", "load_run": "meshtrain.config.toml"}
+_HOMES = {
+    "build_mesh": "meshtrain.library.pieces",
+    "build_model": "meshtrain.library.pieces",
+    "clip_grad_norm": "meshtrain.library.pieces",
+    "initialize": "meshtrain.library.pieces",
+    "load_plan": "meshtrain.config.toml",
+    "load_run": "meshtrain.config.toml",
+    "load_weights": "meshtrain.library.pieces",
+    "parallelize": "meshtrain.library.parallelize",
+    "rebind": "meshtrain.library.rebind",
+}
 
 
 def __getattr__(name: str) -> Any:

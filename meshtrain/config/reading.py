@@ -1,5 +1,6 @@
 """Reading run, plan and corpus files, and the files that they extend."""
 
+import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ def absolute(path: str, directory: Path) -> Path:
 
 
 def plan_path(name: str, directory: Path) -> Path:
-    """Return the file of a plan: a name that ends in .toml is a path, any other is that of a shipped plan."""
-    return absolute(name, directory) if name.endswith(".toml") else shipped_plans() / f"{name}.toml"
+    """Return the file of a plan: a name that ends in .toml or .json is a path, any other is that of a shipped plan."""
+    return absolute(name, directory) if name.endswith((".toml", ".json")) else shipped_plans() / f"{name}.toml"
 
 
 def shown(path: Path) -> str:
@@ -84,9 +85,13 @@ class Reader:
             inside: ("plan",) when a run names it.
         """
         with self._opened(path, inside) as own:
-            extends = _taken(own, "extends")
-            table = self._named_plan(extends, (*inside, "extends")) if extends else {}
-            merge(table, own)
+            return self.lay_over_named(own, inside)
+
+    def lay_over_named(self, own: Table, inside: Key = ()) -> Table:
+        """Return the settings of a plan on top of the plan that they extend, if they name one."""
+        extends = _taken(own, "extends")
+        table = self._named_plan(extends, (*inside, "extends")) if extends else {}
+        merge(table, own)
         return table
 
     def lay_over_run(self, run: Table, top: Table) -> None:
@@ -123,7 +128,11 @@ class Reader:
     def _parsed(self, path: Path, source: Source) -> dict[str, Any]:
         try:
             with path.open("rb") as file:
-                return tomllib.load(file)
+                return _json_object(file.read()) if path.suffix == ".json" else tomllib.load(file)
+        except json.JSONDecodeError as error:
+            message = f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
+        except TypeError as error:
+            message = str(error)
         except tomllib.TOMLDecodeError as error:
             message = syntax_problem(error)
         except UnicodeDecodeError as error:
@@ -132,6 +141,13 @@ class Reader:
             message = f"cannot be read: {error.strerror}"
         self.problems.append(problem(source, (), message))
         return {}
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise TypeError(f"holds a {type(values).__name__} and not an object; write {{...}}")
+    return values
 
 
 def _is_there(path: Path) -> bool:

@@ -1,11 +1,12 @@
 """From TOML files to words and back: runs, plans, corpora, and the families of models that plans are shipped for."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from meshtrain.config.problems import Explainer
 from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
-from meshtrain.config.settings import Source, Table, merge, plain
+from meshtrain.config.settings import Source, Table, as_table, merge, plain
 from meshtrain.config.words import Words
 from meshtrain.errors import ConfigError
 
@@ -48,7 +49,7 @@ def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Parall
     """Read a plan file or a shipped plan, what it extends, and the overrides on top.
 
     Args:
-        path_or_name: a path to a .toml file, or the name of a shipped plan such as "families/gpt2".
+        path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as "families/gpt2".
         overrides: `key=value` in TOML, such as `mesh.tp=4`; later ones win.
 
     Raises:
@@ -57,6 +58,25 @@ def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Parall
     file, reader = plan_path(str(path_or_name), Path.cwd()), Reader()
     table = reader.read_root(str(path_or_name), file, reader.read_plan)
     return _overridden(ParallelPlan, "plan", table, file, overrides, reader.problems)
+
+
+def read_plan(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> ParallelPlan:
+    """Return a plan that is given in any way: ready, as a table, or as a file.
+
+    Args:
+        plan: a ParallelPlan; a table such as `{"mesh": {"tp": 4}}`, which may name a plan that it `extends`; a path to
+            a .toml or .json file; or the name of a shipped plan.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    if isinstance(plan, ParallelPlan):
+        return plan
+    if not isinstance(plan, Mapping):
+        return load_plan(plan)
+    reader, source = Reader(), Source("plan", Path.cwd())
+    table = reader.lay_over_named(as_table(copy.deepcopy(dict(plan)), source))
+    return _checked(ParallelPlan, "plan", table, Path.cwd() / "plan", reader.problems)
 
 
 def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig:

@@ -132,11 +132,12 @@ class Pipeline:
         """Run all microbatches forward only, in evaluation mode; arguments and result as for `forward_backward`."""
         inputs, labels = _split_off_labels(batch)
         self._set_sequence_length(labels)
+        modes = [stage.model.training for stage in self.stages]
         for stage in self.stages:
             stage.model.eval()
         loss = _run_forward(self, inputs, labels, loss_function)
-        for stage in self.stages:
-            stage.model.train()
+        for stage, mode in zip(self.stages, modes, strict=True):
+            stage.model.train(mode)
             reshard(stage.model)
         return loss
 

@@ -40,6 +40,11 @@ class Replicas:
             for parameter in self._large:
                 parameter.register_post_accumulate_grad_hook(self._count)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are copies whose gradients nothing else sums."""
+        return self._group is not None
+
     def begin_step(self, num_microbatches: int) -> None:
         """Say after how many backward passes a gradient is complete."""
         self._num_microbatches = num_microbatches

@@ -1,5 +1,8 @@
 """One process of a run: its device and its process group, from start to end."""
 
+import atexit
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from meshtrain.runtime.store import hosts_store, open_store
 
 LONGEST_COLLECTIVE = timedelta(days=1)
 JOIN_SECONDS = 1800.0
+LEAVE_SECONDS = 60.0
+LEAVING = "meshtrain/leaving"
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,46 @@ def process_group() -> Iterator[torch.device]:
     device, _ = _join(JOIN_SECONDS)
     yield device
     _meet_at_the_end()
+    dist.destroy_process_group()
+
+
+def join_for_script() -> torch.device:
+    """Join the process group for a program of the user's, unless it has joined by itself, and return its device.
+
+    Whoever joins leaves: a group that was made here is taken down when the program ends.
+
+    Raises:
+        HostError: if the machines cannot reach each other.
+        ConfigError: if the group that is there cannot reduce tensors on both the CPU and the GPU.
+    """
+    if not dist.is_initialized():
+        check_devices()
+        device, _ = _join(JOIN_SECONDS)
+        atexit.register(_leave_at_exit)
+        return device
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    kinds = {kind.type for kind in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
+    if lacking := {"cpu", device.type} - kinds:
+        raise ConfigError(
+            f"the process group has no backend for {' and '.join(sorted(lacking))}; join with "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or leave it to meshtrain.parallelize'
+        )
+    return device
+
+
+def _leave_at_exit() -> None:
+    # Python sets it for an exception that ended the program: then nobody is there to meet.
+    if not dist.is_initialized() or hasattr(sys, "last_type"):
+        return
+    store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
+    try:
+        store.add(LEAVING, 1)
+        # Not a barrier: a process that has ended by `sys.exit` elsewhere would be waited for half an hour.
+        while store.add(LEAVING, 0) < dist.get_world_size() and time.monotonic() < begin + LEAVE_SECONDS:
+            time.sleep(0.02)
+    except dist.DistError:
+        # Its host has gone already, so everybody has come.
+        return
     dist.destroy_process_group()
 
 

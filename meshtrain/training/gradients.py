@@ -58,6 +58,16 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
     return unused
 
 
+def complete_gradients(pipeline: Pipeline) -> None:
+    """Make the gradients of a backward pass whole, where nobody needs to know more of them. Collective."""
+    filled = fill_gradients(pipeline)
+    finish_gradients(pipeline)
+    device = next(pipeline.named_parameters())[1].device
+    # Usually no process has filled in any, and nothing needs to be asked.
+    if all_reduce_over(torch.tensor(float(len(filled)), device=device), pipeline.mesh, AXES).item():
+        forget_unused(pipeline, filled)
+
+
 def finish_gradients(pipeline: Pipeline) -> None:
     """Add what the backward pass has left on other processes: copies of the model, tp parts, tied copies."""
     pipeline.replicas.reduce_gradients()
@@ -115,27 +125,32 @@ def scale_gradients(
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:
     """Return, for every set of axes that some gradients are sharded over, the sum of this process's squares."""
     groups: dict[frozenset[str], list[Tensor]] = defaultdict(list)
+    device = None
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        assert parameter.grad is not None, "a parameter has no gradient"
-        groups[_sharded_axes(parameter.grad)].append(local_tensor(parameter.grad))
-    return {axes: _sum_of_squares(gradients) for axes, gradients in groups.items()}
+        device = parameter.device
+        if parameter.requires_grad:
+            # Without a gradient too: the processes must agree on the sets.
+            found = groups[_sharded_axes(parameter)]
+            if parameter.grad is not None:
+                found.append(local_tensor(parameter.grad))
+    return {axes: _sum_of_squares(gradients, device) for axes, gradients in groups.items()}
 
 
-def _sharded_axes(gradient: Tensor) -> frozenset[str]:
-    if not isinstance(gradient, DTensor):
+def _sharded_axes(parameter: Tensor) -> frozenset[str]:
+    if not isinstance(parameter, DTensor):
         return frozenset()
-    names = gradient.device_mesh.mesh_dim_names
+    names = parameter.device_mesh.mesh_dim_names
     assert names is not None
     assert set(names) <= set(AXES)
     # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, and the gap is silent.
     return frozenset(
-        name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate()
+        name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
     )
 
 
-def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients))
     return torch.stack([norm.double() for norm in norms]).square().sum()
 

@@ -62,12 +62,13 @@ def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
             f"it so, or take a schedule for {per_rank}: {others}"
         )
     else:
-        yield from _check_microbatches(plan, batch)
+        yield from check_microbatches(plan, batch)
     if schedule.splits_backward:
         yield from _check_split_backward(plan)
 
 
-def _check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
+def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
+    """Yield why the schedule of a resolved plan cannot run a batch."""
     pp, name = plan.mesh.pp, plan.pipeline.schedule
     stages, microbatches = pp * plan.pipeline.stages_per_rank, num_microbatches(plan, batch)
     unit = plan.mesh.dp_replicate * plan.mesh.dp_shard * batch.micro_batch_size

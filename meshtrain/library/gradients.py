@@ -1,0 +1,65 @@
+"""Whole gradients after every backward pass, however a user's program comes to call it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from meshtrain.parallel.lineage import tensors_in
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.gradients import complete_gradients
+
+
+class WholeGradients:
+    """Finishes the gradients of each backward pass of a model without a pipeline.
+
+    What FSDP2 does not reduce is reduced here: copies of the model over dp_replicate, and parts over tp. Only what the
+    backward pass itself has added may be summed, since a program may call several before it takes a step: gradients
+    that are there already are set aside meanwhile.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._is_running = False
+
+    def watch(self, output: Any) -> None:
+        """Be told when the backward pass of this forward pass begins."""
+        self._is_running = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def _begin(self, _: Tensor) -> None:
+        if self._is_running:
+            return
+        self._is_running = True
+        self._earlier = set_gradients_aside(self._pipeline)
+        self._pipeline.replicas.begin_step(1)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        complete_gradients(self._pipeline)
+        add_gradients(self._earlier)
+        self._earlier = {}
+        self._is_running = False
+
+
+def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:
+    """Take the gradients off the parameters whose gradients will be summed over processes, and return them."""
+    ties = {*pipeline.tied_copies.originals, *pipeline.tied_copies.copies}
+    earlier = {}
+    for name, parameter in pipeline.trainable_parameters():
+        is_summed = pipeline.replicas.is_needed or name in pipeline.summed_over_tp or parameter in ties
+        if is_summed and parameter.grad is not None:
+            earlier[parameter] = parameter.grad
+            parameter.grad = None
+    return earlier
+
+
+@torch.no_grad()
+def add_gradients(earlier: dict[nn.Parameter, Tensor]) -> None:
+    """Add gradients to those that are there."""
+    for parameter, gradient in earlier.items():
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -1,0 +1,73 @@
+"""What a parallel model of a user's knows of itself."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshtrain.errors import ModelError
+from meshtrain.parallel.pipeline import Pipeline
+
+ATTRIBUTE = "meshtrain"
+
+
+@dataclass
+class Handle:
+    """A parallel model, as the functions of this room see it.
+
+    Attributes:
+        pipeline: what computes.
+        device: where.
+        source: the local directory that the model came from, if it is known.
+        has_values: whether the parameters have been filled; a model from meta has none at first.
+        num_forwards: training steps so far, for the streams of dropout.
+    """
+
+    pipeline: Pipeline
+    device: torch.device
+    source: str | None = None
+    has_values: bool = True
+    num_forwards: int = field(default=0)
+
+    def check_values(self) -> None:
+        """Check that there is something to compute with.
+
+        Raises:
+            ModelError: if the parameters have no values yet.
+        """
+        if not self.has_values:
+            raise ModelError(
+                "the parameters of this model have no values yet, it was built on meta; call "
+                "meshtrain.initialize(model, seed=0), meshtrain.load_weights(model, folder) or "
+                "meshtrain.load_checkpoint(directory, state) first"
+            )
+
+
+def handle_of(model: object) -> Handle:
+    """Return the handle of what `meshtrain.parallelize` returned, or of the model inside of an adapter around it.
+
+    Raises:
+        ModelError: for anything else.
+    """
+    handle = find_handle(model)
+    if handle is None:
+        raise ModelError(
+            f"a {type(model).__name__} is no parallel model; give what meshtrain.parallelize(model, plan) returns"
+        )
+    return handle
+
+
+def find_handle(model: object) -> Handle | None:
+    """Return the handle of a parallel model; None of any other."""
+    inner: Any = model
+    # An adapter of peft around it.
+    if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()  # type: ignore[operator]
+    handle = vars(inner).get(ATTRIBUTE) if hasattr(inner, "__dict__") else None
+    return handle if isinstance(handle, Handle) else None
+
+
+def pipeline_of(model: object) -> Pipeline:
+    """Return what computes in a parallel model."""
+    return handle_of(model).pipeline

@@ -1,0 +1,120 @@
+"""What a parallel model without a pipeline does otherwise than the stock one."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.errors import ModelError
+from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
+from meshtrain.library.gradients import WholeGradients
+from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of
+from meshtrain.library.streams import ProgramStreams
+
+MOVES = ("cuda", "cpu", "xpu", "half", "float", "double", "bfloat16")
+
+
+class ParallelModel:
+    """Mixed into the class of a parallel model: refuses what would break it, and saves what lies on all ranks."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model, if it is asked to be where and as it is.
+
+        Raises:
+            ModelError: for another device or number format.
+        """
+        model: Any = self
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        here = handle_of(self).device
+        if device is not None and (device.type, device.index or 0) != (here.type, here.index or 0):
+            _refuse_move(f"to {device}")
+        if dtype not in (None, model.dtype):
+            _refuse_move(f"to {dtype}")
+        return self
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the rows lie on several processes, with optimizer states beside them.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings(...) before "
+            "meshtrain.parallelize, or meshtrain.load_weights(model, folder, enlarge_vocabulary=True) for one on meta"
+        )
+
+
+def _refuse_move(what: str) -> NoReturn:
+    raise ModelError(
+        f"a parallel model cannot be moved ({what}): every rank keeps its shards on its own device, the GPU of "
+        "its LOCAL_RANK where there are any; leave the call out, and choose number formats with model.to(...) before "
+        "meshtrain.parallelize or in [precision] of the plan"
+    )
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
+        return self.to(wanted[name]) if name in wanted else self.to(torch.device(name, *args, **kwargs))
+
+    refuse.__name__, refuse.__doc__ = name, f"Return the model if it is so already; see `to`. Not {name} otherwise."
+    return refuse
+
+
+for _name in MOVES:
+    setattr(ParallelModel, _name, _refusal(_name))
+
+
+def become_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+    """Let a model that `meshtrain.parallel.parallelize` has taken apart be used as the stock one is."""
+    vars(model)[ATTRIBUTE] = handle
+    kind = type(model)
+    mixed = type(kind.__name__, (ParallelModel, kind), {"__module__": kind.__module__})
+    model.__class__ = mixed
+    _Calls(model, handle, gradients).watch()
+
+
+class _Calls:
+    """Stands around every call of the model: its forward pass itself is the stock one."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+        self._model, self._handle, self._gradients = model, handle, gradients
+        self._streams = ProgramStreams(handle)
+        self._shifts = model.get_output_embeddings() is not None
+        self._names = [*inspect.signature(model.forward).parameters]
+
+    def watch(self) -> None:
+        # Before all other hooks: those of FSDP2 gather parameters, and the streams of dropout set the generators.
+        self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._handle.check_values()
+        if torch.is_grad_enabled():
+            check_same_batch(self._handle.pipeline, self._given(args, kwargs))
+        if model.training:
+            self._streams.begin()
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if model.training:
+            self._streams.end()
+        given = self._given(args, kwargs)
+        labels = given.get("labels")
+        if isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
+            counted = None if "num_items_in_batch" in given else count_labels(labels, shifts=self._shifts)
+            output.loss = mean_over_data_ranks(output.loss, output.logits, counted, self._handle.pipeline.mesh)
+        if torch.is_grad_enabled():
+            self._gradients.watch(output)
+        return output
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+
+def tokenizer_source(handle: Handle) -> Path | None:
+    """Return the folder that the model came from, where its tokenizer may lie."""
+    return None if handle.source is None else Path(handle.source)

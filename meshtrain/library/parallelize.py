@@ -1,0 +1,161 @@
+"""From a user's model to a parallel one, by the same path as every run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
+from meshtrain.config.toml import read_plan, with_family
+from meshtrain.errors import ModelError, PlanError
+from meshtrain.library.gradients import WholeGradients
+from meshtrain.library.handle import Handle, find_handle
+from meshtrain.library.model import become_parallel
+from meshtrain.library.pipelined import PipelinedModel
+from meshtrain.library.rebind import leave_heirs
+from meshtrain.library.values import check_equal_on_all, put, put_buffers, take
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.parallel import parallelize as parallelize_stock
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.process import join_for_script
+
+AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
+LONGEST_BALANCED = 1024
+"""Stages are balanced for sequences of so many tokens, or as many as the model has positions for."""
+
+
+def parallelize(
+    model: nn.Module,
+    plan: AnyPlan,
+    mesh: DeviceMesh | None = None,
+    *,
+    micro_batch_size: int = 1,
+    seed: int | None = None,
+) -> Any:
+    """Make a parallel model of a Hugging Face model. Collective: every process of the program calls it.
+
+    Without a pipeline (pp = 1) it returns the model that was given, which is used as before:
+    `model(**batch, labels=...)` gives the stock loss and whole logits, and after `loss.backward()` every gradient is
+    whole. With data parallelism each rank gives its own part of the batch; the loss is the mean over the trained tokens
+    of all parts, and its gradient that of this mean. With a pipeline it returns a `PipelinedModel`, and the model that
+    was given cannot be used any more.
+
+    The process group is joined if the program has not done so, and left when it ends.
+
+    Args:
+        model: any causal LM of transformers (without a pipeline also one with another head), with values that are the
+            same on every rank, or on the meta device: then follow with `initialize` or `load_weights`.
+        plan: a `ParallelPlan`, a table such as `{"mesh": {"tp": 4}}`, a .toml or .json file, or a shipped plan's name.
+            What it says of precision holds; where it says nothing, the model keeps its number format.
+        mesh: from `build_mesh`; None: as the plan says.
+        micro_batch_size: sequences that pass through a pipeline at once; without a pipeline a whole batch does.
+        seed: for dropout; None: torch's initial seed on the first rank.
+
+    Returns:
+        The model itself, or a `PipelinedModel`.
+
+    Raises:
+        ConfigError: if the plan is wrong.
+        PlanError: if it does not fit the model or the number of processes.
+        ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
+    """
+    stock = _check_stock(model)
+    device = join_for_script()
+    wanted = _complete(read_plan(plan), stock, mesh)
+    values = take(stock)
+    check_equal_on_all(values)
+    resolved = resolve_plan(wanted, stock, _any_batch(wanted, stock, micro_batch_size), dist.get_world_size())
+    if resolved.mesh.pp == 1:
+        # Whoever calls the model looks at its logits.
+        tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
+        resolved = resolved.model_copy(update={"tensor": tensor})
+    stock.to(getattr(torch, resolved.precision.parameters))
+    training = stock.training
+    pipeline = parallelize_stock(
+        stock,
+        mesh or build_mesh(resolved.mesh, device.type),
+        resolved,
+        micro_batch_size=micro_batch_size,
+        seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],
+        device=device,
+    )
+    for stage in pipeline.stages:
+        stage.model.train(training)
+        restore_buffers(stage.model)
+    put_buffers(values, pipeline)
+    leave_heirs(put(values, pipeline))
+    handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta)
+    if resolved.mesh.pp > 1:
+        return PipelinedModel(handle)
+    become_parallel(stock, handle, WholeGradients(pipeline))
+    return model
+
+
+def _check_stock(model: nn.Module) -> PreTrainedModel:
+    if find_handle(model) is not None:
+        raise ModelError(
+            "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
+            "(model.save_pretrained) and load it anew, or build it again"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"a {type(model).__name__} is no model of transformers; give one, such as GPT2LMHeadModel")
+    if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
+        what = "is quantised" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
+        raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
+    return model
+
+
+def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | None) -> ParallelPlan:
+    """Fill in what the mesh and the model say."""
+    if mesh is not None:
+        plan = _with_mesh(plan, mesh)
+    if "precision" not in plan.model_fields_set:
+        plan = plan.model_copy(update={"precision": _precision_of(model)})
+    return with_family(plan, model.config.model_type)
+
+
+def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
+    if mesh.mesh_dim_names != AXES:
+        raise PlanError(
+            f"the mesh has the axes {mesh.mesh_dim_names}, a plan needs {AXES}; build it with meshtrain.build_mesh"
+        )
+    degrees = dict(zip(AXES, mesh.shape, strict=True))
+    for axis in plan.mesh.model_fields_set:
+        asked = getattr(plan.mesh, axis)
+        if asked not in (-1, degrees[axis]):
+            raise PlanError(f"mesh.{axis} = {asked} in the plan, but the mesh that is given has {degrees[axis]} there")
+    return plan.model_copy(update={"mesh": plan.mesh.model_copy(update=degrees)})
+
+
+def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    name = str(next(iter(dtypes))).removeprefix("torch.")
+    if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ModelError(
+            f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or say what you want in the "
+            'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'
+        )
+    reduce = "float32" if name == "bfloat16" else name
+    return PrecisionPlan.model_validate({"parameters": name, "compute": name, "reduce": reduce})
+
+
+def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int) -> BatchShape:
+    """Return a batch that every plan can run: the real ones are known when they come."""
+    rows = dist.get_world_size() * plan.mesh.pp * plan.pipeline.stages_per_rank * micro_batch_size
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = LONGEST_BALANCED if positions is None or positions < 0 else min(positions, LONGEST_BALANCED)
+    tp = plan.mesh.tp
+    return BatchShape(rows, micro_batch_size, max(tp, length // tp * tp))
+
+
+def _source(model: PreTrainedModel) -> str | None:
+    path = getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
+    return path if path and Path(path).is_dir() else None

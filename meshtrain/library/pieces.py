@@ -1,0 +1,138 @@
+"""The pieces of a parallel model, for who puts them together: mesh, model on meta, values, norm."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain.checkpoint.directory import MANIFEST_NAME
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import read_plan
+from meshtrain.library.handle import handle_of
+from meshtrain.models.build import build_model as build_stock
+from meshtrain.models.build import load_hf_config, local_directory
+from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.models.weights import load_weights as read_weights
+from meshtrain.parallel.check.mesh import resolve_mesh
+from meshtrain.runtime.mesh import build_mesh as lay_out
+from meshtrain.runtime.process import join_for_script
+from meshtrain.training.gradients import gradient_norm, scale_gradients
+from meshtrain.training.state import load_weights_of
+
+
+def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMesh:
+    """Lay the processes of the program out as a plan says. Collective; joins the process group if nobody has.
+
+    Args:
+        plan: as for `parallelize`; of it only the degrees of the mesh count, such as `{"mesh": {"pp": 2, "tp": 2}}`.
+
+    Returns:
+        The mesh with the axes (pp, dp_replicate, dp_shard, tp), those of size 1 too.
+
+    Raises:
+        ConfigError: if the plan is wrong.
+        PlanError: if its degrees do not multiply to the number of processes.
+    """
+    degrees = read_plan(plan).mesh
+    device = join_for_script()
+    return lay_out(resolve_mesh(degrees, dist.get_world_size()), device.type)
+
+
+def build_model(
+    source: str | Path | PretrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build a causal LM on the meta device: all of its structure, none of its bytes.
+
+    Args:
+        source: a Hugging Face directory, a hub id, a checkpoint of meshtrain, or a configuration.
+        dtype: of every parameter, whatever the configuration says.
+        attention: an attention implementation of transformers.
+        trust_remote_code: run Python code that comes with the model.
+
+    Returns:
+        The stock model in training mode. Give it to `parallelize`, then call `load_weights` or `initialize`.
+
+    Raises:
+        ModelError: if there is no such model, or transformers refuses the configuration.
+    """
+    config = source
+    if not isinstance(config, PretrainedConfig):
+        config = load_hf_config(ModelConfig(path=str(source), trust_remote_code=trust_remote_code))
+    return build_stock(config, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+
+
+def initialize(model: Any, seed: int = 0) -> None:
+    """Fill a parallel model as Hugging Face would initialise it: the same bits on every mesh.
+
+    Args:
+        model: what `parallelize` returned for a model on meta.
+        seed: of the draws.
+
+    Raises:
+        ModelError: for a parameter whose rule cannot be repeated on every mesh.
+    """
+    handle = handle_of(model)
+    for stage in handle.pipeline.stages:
+        initialize_weights(stage.model, seed=seed, names=handle.pipeline.canonical_names())
+    handle.has_values = True
+
+
+def load_weights(model: Any, folder: str | Path) -> None:
+    """Fill a parallel model from files. Collective; each rank reads only what it keeps.
+
+    Args:
+        model: what `parallelize` returned, for a model on meta or one whose values are to be replaced.
+        folder: a local Hugging Face directory with safetensors, what `save_parallelized` wrote, or a checkpoint of a
+            run; or a hub id. Values are cast to the number format that the parameters have here.
+
+    Raises:
+        ModelError: on all ranks alike: files are missing or broken, or they hold another model.
+        CheckpointError: likewise, for a checkpoint.
+    """
+    handle = handle_of(model)
+    pipeline = handle.pipeline
+    for stage in pipeline.stages:
+        restore_buffers(stage.model)
+    if (Path(folder) / MANIFEST_NAME).is_file():
+        load_weights_of(Path(folder), pipeline)
+    else:
+        stock = pipeline.stages[0].model
+        read_weights(
+            dict(pipeline.named_parameters()),
+            local_directory(str(folder)),
+            fused=pipeline.fused,
+            tied=dict(stock.all_tied_weights_keys),
+            base_prefix=stock.base_model_prefix,
+        )
+        handle.source = str(folder)
+    handle.has_values = True
+
+
+@torch.no_grad()
+def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
+    """Scale the gradients of a parallel model down so that their norm is at most `max_norm`. Collective.
+
+    It is the norm of the whole model over all ranks, where a tied weight counts once;
+    `torch.nn.utils.clip_grad_norm_` would take that of what lies on one rank.
+
+    Args:
+        model: what `parallelize` returned, after a backward pass.
+        max_norm: `inf` only measures.
+
+    Returns:
+        () float64, the norm before, the same on every rank.
+    """
+    pipeline = handle_of(model).pipeline
+    (norm,) = gradient_norm(pipeline)
+    scale_gradients([parameter for _, parameter in pipeline.trainable_parameters()], norm, max_norm)
+    return norm

@@ -1,0 +1,105 @@
+"""Optimizers that were made for a model before it became a parallel one."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from meshtrain.errors import ModelError
+from meshtrain.library.values import Heirs
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.local_parameter import as_local, choose_kernels
+
+# Element by element, so that what lies on this process is all they need to see.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+HEIRS = "meshtrain_heirs"
+_WATCHED: list[RemovableHandle] = []
+
+
+def rebind(optimizer: Optimizer) -> None:
+    """Let an optimizer that was made before `meshtrain.parallelize` go on with the parameters that there are now.
+
+    Its groups stay one by one, so a scheduler that was made for it goes on too, and what it has remembered of a
+    parameter (moments) is cut as the parameter was. An optimizer that was made afterwards, from `model.parameters()`,
+    may be given as well: it then works on what lies on this process, with torch's fused kernels.
+
+    The optimizers of torch that compute element by element get `LocalParameter`s; any other (Adafactor, Muon) gets
+    the DTensors themselves, by which torch knows the whole.
+
+    Args:
+        optimizer: changed in place.
+
+    Raises:
+        ModelError: if it holds a parameter of no parallel model, or remembers something that cannot be cut.
+    """
+    local = type(optimizer) in ELEMENTWISE
+    for group in optimizer.param_groups:
+        followed: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            for heir, state in _inherited(parameter, optimizer.state.pop(parameter, {})):
+                bound = as_local(heir) if local else heir
+                followed.append(bound)
+                if state:
+                    optimizer.state[bound] = state
+        group["params"] = followed
+    if local:
+        choose_kernels(optimizer)
+
+
+def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tuple[nn.Parameter, dict[str, object]]]:
+    heirs = getattr(parameter, HEIRS, None)
+    if heirs is None:
+        return [(parameter, dict(state))]
+    inherited: dict[nn.Parameter, dict[str, object]] = {heir: {} for heir in heirs}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == heirs.shape and value.dim() > 0:
+            for heir, part in heirs.shards(value):
+                inherited[heir][key] = part.clone().to(local_tensor(heir.detach()).device)
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            raise ModelError(
+                f"the optimizer remembers {key!r} of {heirs.name} in the shape {tuple(value.shape)}, which cannot be "
+                f"cut as the parameter is ({tuple(heirs.shape)}); make the optimizer after meshtrain.parallelize"
+            )
+        else:
+            for heir in heirs:
+                inherited[heir][key] = value.clone() if isinstance(value, Tensor) else value
+    return list(inherited.items())
+
+
+def leave_heirs(heirs: Mapping[nn.Parameter, Heirs]) -> None:
+    """Note on every old parameter what it has become, so that an optimizer that still holds it can be told."""
+    for old, found in heirs.items():
+        setattr(old, HEIRS, found)
+    if not _WATCHED:
+        _WATCHED.append(register_optimizer_step_pre_hook(_check_bound))
+
+
+def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Refuse a step of an optimizer that holds parameters which nothing computes with any more.
+
+    They have no gradients, so the step would change nothing, without a word.
+
+    Raises:
+        ModelError: naming one of them.
+    """
+    lost = [p for group in optimizer.param_groups for p in group["params"] if getattr(p, HEIRS, None) is not None]
+    if lost:
+        raise ModelError(
+            f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
+            f"({getattr(lost[0], HEIRS).name}), which train nothing; call meshtrain.rebind(optimizer) after it"
+        )

@@ -1,0 +1,151 @@
+"""The values of a user's model: taken off it before it is cut, and put into the shards afterwards."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.errors import ModelError
+from meshtrain.models.fused import FusedParameter, split_parts
+from meshtrain.models.layout import local_ranges, local_tensor
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.agreement import gather_objects
+
+SAMPLED = 1024
+"""So many elements of a tensor tell whether two processes brought the same."""
+
+
+@dataclass
+class Values:
+    """What lay in a model before it became a parallel one.
+
+    Attributes:
+        parameters: stock FQN -> the parameter, a tied one once; `put` takes the values out of them, one by one.
+        buffers: FQN -> values.
+        is_meta: whether there are none.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    is_meta: bool
+
+
+def take(model: nn.Module) -> Values:
+    """Move a model to the meta device in place, and return what it held.
+
+    Raises:
+        ModelError: if part of it is on meta.
+    """
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if on_meta and len(on_meta) < len(parameters):
+        raise ModelError(
+            f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
+            "values; build the whole model on meta, or none of it"
+        )
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in replaced:
+                    empty = torch.empty_like(parameter, device="meta")
+                    replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = replaced[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return Values(parameters, buffers, is_meta=bool(on_meta))
+
+
+def check_equal_on_all(values: Values) -> None:
+    """Check that every process brought the same model. Collective.
+
+    A sample of every tensor is compared: a model that each process drew for itself differs everywhere.
+
+    Raises:
+        ModelError: on all processes alike, if not.
+    """
+    mine = {name: _digest(parameter.detach()) for name, parameter in values.parameters.items()}
+    theirs = gather_objects(mine)
+    for rank, other in enumerate(theirs):
+        different = [name for name in theirs[0] | other if theirs[0].get(name) != other.get(name)]
+        if different:
+            raise ModelError(
+                f"ranks 0 and {rank} bring different models: {len(different)} of {len(theirs[0])} parameters differ, "
+                f"{different[0]} for one; load the same weights on every rank, call torch.manual_seed(0) before a new "
+                "model is built, or build it on meta and call meshtrain.initialize"
+            )
+
+
+def _digest(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.is_meta:
+        return tuple(tensor.shape), tensor.dtype
+    flat = tensor.reshape(-1)
+    step = max(1, flat.numel() // SAMPLED)
+    return tuple(tensor.shape), tensor.dtype, flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Heirs:
+    """What a parameter of the stock model has become on this process.
+
+    Attributes:
+        name: stock FQN.
+        shape: of the whole.
+        entry: how it is kept in parts, if it is.
+        parameters: name of a part (or its own) -> what lies here of it: nothing, one, or both ends of a tied weight.
+    """
+
+    name: str
+    shape: torch.Size
+    entry: FusedParameter | None
+    parameters: Mapping[str, Sequence[nn.Parameter]]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (heir for heirs in self.parameters.values() for heir in heirs)
+
+    def shards(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every heir with the view of its own part of a tensor of the whole parameter's shape."""
+        parts = split_parts({self.name: whole}, [self.entry] if self.entry else [])
+        for part, heirs in self.parameters.items():
+            for heir in heirs:
+                yield heir, parts[part][tuple(local_ranges(heir))]
+
+
+@torch.no_grad()
+def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Heirs]:
+    """Copy values into the shards of this process, and free what they are copied from as it goes.
+
+    Returns:
+        Old parameter -> what it has become here.
+    """
+    fused = {entry.name: entry for entry in pipeline.fused}
+    here = _by_canonical_name(pipeline)
+    heirs = {}
+    for name, old in values.parameters.items():
+        entry = fused.get(name)
+        parts = entry.parts if entry else (name,)
+        heirs[old] = Heirs(name, old.shape, entry, {part: here.get(part, ()) for part in parts})
+        if not values.is_meta:
+            for heir, value in heirs[old].shards(old.detach()):
+                local_tensor(heir.detach()).copy_(value)
+            # An optimizer may hold it for ever.
+            old.data = old.data.new_empty(0)
+    return heirs
+
+
+def put_buffers(values: Values, pipeline: Pipeline) -> None:
+    """Copy the buffers, which every stage has whole."""
+    for stage in pipeline.stages:
+        for name, buffer in stage.model.named_buffers():
+            if name in values.buffers:
+                buffer.copy_(values.buffers[name])
+
+
+def _by_canonical_name(pipeline: Pipeline) -> dict[str, list[nn.Parameter]]:
+    canonical = pipeline.canonical_names()
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in pipeline.named_parameters():
+        found.setdefault(canonical[name], []).append(parameter)
+    return found
