@@ -51,6 +51,6 @@ def test_the_public_names_are_sorted_and_there():
 
 def test_an_unknown_public_name_says_what_there_is():
     with pytest.raises(
-        AttributeError, match="module 'meshtrain' has no attribute 'load'; it has .*load_plan, load_run"
+        AttributeError, match=r"module 'meshtrain' has no attribute 'load'; it has .*load_plan, load_run"
     ):
         meshtrain.load  # noqa: B018

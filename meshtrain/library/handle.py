@@ -1,6 +1,6 @@
 """What a parallel model of a user's knows of itself."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ class Handle:
         source: the local directory that the model came from, if it is known.
         has_values: whether the parameters have been filled; a model from meta has none at first.
         num_forwards: training steps so far, for the streams of dropout.
+        is_generating: whether forward passes follow each other with the same parameters.
     """
 
     pipeline: Pipeline
     device: torch.device
     source: str | None = None
     has_values: bool = True
-    num_forwards: int = field(default=0)
+    num_forwards: int = 0
+    is_generating: bool = False
 
     def check_values(self) -> None:
         """Check that there is something to compute with.

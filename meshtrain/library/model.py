@@ -14,6 +14,7 @@ from meshtrain.library.batches import check_same_batch, count_labels, mean_over_
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of
 from meshtrain.library.streams import ProgramStreams
+from meshtrain.parallel.shard import reshard
 
 MOVES = ("cuda", "cpu", "xpu", "half", "float", "double", "bfloat16")
 
@@ -94,6 +95,9 @@ class _Calls:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._handle.check_values()
+        if not self._handle.is_generating:
+            # What a forward pass without a backward pass has gathered may have changed since.
+            reshard(model)
         if torch.is_grad_enabled():
             check_same_batch(self._handle.pipeline, self._given(args, kwargs))
         if model.training:

@@ -85,6 +85,7 @@ def parallelize(
         micro_batch_size=micro_batch_size,
         seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],
         device=device,
+        stock_loss=resolved.mesh.pp == 1,
     )
     for stage in pipeline.stages:
         stage.model.train(training)

@@ -31,6 +31,7 @@ def parallelize(
     micro_batch_size: int,
     seed: int,
     device: torch.device,
+    stock_loss: bool = False,
 ) -> Pipeline:
     """Make a pipeline of a stock model, with memory for its parameters but no values yet.
 
@@ -41,6 +42,8 @@ def parallelize(
         micro_batch_size: in sequences.
         seed: of the run, for dropout.
         device: where to compute.
+        stock_loss: whether the loss is that of the model's own forward pass, which then has the auxiliary one of its
+            routers in it; only without a pipeline.
 
     Returns:
         The stages of this process. Follow with `initialize` or `load_weights`.
@@ -53,7 +56,7 @@ def parallelize(
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
-    router_loss = RouterLoss(find_formula(model), axis_size(mesh, *DATA_AXES), device)
+    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()

@@ -67,7 +67,11 @@ def _fill_before_reduction(module: FSDPModule, filled: set[nn.Parameter]) -> Non
             for held in group.fsdp_params:
                 if _lacks_gradient(held):
                     held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
-                    filled.add(held.sharded_param)
+                    # Of two forward passes before one backward pass, another may have given it one.
+                    if held.sharded_param.grad is None:
+                        filled.add(held.sharded_param)
+                else:
+                    filled.discard(held.sharded_param)
         reduce(*arguments)
 
     group.post_backward = post_backward  # type: ignore[method-assign]
