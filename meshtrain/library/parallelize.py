@@ -25,6 +25,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.agreement import gather_objects
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import join_for_script
+from meshtrain.verify.trust import ensure_model_proven
 
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
 LONGEST_BALANCED = 1024
@@ -38,6 +39,7 @@ def parallelize(
     *,
     micro_batch_size: int = 1,
     seed: int | None = None,
+    prove_unknown_class: bool = True,
 ) -> Any:
     """Make a parallel model of a Hugging Face model. Collective: every process of the program calls it.
 
@@ -57,6 +59,8 @@ def parallelize(
         mesh: from `build_mesh`; None: as the plan says.
         micro_batch_size: sequences that pass through a pipeline at once; without a pipeline a whole batch does.
         seed: for dropout; None: torch's initial seed on the first rank.
+        prove_unknown_class: prove on a tiny copy, once, that the plan computes what one device does, if no shipped
+            family is written for the class.
 
     Returns:
         The model itself, or a `PipelinedModel`.
@@ -71,6 +75,8 @@ def parallelize(
     wanted = _complete(read_plan(plan), stock, mesh)
     values = take(stock)
     check_equal_on_all(values)
+    if prove_unknown_class and dist.get_world_size() > 1:
+        ensure_model_proven(stock, wanted)
     resolved = resolve_plan(wanted, stock, _any_batch(wanted, stock, micro_batch_size), dist.get_world_size())
     if resolved.mesh.pp == 1:
         # Whoever calls the model looks at its logits.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -57,21 +58,22 @@ def make_subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
     Args:
         resolved: the run at its real size. Only a run that fits can be proven.
     """
-    hf_config = resolved.hf_config
-    # Not the resolved plan: what it leaves open, the tiny model closes in its own way.
-    plan = with_family(config.plan, hf_config.model_type)
-    return [
-        make_subject(
-            hf_config,
-            plan,
-            mesh,
-            rows=rows_of(config.data),
-            attention=config.model.attention,
-            trust_remote_code=config.model.trust_remote_code,
-            pretrained=config.model.weights == "pretrained",
-        )
-        for mesh in shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
-    ]
+    return make_subjects_of(
+        resolved.hf_config,
+        config.plan,
+        rows=rows_of(config.data),
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+        pretrained=config.model.weights == "pretrained",
+    )
+
+
+def make_subjects_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[Subject]:
+    """Return what must be proven for a model under a plan, which is not resolved; see `make_subject`."""
+    # What the plan leaves open, the tiny model closes in its own way.
+    plan = with_family(plan, hf_config.model_type)
+    meshes = shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
+    return [make_subject(hf_config, plan, mesh, **choices) for mesh in meshes]
 
 
 def rows_of(data: DataConfig) -> Rows:

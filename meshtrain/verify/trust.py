@@ -1,13 +1,19 @@
 """A class that nothing has proven yet is proven before its first training run; the answer is kept."""
 
 import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 from transformers import PreTrainedModel
 
 from meshtrain import console
-from meshtrain.config.plan import mesh_words
+from meshtrain.config.data import DataConfig
+from meshtrain.config.plan import ParallelPlan, mesh_words
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import find_family, plan_hash
 from meshtrain.data.cache import Cache, identity_of
@@ -15,13 +21,14 @@ from meshtrain.errors import ModelError, UserError
 from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.directory import check_directory
-from meshtrain.training.report import Resolved, resolve_run
+from meshtrain.training.report import resolve_run
 from meshtrain.verify.prove import prepare_ranks, prove, write_json
-from meshtrain.verify.run import make_subjects
+from meshtrain.verify.run import make_subjects, make_subjects_of
 from meshtrain.verify.subject import Subject
 
 PROOF_NAME = "proof.json"
 SWITCH = "set model.prove_unknown_class = false to train without a proof"
+SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to train without a proof"
 
 
 def ensure_proven(config: RunConfig) -> None:
@@ -45,21 +52,64 @@ def ensure_proven(config: RunConfig) -> None:
     model_class = type(resolved.model)
     if known and not separates and _is_stock(model_class):
         return
-    cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
-    for subject in _subjects(config, resolved):
-        name = f"proofs/{_key(subject, model_class)}"
-        cache.build(name, lambda directory, subject=subject: _prove(subject, directory))  # type: ignore[misc]
+    subjects = _told(partial(make_subjects, config, resolved), SWITCH)
+    _ensure(subjects, model_class, config.data.cache_directory, SWITCH)
+
+
+def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Do `ensure_proven` for a model that a program brings, before it is cut. All processes call it at once.
+
+    Args:
+        model: on meta or with values; not changed. The language model of its type is what is proven.
+        plan: not resolved, but for its mesh.
+
+    Raises:
+        ModelError: if the plan does not compute what one device computes, or the class cannot be built anew.
+    """
+    model_class, config = type(model), model.config
+    if _is_stock(model_class) and find_family(config.model_type) is not None:
+        return
+    if not _is_stock(model_class) and not hasattr(config, "auto_map"):
+        raise ModelError(
+            f"{model_class.__name__} is a class of its own, of which no tiny copy can be built to prove the plan on; "
+            f"{SWITCH_OF_PROGRAMS}"
+        )
+    choices = {
+        "attention": config._attn_implementation or "eager",
+        "trust_remote_code": not _is_stock(model_class),
+        "pretrained": True,
+    }
+    subjects = _told(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    with _hidden_program():
+        _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS)
+
+
+@contextmanager
+def _hidden_program() -> Iterator[None]:
+    """Keep the ranks of a proof from running the program that asks for it: Python starts a process by importing it."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+
+
+def _ensure(subjects: Iterable[Subject], model_class: type[PreTrainedModel], directory: str, switch: str) -> None:
+    cache = Cache(Path(directory), leads=rank_from_environment() == 0)
+    for subject in subjects:
+        cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch))
 
 
 def _is_stock(model_class: type[PreTrainedModel]) -> bool:
     return model_class.__module__.startswith("transformers.")
 
 
-def _subjects(config: RunConfig, resolved: Resolved) -> list[Subject]:
+def _told(make: Callable[[], list[Subject]], switch: str) -> list[Subject]:
     try:
-        return make_subjects(config, resolved)
+        return make()
     except UserError as error:
-        raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {SWITCH}"]) from error
+        raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {switch}"]) from error
 
 
 def _key(subject: Subject, model_class: type[PreTrainedModel]) -> str:
@@ -76,18 +126,18 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
     return [(file.name, file.read_text()) for file in files]
 
 
-def _prove(subject: Subject, directory: Path) -> None:
+def _prove(subject: Subject, directory: Path, *, switch: str) -> None:
     what = "its documents apart" if subject.rows == "separate" else "the plan"
     console.line(f"{subject.architecture} is new here: proving {what} on a tiny copy of it")
     prepare_ranks()
     try:
         proof = prove(subject)
     except UserError as error:
-        raise ModelError([*error.problems, SWITCH]) from error
+        raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
             f"{subject.architecture} under this plan does not compute what one device computes, it differs in "
-            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {SWITCH}"
+            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
         )
     console.line(f"Proven: {mesh_words(proof.mesh)} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)

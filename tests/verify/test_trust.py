@@ -39,7 +39,7 @@ def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Subject]:
     subjects: list[Subject] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(trust, "_prove", lambda subject, directory: subjects.append(subject))
+    monkeypatch.setattr(trust, "_prove", lambda subject, directory, switch: subjects.append(subject))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     write_text(tmp_path / "text.jsonl")
     return subjects
