@@ -83,6 +83,9 @@ def initialize(model: Any, seed: int = 0) -> None:
     """
     handle = handle_of(model)
     for stage in handle.pipeline.stages:
+        for parameter in stage.model.parameters():
+            # What has values already is drawn anew all the same.
+            vars(parameter).pop("_is_hf_initialized", None)
         initialize_weights(stage.model, seed=seed, names=handle.pipeline.canonical_names())
     handle.has_values = True
 

@@ -1,0 +1,166 @@
+"""What a program may not do with a parallel model, and what it is told to do instead."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import meshtrain
+from meshtrain.errors import DataError, MeshtrainError, ModelError, PlanError
+from meshtrain.library.handle import handle_of
+from meshtrain.models.build import load_hf_config
+from tests.library.programs import Batch, padded_batches, parallel, stock_model
+from tests.parity import MODELS
+from tests.ranks import run_on_ranks
+
+
+def told(kind: type[MeshtrainError], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def misuse_tensor_parallel() -> dict[str, str]:
+    model = parallel(stock_model("gpt2-tied"), {"tp": 2})
+    rank = torch.distributed.get_rank()
+    batch = padded_batches()[0]
+    # Where it is already, nothing is asked.
+    assert model.to("cpu").double().cpu() is model
+    assert model.to(dtype=torch.float64) is model
+    shuffled = {name: value.roll(rank, 0) for name, value in batch.items()}
+    return {
+        "twice": told(ModelError, lambda: parallel(model, {"tp": 2})),
+        "resized": told(ModelError, lambda: model.resize_token_embeddings(120)),
+        "moved": told(ModelError, lambda: model.to("cuda")),
+        "cast": told(ModelError, lambda: model.bfloat16()),
+        "cast by to": told(ModelError, lambda: model.to(torch.float32)),
+        "shuffled": told(DataError, lambda: model(**shuffled)).replace(f"rank {rank}", "rank R"),
+        "drawn": told(ModelError, lambda: parallel(stock_model("gpt2-tied", seed=rank), {"tp": 2})),
+        "not ours": told(ModelError, lambda: meshtrain.clip_grad_norm(stock_model("gpt2-tied"), 1.0)),
+        "no transformer": told(ModelError, lambda: parallel(nn.Linear(2, 2), {"tp": 2})),
+        "half": told(ModelError, lambda: parallel(stock_model("gpt2-tied").half(), {"tp": 2})),
+        "mixed": told(ModelError, lambda: parallel(mixed(), {"tp": 2})),
+        "half on meta": told(ModelError, lambda: parallel(half_on_meta(), {"tp": 2})),
+        "other mesh": told(
+            PlanError,
+            lambda: meshtrain.parallelize(
+                stock_model("gpt2-tied"), {"mesh": {"tp": 1}}, meshtrain.build_mesh({"mesh": {"tp": 2}})
+            ),
+        ),
+        "foreign mesh": told(
+            PlanError,
+            lambda: meshtrain.parallelize(
+                stock_model("gpt2-tied"),
+                {"mesh": {"tp": 2}},
+                torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+            ),
+        ),
+        "too many": told(PlanError, lambda: parallel(stock_model("gpt2-tied"), {"tp": 4})),
+    }
+
+
+def mixed() -> nn.Module:
+    model = stock_model("gpt2-tied")
+    model.transformer.ln_f.half()
+    return model
+
+
+def half_on_meta() -> nn.Module:
+    model = stock_model("gpt2-tied")
+    model.transformer.ln_f.to("meta")
+    return model
+
+
+WANTED = {
+    "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it anew",
+    "resized": r"the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings\(...\)",
+    "moved": r"a parallel model cannot be moved \(to cuda\): every rank keeps its shards .*; leave the call out",
+    "cast": r"a parallel model cannot be moved \(to torch.bfloat16\)",
+    "cast by to": r"a parallel model cannot be moved \(to torch.float32\)",
+    "shuffled": r"rank R was given another batch than a rank that shares its model over tp or pp \(here: "
+    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
+    "drawn": r"ranks 0 and 1 bring different models: 52 of 52 parameters differ, transformer.wte.weight for one",
+    "not ours": r"a GPT2LMHeadModel is no parallel model; give what meshtrain.parallelize\(model, plan\) returns",
+    "no transformer": r"a Linear is no model of transformers; give one, such as GPT2LMHeadModel",
+    "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or say what you want",
+    "mixed": r"the parameters are float16, float64; train in float32",
+    "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",
+    "other mesh": r"mesh.tp = 1 in the plan, but the mesh that is given has 2 there",
+    "foreign mesh": r"the mesh has the axes \('tp',\), a plan needs .*; build it with meshtrain.build_mesh",
+    "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, which does not divide the 2",
+}
+
+
+def test_a_tensor_parallel_model_refuses_what_would_break_it() -> None:
+    for found in run_on_ranks(2, misuse_tensor_parallel):
+        assert found.keys() == WANTED.keys()
+        for what, message in found.items():
+            assert re.search(WANTED[what], message), (what, message)
+
+
+def misuse_pipeline() -> dict[str, str]:
+    plan = {"mesh": {"pp": 2}, "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}
+    model = meshtrain.parallelize(stock_model("llama-tied"), plan, micro_batch_size=2)
+    batch = padded_batches()[0]
+    odd = {name: value.repeat(2, 1)[:10] for name, value in batch.items()}
+    return {
+        "no labels": told(DataError, lambda: model.forward_backward({"input_ids": batch["input_ids"]})),
+        "rows": told(DataError, lambda: model.evaluate({name: value[:3] for name, value in batch.items()})),
+        "few": told(DataError, lambda: model.forward_backward(odd)),
+        "other rows": told(DataError, lambda: model.forward_backward(batch | {"position_ids": torch.arange(8)[None]})),
+    }
+
+
+def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
+    wanted = {
+        "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline take input_ids and labels, "
+        "and compute the loss themselves",
+        "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
+        "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
+        "cannot be so divided; use a multiple of 2",
+        "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
+        "microbatches along its first dimension; give all as many rows",
+    }
+    for found in run_on_ranks(2, misuse_pipeline):
+        assert found == wanted
+
+
+def call(model: Any, batch: Batch) -> Any:
+    return model(**batch)
+
+
+def use_too_early() -> list[str]:
+    config = load_hf_config(MODELS["gpt2-tied"])
+    messages = []
+    for mesh, batch in (({"tp": 2}, padded_batches()[0]), ({"pp": 2}, padded_batches()[0])):
+        model = parallel(meshtrain.build_model(config, dtype=torch.float64), mesh)
+        use = model.forward_backward if "pp" in mesh else partial(call, model)
+        messages.append(told(ModelError, partial(use, batch)))
+        meshtrain.initialize(model, seed=3)
+        use(batch)
+    return messages
+
+
+NO_VALUES = (
+    "the parameters of this model have no values yet, it was built on meta; call meshtrain.initialize(model, seed=0), "
+    "meshtrain.load_weights(model, folder) or meshtrain.load_checkpoint(directory, state) first"
+)
+
+
+def test_a_model_from_meta_must_be_given_values_first() -> None:
+    for found in run_on_ranks(2, use_too_early):
+        assert found == [NO_VALUES] * 2
+
+
+def test_the_parallel_model_knows_its_handle() -> None:
+    assert run_on_ranks(1, _handle) == [("GPT2LMHeadModel", True)]
+
+
+def _handle() -> tuple[str, bool]:
+    model = parallel(AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])), {})
+    return type(model).__name__, handle_of(model).has_values
