@@ -117,15 +117,13 @@ def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:
     in_float32.load_state_dict(model.state_dict())
     save(tmp_path, in_float32, tied={"lm_head.weight": "model.embed_tokens.weight"}, dtype="bfloat16")
     folder = tmp_path / "a" / "b"
-    export_checkpoint(tmp_path / "step-1", folder, max_shard_bytes=3000)
+    export_checkpoint(tmp_path / "step-1", folder, max_shard_size=3000)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(files) > 3
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
     assert "lm_head.weight" not in index["weight_map"]
-    layers = [name.split(".")[2] for name in index["weight_map"] if ".layers." in name]
-    assert layers == sorted(layers, key=int)
     config = json.loads((folder / "config.json").read_text())
     assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
     check_loads(folder, model)
@@ -158,7 +156,7 @@ def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path: Path) -> None
     export_checkpoint(tmp_path / "step-1", folder)
     before = sorted(folder.iterdir())
     for taken in (folder, folder / "config.json"):
-        with pytest.raises(CheckpointError, match=f"{taken} exists and is not empty; export into a new folder"):
+        with pytest.raises(CheckpointError, match=f"{taken} exists and is not empty; write into a new folder"):
             export_checkpoint(tmp_path / "step-1", taken)
     assert sorted(folder.iterdir()) == before
 
@@ -198,7 +196,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     (message,) = run_on_ranks(1, export_on_full_disk, saved, folder)
     assert message.startswith(f"cannot write {folder}: ")
     assert "File too large" in message
-    assert message.endswith("; make room or export elsewhere")
+    assert message.endswith("; make room or write elsewhere")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -207,7 +205,7 @@ def peak_growth(checkpoint: Path, folder: Path, max_shard_bytes: int) -> int:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
-    export_checkpoint(checkpoint, folder, max_shard_bytes=max_shard_bytes)
+    export_checkpoint(checkpoint, folder, max_shard_size=max_shard_bytes)
     return _peak_bytes() - before
 
 
@@ -217,12 +215,27 @@ def _peak_bytes() -> int:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    matrix, growth = torch.ones(1024, 1024), {}
-    for num_matrices in (8, 48):
-        tensors = {f"model.{index}": matrix for index in range(num_matrices)}
-        manifest, config = manifest_of(num_matrices), LLAMA.save_pretrained
-        saved = save_checkpoint(tmp_path, tensors, manifest=manifest, huggingface=config, retention=Retention(newest=9))
-        (growth[num_matrices],) = run_on_ranks(1, peak_growth, saved, tmp_path / f"{num_matrices}", 4 * matrix.nbytes)
-    # A file of four matrices, and what the code itself and the reading of one takes.
-    assert max(growth.values()) < 10 * matrix.nbytes, growth
-    assert growth[48] < growth[8] + matrix.nbytes, growth
+    growth, bytes_of_matrix = {}, 4 * 1024**2
+    for num_layers in (1, 6):
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=1024,
+            intermediate_size=1024,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        tensors = {f"model.{name}": torch.ones(value.shape) for name, value in model.named_parameters()}
+        saved = save_checkpoint(
+            tmp_path,
+            tensors,
+            manifest=manifest_of(num_layers, tied={"lm_head.weight": "model.embed_tokens.weight"}),
+            huggingface=config.save_pretrained,
+            retention=Retention(newest=9),
+        )
+        (growth[num_layers],) = run_on_ranks(1, peak_growth, saved, tmp_path / f"{num_layers}", 4 * bytes_of_matrix)
+    # One tensor, its bytes as they were read, and what the code itself takes.
+    assert max(growth.values()) < 10 * bytes_of_matrix, growth
+    assert growth[6] < growth[1] + bytes_of_matrix, growth
