@@ -22,15 +22,20 @@ class Saveable(Protocol):
 
 
 Tokenizer = Saveable | str | Path | None
-"""A tokenizer, a directory that holds one, or None: what lies in the directory that the model came from."""
+"""A tokenizer, a directory that holds one, or None: what lies in the directory that the model came from, if anything"""
 
 
-def write_description(directory: Path, model: PreTrainedModel, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+def write_description(
+    directory: Path, model: PreTrainedModel, tokenizer: Tokenizer, dtype: torch.dtype, origin: Path | None = None
+) -> None:
     """Write configuration, generation configuration and tokenizer of a model into a directory.
 
     Args:
+        directory: exists.
         model: a stage of it.
+        tokenizer: what to write.
         dtype: that config.json names.
+        origin: where the model came from; None: what its configuration says.
 
     Raises:
         CheckpointError: if there is no tokenizer where one should be, or transformers refuses to write one of them.
@@ -46,7 +51,7 @@ def write_description(directory: Path, model: PreTrainedModel, tokenizer: Tokeni
         raise CheckpointError(
             f"transformers refuses to write the configuration of this model: {str(error).splitlines()[0]}"
         ) from error
-    _write_tokenizer(directory, tokenizer, str(config.name_or_path))
+    _write_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -54,10 +59,11 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: str) -> None:
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
     if tokenizer is None:
-        if origin and Path(origin).is_dir():
-            _copy_tokenizer(Path(origin), directory)
+        # Path("") is the current directory.
+        if origin != Path() and origin.is_dir():
+            _copy_tokenizer(origin, directory)
     elif isinstance(tokenizer, str | Path):
         if not Path(tokenizer).is_dir() or not _copy_tokenizer(Path(tokenizer), directory):
             raise CheckpointError(

@@ -39,7 +39,7 @@ class LiveTensors:
         stock: stock name -> how it is made of ours, for what lies on this process.
         shapes: stock name -> shape, of the whole model.
         owners: stock name -> the rank that gathers it: the first process of a pipeline stage that holds it.
-        group: of all processes, over gloo.
+        group: of all processes, over gloo, for messages.
     """
 
     held: Mapping[str, Tensor]
@@ -51,11 +51,15 @@ class LiveTensors:
 
 @contextmanager
 def gloo_group() -> Iterator[ProcessGroup]:
-    """Give a group of all processes that sends from host memory, whatever the training uses. Collective."""
+    """Give a group of all processes that sends from host memory, whatever the training uses. Collective.
+
+    It is for messages alone: collectives must not be counted with them.
+    """
     group = dist.new_group(backend="gloo")
-    yield group
-    # Not after an error: other processes may still be talking.
-    dist.destroy_process_group(group)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def find_live_tensors(
@@ -67,12 +71,12 @@ def find_live_tensors(
         held: our name -> what lies on this process.
         stock: stock name -> how it is made of ours, for what lies on this process.
         leader: the rank that gathers what lies here.
-        group: of all processes, over gloo.
+        group: of all processes, over gloo, for messages.
     """
     mine = {name: tensor.shape for name, tensor in stock.items()} if leader == dist.get_rank() else {}
     shapes: dict[str, Shape] = {}
     owners: dict[str, int] = {}
-    for rank, answer in enumerate(gather_objects(mine, group)):
+    for rank, answer in enumerate(gather_objects(mine)):
         for name, shape in answer.items():
             owners.setdefault(name, rank)
             shapes[name] = shape
@@ -95,10 +99,10 @@ def write_live_folder(
     """
     draft = draft_of(folder)
     try:
-        _on_first_rank(partial(_begin, folder, draft, describe), folder, live.group)
+        _on_first_rank(partial(_begin, folder, draft, describe), folder)
         problem = _Writing(draft, layout, plan, live).run(folder)
-        raise_together([problem] if problem else [], CheckpointError, live.group)
-        _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, live.group)
+        raise_together([problem] if problem else [], CheckpointError)
+        _on_first_rank(partial(_finish, folder, draft, layout, plan), folder)
     finally:
         if is_first_rank():
             remove_draft(draft)
@@ -117,7 +121,7 @@ def _finish(folder: Path, draft: Path, layout: HubLayout, plan: FilePlan) -> Non
     publish_folder(draft, folder)
 
 
-def _on_first_rank(work: Callable[[], None], folder: Path, group: ProcessGroup) -> None:
+def _on_first_rank(work: Callable[[], None], folder: Path) -> None:
     problems: Iterable[str] = ()
     if is_first_rank():
         try:
@@ -126,7 +130,7 @@ def _on_first_rank(work: Callable[[], None], folder: Path, group: ProcessGroup) 
             problems = error.problems
         except OSError as error:
             problems = [cannot_write(folder, error)]
-    raise_together(problems, CheckpointError, group)
+    raise_together(problems, CheckpointError)
 
 
 @contextmanager

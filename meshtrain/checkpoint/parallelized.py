@@ -21,7 +21,9 @@ from meshtrain.runtime.agreement import is_first_rank
 LIBRARIES = ("torch", "transformers", "meshtrain")
 
 
-def save_parallelized(pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer = None) -> None:
+def save_parallelized(
+    pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer = None, origin: Path | None = None
+) -> None:
     """Write the weights, one file per process, and what `meshtrain merge` needs to make one model of them. Collective.
 
     It is a checkpoint without optimizer state: loaded again on any mesh, verified like any other. Copies of the model
@@ -31,6 +33,7 @@ def save_parallelized(pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer 
         pipeline: with values.
         folder: must not exist, or be empty; appears when it is complete. Every machine must see the same one.
         tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
+        origin: that directory; None: what the configuration says.
 
     Raises:
         CheckpointError: the same on all processes: the folder has something in it or cannot be written.
@@ -48,6 +51,7 @@ def save_parallelized(pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer 
             model=pipeline.stages[0].model,
             tokenizer=tokenizer,
             dtype=original_dtype(pipeline),
+            origin=origin,
         ),
     )
     if is_first_rank():

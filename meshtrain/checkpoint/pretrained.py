@@ -32,6 +32,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     tokenizer: Tokenizer = None,
+    origin: Path | None = None,
 ) -> None:
     """Write the model as a folder that stock `from_pretrained` loads. Collective.
 
@@ -44,6 +45,7 @@ def save_pretrained(
         dtype: number format of the weights; None: that of `model.config.dtype`.
         max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
         tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
+        origin: that directory; None: what the configuration says.
 
     Raises:
         CheckpointError: the same on all processes: the folder has something in it or cannot be written, or the
@@ -59,7 +61,7 @@ def save_pretrained(
         live = live_tensors(pipeline, group)
         # The same on all processes, as the tensors are.
         check_names("the parallel model", live.shapes, stock)
-        describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen)
+        describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
         write_live_folder(folder, layout, plan, live, describe=describe)
     if is_first_rank():
         console.line(f"{folder} holds {type(stock).__name__} in {name_of(chosen)}")

@@ -44,6 +44,7 @@ from meshtrain.checkpoint.location import (
     SavedFile,
     children,
     errors_of,
+    is_local,
     reason_of,
     remove_tree,
     write_hashed,
@@ -174,7 +175,7 @@ def _write_checkpoint(
     except CheckpointError:
         # What cannot be removed now is removed by the next save.
         with suppress(*errors_of(draft)):
-            if is_first_rank() and children(draft):
+            if is_first_rank() and (children(draft) or (is_local(draft) and draft.is_dir())):
                 remove_tree(draft)
         raise
 

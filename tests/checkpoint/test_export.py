@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from meshtrain.checkpoint.directory import Manifest, Retention, read_manifest, write_manifest
-from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.store import HuggingFace, save_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
@@ -132,10 +133,58 @@ def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:
 def test_single_weights_keep_their_own_number_format(tmp_path: Path) -> None:
     save(tmp_path, LlamaForCausalLM(LLAMA), dtype="bfloat16", dtypes={"model.norm.weight": "float32"})
     export_checkpoint(tmp_path / "step-1", tmp_path / "out")
-    from safetensors.torch import load_file
-
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {name for name, value in weights.items() if value.dtype == torch.float32} == {"model.norm.weight"}
+
+
+def test_a_model_that_was_trained_in_float32_is_exported_in_what_it_had_before(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA.to_dict() | {"dtype": "bfloat16"})
+    saved = save(tmp_path, LlamaForCausalLM(config), tied={"lm_head.weight": "model.embed_tokens.weight"})
+    for option, dtype in ((ORIGINAL, "bfloat16"), ("float16", "float16"), ("float32", "float32")):
+        export_checkpoint(saved, tmp_path / option, dtype=option)
+        weights = load_file(tmp_path / option / "model.safetensors")
+        assert {value.dtype for value in weights.values()} == {getattr(torch, dtype)}
+        assert json.loads((tmp_path / option / "config.json").read_text())["dtype"] == dtype
+
+
+def write_own_config(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "own"}')
+
+
+def test_a_class_with_its_own_code_is_exported_as_its_modules_are(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "model.places": torch.arange(4)}
+    manifest = manifest_of(1, architecture="OwnForCausalLM", dtype="bfloat16")
+    saved = save_checkpoint(
+        tmp_path, tensors, manifest=manifest, huggingface=write_own_config, retention=Retention(newest=1)
+    )
+    export_checkpoint(saved, tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == {"layers.0.weight", "places"}
+    assert torch.equal(weights["layers.0.weight"], tensors["model.layers.0.weight"].to(torch.bfloat16))
+    assert torch.equal(weights["places"], torch.arange(4))
+
+
+def test_tensors_that_do_not_belong_to_the_model_are_listed(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LLAMA)
+    tensors = tensors_of(model)
+    tensors["model.extra"] = tensors.pop("model.model.norm.weight")
+    tensors["model.model.embed_tokens.weight"] = torch.zeros(3, 8)
+    saved = save_checkpoint(
+        tmp_path,
+        tensors,
+        manifest=manifest_of(1),
+        huggingface=LLAMA.save_pretrained,
+        retention=Retention(newest=1),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        export_checkpoint(saved, tmp_path / "out")
+    assert caught.value.problems == (
+        f"{saved} lacks tensors of the model (1): model.norm.weight",
+        f"{saved} holds tensors that the model does not have (1): extra",
+        f"{saved} has tensors of other shapes (1): model.embed_tokens.weight (3, 8) there, (40, 8) in the model",
+        "weights and configuration of LlamaForCausalLM do not belong together",
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_gives_its_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
