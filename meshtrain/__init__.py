@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshtrain.library.parallelize import parallelize
     from meshtrain.library.pieces import build_mesh, build_model, clip_grad_norm, initialize, load_weights
     from meshtrain.library.rebind import rebind
+    from meshtrain.library.saving import save_parallelized, save_pretrained
 
 __all__ = [
     "build_mesh",
@@ -19,6 +20,8 @@ __all__ = [
     "load_weights",
     "parallelize",
     "rebind",
+    "save_parallelized",
+    "save_pretrained",
 ]
 
 _HOMES = {
@@ -31,6 +34,8 @@ _HOMES = {
     "load_weights": "meshtrain.library.pieces",
     "parallelize": "meshtrain.library.parallelize",
     "rebind": "meshtrain.library.rebind",
+    "save_parallelized": "meshtrain.library.saving",
+    "save_pretrained": "meshtrain.library.saving",
 }
 
 

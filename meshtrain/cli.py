@@ -48,6 +48,10 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as plan.mesh.tp=4.", show_default=False),
 ]
 WorldSize = Annotated[int, typer.Option(min=1, help="Number of processes.", show_default=False)]
+Dtype = Annotated[
+    Literal["original", "float32", "bfloat16", "float16"],
+    typer.Option(help="Number format of the weights; original: what the model had before the training."),
+]
 OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="Number of processes.", show_default=False)]
 
 
@@ -231,12 +235,28 @@ def export(
         ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
+    dtype: Dtype = "original",
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
     from meshtrain.checkpoint.export import export_checkpoint
     from meshtrain.checkpoint.location import open_location
 
-    export_checkpoint(open_location(checkpoint), folder)
+    export_checkpoint(open_location(checkpoint), folder, dtype=dtype)
+
+
+@app.command()
+def merge(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="What save_parallelized wrote; may be a URL.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    dtype: Dtype = "original",
+) -> None:
+    """Make one Hugging Face model of the files that every process wrote. One process, no accelerator."""
+    from meshtrain.checkpoint.export import merge as merge_files
+    from meshtrain.checkpoint.location import open_location
+
+    merge_files(open_location(folder), out, dtype=dtype)
 
 
 @checkpoint_app.command("list")
@@ -275,12 +295,13 @@ def convert_checkpoint(
         str,
         typer.Argument(metavar="TO", help="The Hugging Face folder, or where step-0 is written.", show_default=False),
     ],
+    dtype: Dtype = "original",
 ) -> None:
     """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint to train from."""
     from meshtrain.checkpoint.convert import convert
     from meshtrain.checkpoint.location import open_location
 
-    convert(open_location(source), open_location(target))
+    convert(open_location(source), open_location(target), dtype=dtype)
 
 
 @app.command()

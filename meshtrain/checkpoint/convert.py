@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import Manifest, Retention, checkpoint_directory, is_checkpoint
-from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.checkpoint.directory import Retention, checkpoint_directory, is_checkpoint
+from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.location import Location
-from meshtrain.checkpoint.store import MODEL_PREFIX, save_checkpoint
-from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
+from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
+from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import plan_hash, with_family
+from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers
@@ -28,7 +29,7 @@ from meshtrain.runtime.process import process_group
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
-def convert(source: Location, target: Location) -> None:
+def convert(source: Location, target: Location, *, dtype: str = ORIGINAL) -> None:
     """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint that holds weights alone.
 
     A checkpoint that was made so can be trained from (`model.path`), and not resumed: it has no optimizer state.
@@ -36,14 +37,20 @@ def convert(source: Location, target: Location) -> None:
     Args:
         source: a checkpoint, a run directory (its newest), or a local Hugging Face folder.
         target: the folder that appears; or, for a new checkpoint, the directory in which `step-0` appears.
+        dtype: number format of the folder's weights, by name; a new checkpoint has that of the folder.
 
     Raises:
         UserError: if the source is neither, or the target is taken.
     """
     if isinstance(source, Path) and (source / "config.json").is_file():
+        if dtype != ORIGINAL:
+            raise CheckpointError(
+                f"--dtype {dtype} is for what is written as a Hugging Face folder, and {source} is one already; leave "
+                "it out"
+            )
         _import(source, target)
     elif isinstance(target, Path):
-        export_checkpoint(source, target)
+        export_checkpoint(source, target, dtype=dtype)
     else:
         raise CheckpointError(f"{target} is a URL, but a Hugging Face folder is written to a local directory; give one")
 
@@ -71,23 +78,10 @@ def _import(folder: Path, root: Location) -> None:
             tied=tied,
             base_prefix=pipeline.stages[0].model.base_model_prefix,
         )
-        manifest = Manifest(
-            step=0,
-            seed=0,
-            global_batch_size=0,
-            mesh={axis: getattr(plan.mesh, axis) for axis in AXES},
-            plan_hash=plan_hash(plan),
-            model_type=hf_config.model_type,
-            architecture=type(model).__name__,
-            data_identity="",
-            dtype=dtype,
-            fused=pipeline.fused,
-            tied=tied,
-        )
         save_checkpoint(
             root,
-            {f"{MODEL_PREFIX}{name}": parameter for name, parameter in pipeline.owned_parameters().items()},
-            manifest=manifest,
+            weights_of(pipeline),
+            manifest=weights_manifest(pipeline),
             huggingface=lambda directory: _copy_beside_weights(folder, directory),
             retention=Retention(newest=1),
         )

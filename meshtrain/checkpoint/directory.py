@@ -113,9 +113,9 @@ class Manifest(Words):
     streams: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """Source -> where it is to be read on from, of those that are streamed."""
     dtype: Dtype = "float32"
-    """The number format of exported weights."""
+    """The number format of the parameters in training."""
     dtypes: dict[str, Dtype] = Field(default_factory=dict)
-    """Stock FQN -> number format, where it differs from `dtype`."""
+    """Stock FQN -> number format in which it is exported, whatever that of the others."""
     fused: tuple[FusedParameter, ...] = ()
     """The stock parameters that are kept in parts."""
     tied: dict[str, str] = Field(default_factory=dict)
@@ -246,6 +246,16 @@ def write_manifest(checkpoint: Location, manifest: Manifest) -> None:
         file.write((checked.model_dump_json(indent=2) + "\n").encode())
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder that has something in it.
+
+    Raises:
+        CheckpointError: if it has.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
+
+
 def start_draft(draft: Location) -> None:
     """Make an empty directory to write a checkpoint into."""
     if children(draft) or (is_local(draft) and draft.exists()):
@@ -320,6 +330,11 @@ def step_of(checkpoint: Location) -> int:
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
+
+
+def step_named(folder: Location) -> int:
+    """Return the step that a name says; 0 if it says none."""
+    return step_of(folder) if _COMPLETE.fullmatch(folder.name) else 0
 
 
 def _checksum(manifest: Manifest, *, is_read: bool = False) -> str:

@@ -1,179 +1,186 @@
-"""From a checkpoint to an ordinary Hugging Face model: one CPU process, one shard in memory at a time."""
+"""From a checkpoint to an ordinary Hugging Face model: one CPU process, one tensor in memory at a time."""
 
 import json
-import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from transformers import PreTrainedModel
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, find_checkpoint, read_manifest, sync_tree
+from meshtrain.checkpoint.description import name_of
+from meshtrain.checkpoint.directory import (
+    HUGGINGFACE_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    check_new,
+    find_checkpoint,
+    is_checkpoint,
+    read_manifest,
+)
+from meshtrain.checkpoint.hub_layout import (
+    FLOATS,
+    MAX_SHARD_SIZE,
+    HubLayout,
+    Tensors,
+    check_names,
+    layout_of,
+    plain_layout,
+    plan_files,
+    stock_class_named,
+    stock_model,
+)
 from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.location import Location, as_local
+from meshtrain.checkpoint.location import Location, as_local, shown_location
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index, written_whole
+from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
-from meshtrain.models.weights import INDEX_NAME, SINGLE_NAME
+
+ORIGINAL = "original"
 
 
-@dataclass(frozen=True)
-class StockTensor:
-    """A tensor of the stock model.
-
-    Attributes:
-        name: its FQN.
-        keys: the names in the checkpoint of the parts that make it up, in order.
-        dim: along which they are joined.
-        sizes: of the parts along `dim`.
-        shape: of the whole.
-        kept_as: shape in the checkpoint, where it is another: a stack of parts.
-        dtype: in which it is exported.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    dim: int
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    kept_as: tuple[int, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def export_checkpoint(checkpoint: Location, folder: Path, *, max_shard_bytes: int = 2**30) -> None:
+def export_checkpoint(
+    checkpoint: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
     Args:
         checkpoint: a step-N directory; or a run directory, whose newest checkpoint is taken.
         folder: where the model goes; appears when it is complete.
-        max_shard_bytes: size of a safetensors file; a larger tensor has a file of its own. Peak memory is one file
-            and the largest tensor.
+        dtype: number format of the weights, by name; "original": what the model's configuration said before the
+            training, or that of the training if it said nothing.
+        max_shard_size: of a safetensors file, in bytes or as in "5GB"; a larger tensor has a file of its own. Peak
+            memory is the largest tensor, twice where the hub keeps it in another form.
 
     Raises:
-        CheckpointError: if there is no whole checkpoint, the folder has something in it, or the disk is full.
+        CheckpointError: if there is no whole checkpoint, it lacks a tensor of the model or holds others, the folder
+            has something in it, or the disk is full.
     """
-    source, folder = find_checkpoint(checkpoint), folder.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; export into a new folder")
+    check_new(folder)
+    source = find_checkpoint(checkpoint)
     if source != checkpoint:
         console.line(f"{source} is the newest checkpoint")
+    manifest = _write_folder(source, folder, dtype, max_shard_size)
+    console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
+
+
+def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+    """Turn what `save_parallelized` wrote into a Hugging Face model; arguments and errors as for `export_checkpoint`.
+
+    Args:
+        source: the folder that was given to `save_parallelized`, or any checkpoint.
+    """
+    check_new(folder)
+    if not is_checkpoint(source):
+        found = f"has no {MANIFEST_NAME}" if source.is_dir() else "is not a directory"
+        raise CheckpointError(
+            f"{shown_location(source)} {found}; give a folder that save_parallelized wrote, or a step-N directory"
+        )
+    manifest = _write_folder(source, folder, dtype, max_shard_size)
+    console.line(f"{folder} holds {manifest.architecture}")
+
+
+def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> dict[str, StockTensor]:
+    """Return the tensors of the stock model by name, in an order that does not depend on the mesh that saved them.
+
+    Raises:
+        CheckpointError: if the checkpoint does not hold what its manifest names.
+    """
+    shapes = {
+        key.removeprefix(MODEL_PREFIX): tuple(entry.size)
+        for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
+    }
+    if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
+        raise CheckpointError(
+            f"{source} lacks parts that its manifest names: {name_some(absent)}; use another checkpoint"
+        )
+    return stock_tensors(shapes, manifest.fused, left_out=manifest.tied)
+
+
+def _write_folder(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
+    folder = folder.absolute()
     if damage := find_damage(source):
         raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)
     if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
-    shards = _split_into_shards(list_stock_tensors(source, metadata, manifest), max_shard_bytes)
-    draft = folder.with_name(f".{folder.name}.exporting")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _copy_huggingface(source, draft, manifest)
-        _write_shards(source, metadata, shards, draft)
-        sync_tree(draft)
-        draft.rename(folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write {folder}: {reason}; make room or export elsewhere") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
+    tensors = list_stock_tensors(source, metadata, manifest)
+    with as_local(source / HUGGINGFACE_NAME) as description:
+        chosen = _chosen_dtype(dtype, description, manifest)
+        model = _stock_model(description, manifest, chosen)
+        if model is not None:
+            check_names(source, {name: tensor.shape for name, tensor in tensors.items()}, model)
+        exceptions = {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()}
+        layout = layout_of(model, exceptions) if model is not None else _module_layout(metadata, tensors, chosen)
+        with written_whole(folder) as draft:
+            _copy_description(description, draft, manifest, chosen)
+            _write_tensors(draft, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
+    return manifest
 
 
-def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> list[StockTensor]:
-    """Return the tensors of the stock model in an order that does not depend on the mesh that saved them.
-
-    Raises:
-        CheckpointError: if the checkpoint does not hold what its manifest names.
-    """
-    saved = {
-        key.removeprefix(MODEL_PREFIX): tuple(entry.size)
-        for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
-    }
-    parts = {entry.name: (entry.parts, entry.dim) for entry in manifest.fused}
-    stacked = {entry.name for entry in manifest.fused if entry.stacked}
-    in_parts = {part for names, _ in parts.values() for part in names}
-    if absent := sorted(in_parts - saved.keys()):
-        raise CheckpointError(
-            f"{source} lacks parts that its manifest names: {name_some(absent)}; use another checkpoint"
-        )
-    parts |= {name: ((name,), 0) for name in saved if name not in in_parts and name not in manifest.tied}
-    tensors = []
-    for name in sorted(parts, key=_natural):
-        names, dim = parts[name]
-        sizes: tuple[int, ...] = ()
-        shape = saved[names[0]]
-        if len(names) > 1:
-            sizes = tuple(saved[part][dim] for part in names)
-            shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
-        kept_as = shape if name in stacked else ()
-        if kept_as:
-            shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
-        dtype = getattr(torch, manifest.dtypes.get(name, manifest.dtype))
-        keys = tuple(f"{MODEL_PREFIX}{part}" for part in names)
-        tensors.append(StockTensor(name, keys, dim, sizes, shape, dtype, kept_as))
-    return tensors
+def _chosen_dtype(dtype: str, description: Path, manifest: Manifest) -> torch.dtype:
+    if dtype != ORIGINAL:
+        return FLOATS[dtype]
+    values = json.loads((description / "config.json").read_text())
+    original = values.get("dtype") or values.get("torch_dtype")
+    # Training and file may both be in other formats than these; then the training's is kept.
+    return FLOATS.get(original, FLOATS[manifest.dtype])
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(not word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"\.", name)]
+def _stock_model(description: Path, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Return the model on meta; None for a class that comes with its own code, which is not run here."""
+    kind = stock_class_named(manifest.architecture)
+    if kind is None:
+        return None
+    assert kind.config_class is not None
+    return stock_model(kind, kind.config_class.from_pretrained(description), dtype)
 
 
-def _split_into_shards(tensors: Sequence[StockTensor], max_shard_bytes: int) -> list[list[StockTensor]]:
-    shards: list[list[StockTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.num_bytes
-    return shards
+def _module_layout(metadata: Metadata, tensors: dict[str, StockTensor], dtype: torch.dtype) -> HubLayout:
+    """Return the layout of a class with its own code: transformers knows no other for it than that of its modules."""
+    saved = tensor_entries(metadata, MODEL_PREFIX)
+    formats = {name: saved[f"{MODEL_PREFIX}{tensor.parts[0]}"].properties.dtype for name, tensor in tensors.items()}
+    return plain_layout(
+        {
+            name: (tensor.shape, dtype if formats[name].is_floating_point else formats[name])
+            for name, tensor in tensors.items()
+        }
+    )
 
 
-def _copy_huggingface(source: Location, draft: Path, manifest: Manifest) -> None:
-    with as_local(source / HUGGINGFACE_NAME) as directory:
-        shutil.copytree(directory, draft)
+def _copy_description(description: Path, draft: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+    shutil.copytree(description, draft, dirs_exist_ok=True)
     path = draft / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
-    config |= {"architectures": [manifest.architecture], "dtype": manifest.dtype}
+    config |= {"architectures": [manifest.architecture], "dtype": name_of(dtype)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shards(source: Location, metadata: Metadata, shards: Sequence[Sequence[StockTensor]], draft: Path) -> None:
-    weight_map: dict[str, str] = {}
-    total_bytes = sum(tensor.num_bytes for shard in shards for tensor in shard)
-    with console.progress("export", total_bytes, unit="MB") as advance:
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for tensor in shard:
-                tensors[tensor.name] = _read_stock_tensor(source, metadata, tensor)
-                advance(tensor.num_bytes)
-            save_file(tensors, draft / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (draft / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+def _write_tensors(draft: Path, layout: HubLayout, max_shard_size: int | str, read: Callable[[str], Tensor]) -> None:
+    plan = plan_files(layout, max_shard_size)
+    files = FileWriter(draft, layout, plan)
+    with console.progress("export", max(1, plan.total_bytes), unit="MB") as advance:
+        for group in layout.groups:
+            made: Tensors = layout.convert({name: read(name) for name in group.stock})
+            for name in group.hub:
+                tensor = made.pop(name)
+                files.write(name, tensor)
+                advance(tensor.nbytes)
+        files.close()
+    write_index(draft, layout, plan)
 
 
-def _read_stock_tensor(source: Location, metadata: Metadata, tensor: StockTensor) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    parts = (
-        torch.split(whole, list(tensor.sizes), tensor.dim)
-        if tensor.sizes
-        else [whole.view(tensor.kept_as or tensor.shape)]
-    )
-    read_tensors(source, metadata, dict(zip(tensor.keys, parts, strict=True)))
+def _read(
+    source: Location, metadata: Metadata, tensors: dict[str, StockTensor], layout: HubLayout, name: str
+) -> Tensor:
+    tensor = tensors[name]
+    whole = torch.empty(tensor.shape, dtype=layout.dtypes[name])
+    read_tensors(source, metadata, {f"{MODEL_PREFIX}{part}": view for part, view in tensor.views(whole).items()})
     return whole

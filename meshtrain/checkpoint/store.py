@@ -29,6 +29,7 @@ from meshtrain.checkpoint.directory import (
     HUGGINGFACE_NAME,
     Manifest,
     Retention,
+    check_new,
     checkpoint_directory,
     draft_directory,
     prune_checkpoints,
@@ -43,6 +44,7 @@ from meshtrain.checkpoint.location import (
     SavedFile,
     children,
     errors_of,
+    is_local,
     reason_of,
     remove_tree,
     write_hashed,
@@ -93,20 +95,17 @@ def save_blocks(
         group: of all ranks, over gloo; another than that of the training, if it goes on meanwhile.
     """
     step = manifest.step
-    final, draft = checkpoint_directory(root, step), draft_directory(root, step)
+    final = checkpoint_directory(root, step)
     outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
-    failure = f"cannot write {draft}"
-    try:
-        _on_first_rank(root, partial(start_draft, draft), failure, outcome, group)
-        written = _write_blocks(draft, blocks, outcome, group)
-        finish = partial(_finish_draft, draft, final, manifest, written, huggingface)
-        _on_first_rank(root, finish, failure, outcome, group)
-    except CheckpointError:
-        # What cannot be removed now is removed by the next save.
-        with suppress(*errors_of(root)):
-            if is_first_rank() and children(draft):
-                remove_tree(draft)
-        raise
+    _write_checkpoint(
+        final,
+        draft_directory(root, step),
+        blocks,
+        manifest=manifest,
+        huggingface=huggingface,
+        outcome=outcome,
+        group=group,
+    )
     kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
     _on_first_rank(
         root,
@@ -116,6 +115,69 @@ def save_blocks(
         group,
     )
     return final
+
+
+def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace) -> None:
+    """Write a checkpoint that belongs to no run into a folder of its own. Collective.
+
+    Args:
+        folder: must not exist, or be empty; appears when it is complete.
+        tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
+        manifest: what it says of files is added.
+        huggingface: writes config and tokenizer.
+
+    Raises:
+        CheckpointError: the same on all ranks: the folder has something in it, or any of them could not write.
+    """
+    outcome = "make room or write elsewhere"
+    _on_first_rank(folder, partial(_make_way, folder), f"cannot write {folder}", outcome, None)
+    _write_checkpoint(
+        folder,
+        folder.with_name(f"{folder.name}.tmp"),
+        {key: block_of(tensor) for key, tensor in tensors.items()},
+        manifest=manifest,
+        huggingface=huggingface,
+        outcome=outcome,
+        group=None,
+    )
+
+
+def _make_way(folder: Path) -> None:
+    check_new(folder)
+    if folder.exists():
+        folder.rmdir()
+
+
+def _write_checkpoint(
+    final: Location,
+    draft: Location,
+    blocks: Mapping[str, Block],
+    *,
+    manifest: Manifest,
+    huggingface: HuggingFace,
+    outcome: str,
+    group: ProcessGroup | None,
+) -> None:
+    """Write a checkpoint into a draft, and publish it."""
+    failure = f"cannot write {draft}"
+    described: dict[str, SavedFile] = {}
+
+    def begin() -> None:
+        start_draft(draft)
+        # First what is small: what is wrong with it is known before much is written.
+        described.update(_write_huggingface(draft, huggingface))
+
+    try:
+        _on_first_rank(draft, begin, failure, outcome, group)
+        written = _write_blocks(draft, blocks, outcome, group)
+        finish = partial(_finish_draft, draft, final, manifest, {**written, **described})
+        _on_first_rank(draft, finish, failure, outcome, group)
+    except CheckpointError:
+        # What cannot be removed now is removed by the next save.
+        with suppress(*errors_of(draft)):
+            if is_first_rank() and (children(draft) or (is_local(draft) and draft.is_dir())):
+                remove_tree(draft)
+        raise
 
 
 def load_checkpoint(
@@ -181,7 +243,7 @@ class _Writer(FileSystemWriter):
 
 
 def _on_first_rank(
-    root: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
+    where: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
 ) -> None:
     problems: Iterable[str] = ()
     if is_first_rank():
@@ -189,7 +251,7 @@ def _on_first_rank(
             work()
         except CheckpointError as error:
             problems = error.problems
-        except errors_of(root) as error:
+        except errors_of(where) as error:
             problems = [f"rank 0 {failure}: {reason_of(error)}; {outcome}"]
     raise_together(problems, CheckpointError, group)
 
@@ -223,9 +285,7 @@ def _write_blocks(
     return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
 
 
-def _finish_draft(
-    draft: Location, final: Location, manifest: Manifest, written: Mapping[str, SavedFile], huggingface: HuggingFace
-) -> None:
+def _finish_draft(draft: Location, final: Location, manifest: Manifest, written: Mapping[str, SavedFile]) -> None:
     lost = [
         f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
         "sees the same files"
@@ -234,8 +294,7 @@ def _finish_draft(
     ]
     if lost:
         raise CheckpointError(lost)
-    files = {**written, **_write_huggingface(draft, huggingface)}
-    write_manifest(draft, manifest.model_copy(update={"files": files}))
+    write_manifest(draft, manifest.model_copy(update={"files": dict(written)}))
     publish_checkpoint(draft, final)
 
 

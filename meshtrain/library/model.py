@@ -13,6 +13,7 @@ from meshtrain.errors import ModelError
 from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of
+from meshtrain.library.saving import save_pretrained
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import reshard
 
@@ -36,6 +37,10 @@ class ParallelModel:
         if dtype not in (None, model.dtype):
             _refuse_move(f"to {dtype}")
         return self
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
+        save_pretrained(self, save_directory, **kwargs)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the rows lie on several processes, with optimizer states beside them.
@@ -117,8 +122,3 @@ class _Calls:
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | dict(kwargs)
-
-
-def tokenizer_source(handle: Handle) -> Path | None:
-    """Return the folder that the model came from, where its tokenizer may lie."""
-    return None if handle.source is None else Path(handle.source)

@@ -1,5 +1,7 @@
 """Which part of a global tensor lies on this process."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -21,19 +23,44 @@ def local_indices(tensor: Tensor) -> list[Tensor]:
     what those before it have left, so one vector per dimension describes the local block.
     """
     if isinstance(tensor, DTensor):
-        return _split_indices(tensor.shape, tensor.device_mesh, tensor.placements)
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this process is not on the mesh of its own tensor"
+        return _split_indices(tensor.shape, tensor.device_mesh, tensor.placements, coordinate)
     return [torch.arange(size) for size in tensor.shape]
 
 
 def local_ranges(tensor: Tensor) -> list[slice]:
     """Return `local_indices` as ranges: every split is contiguous, so what lies on a process is one block."""
-    return [slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0) for index in local_indices(tensor)]
+    return _ranges(local_indices(tensor))
 
 
-def _split_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
+def holders_of(tensor: DTensor) -> list[tuple[int, list[slice]]]:
+    """Return which rank holds which block of a tensor, as a range in every dimension.
+
+    Every block is there once, with the first rank of the mesh that holds it; empty blocks are left out.
+    """
+    return _holders(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+@functools.lru_cache(maxsize=256)
+def _holders(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, list[slice]]]:
+    holders: dict[tuple[tuple[int, int], ...], tuple[int, list[slice]]] = {}
+    for coordinate in itertools.product(*map(range, mesh.mesh.shape)):
+        ranges = _ranges(_split_indices(shape, mesh, placements, coordinate))
+        if all(place.stop > place.start for place in ranges):
+            key = tuple((place.start, place.stop) for place in ranges)
+            holders.setdefault(key, (int(mesh.mesh[coordinate]), ranges))
+    return list(holders.values())
+
+
+def _ranges(indices: Sequence[Tensor]) -> list[slice]:
+    return [slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0) for index in indices]
+
+
+def _split_indices(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> list[Tensor]:
     indices = [torch.arange(size) for size in shape]
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this process is not on the mesh of its own tensor"
     # _StridedShard says: FSDP2 split what tensor parallelism had left, although its axis comes first. Splitting in that
     # order is exact. Torch's own arithmetic with split_factor is off by rows for some uneven sizes: 13 rows over
     # dp_shard = 3 x tp = 2, or GPT-2's vocabulary of 50257 over dp_shard = 4 x tp = 2.

@@ -108,6 +108,19 @@ class Pipeline:
                     owned[fqn] = parameter
         return owned
 
+    def owned_buffers(self) -> dict[str, Tensor]:
+        """Return FQN -> buffer that belongs to the weights (a router's bias), and not to what can be computed again.
+
+        A buffer outside of the layers is there on every stage.
+        """
+        return {
+            f"{path}.{name}" if path else name: buffer
+            for stage in self.stages
+            for path, module in stage.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+
     def forward_backward(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
         """Run all microbatches of a step, forward and backward; gradients are summed over microbatches and dp.
 

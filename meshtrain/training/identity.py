@@ -10,7 +10,9 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
 from meshtrain.checkpoint.export import list_stock_tensors
+from meshtrain.checkpoint.hub_layout import saved_tensors_of
 from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
+from meshtrain.checkpoint.parallelized import LIBRARIES
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.reading import shown
@@ -25,7 +27,6 @@ from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale
 from meshtrain.training.report import Resolved
 
-LIBRARIES = ("torch", "transformers", "meshtrain")
 # Values of a Hugging Face configuration that say nothing about what the model computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures")
 
@@ -139,8 +140,8 @@ class Identity:
 
     def _tensor_differences(self, checkpoint: Location, manifest: Manifest) -> list[str]:
         tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
-        there = {tensor.name: tensor.shape for tensor in tensors}
-        here = {name: tuple(parameter.shape) for name, parameter in self.resolved.model.named_parameters()}
+        there = {name: tensor.shape for name, tensor in tensors.items()}
+        here = {name: tuple(tensor.shape) for name, tensor in saved_tensors_of(self.resolved.model).items()}
         different = differences(there, here)
         return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
 

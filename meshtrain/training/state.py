@@ -21,7 +21,8 @@ from meshtrain.training.optim import ShardedAdamW
 def saved_tensors(pipeline: Pipeline, optimizer: ShardedAdamW) -> dict[str, Tensor]:
     """Return what this process adds to a checkpoint, by name; the far copy of a tied weight is left out."""
     owned = pipeline.owned_parameters().items()
-    return {key: value for name, tensor in owned for key, value in _state_of(name, name, tensor, optimizer).items()}
+    state = {key: value for name, tensor in owned for key, value in _state_of(name, name, tensor, optimizer).items()}
+    return state | _buffers(pipeline)
 
 
 @torch.no_grad()
@@ -33,7 +34,7 @@ def load_state(checkpoint: Location, pipeline: Pipeline, optimizer: ShardedAdamW
     """
     fqns = pipeline.canonical_names()
     states = [_state_of(name, fqns[name], tensor, optimizer) for name, tensor in pipeline.named_parameters()]
-    wanted, twins = _without_twins(states)
+    wanted, twins = _without_twins([*states, _buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_twins(twins)
 
@@ -47,9 +48,14 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     """
     fqns = pipeline.canonical_names()
     parameters = pipeline.named_parameters()
-    wanted, twins = _without_twins([{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters])
+    weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
+    wanted, twins = _without_twins([*weights, _buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_twins(twins)
+
+
+def _buffers(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {f"{MODEL_PREFIX}{name}": buffer for name, buffer in pipeline.owned_buffers().items()}
 
 
 def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:

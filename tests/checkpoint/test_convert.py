@@ -73,6 +73,15 @@ def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None
         convert(tmp_path, open_location("memory://out"))
 
 
+def test_a_number_format_belongs_to_a_folder(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--dtype float32 is for what is written as a Hugging Face folder, and "):
+        convert(folder, tmp_path / "checkpoint", dtype="float32")
+    run_on_ranks(1, convert, folder, tmp_path / "checkpoint", joins=False)
+    convert(tmp_path / "checkpoint", tmp_path / "back", dtype="float32")
+    weights = load_file(tmp_path / "back" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
 def losses(config: RunConfig) -> list[float]:
     run_on_ranks(config.plan.mesh.pp * config.plan.mesh.tp, train_here, config, joins=False)
     return [step["loss"] for step in steps_of(Path(config.run_directory))]

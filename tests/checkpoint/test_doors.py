@@ -6,13 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2LMHeadModel
 
 from meshtrain import cli
 from meshtrain.checkpoint.directory import Retention
 from meshtrain.checkpoint.location import open_location
 from meshtrain.checkpoint.store import save_checkpoint
 from tests.checkpoint.stages import build_plain, manifest_of
+from tests.models.gpt2 import GPT2, TIED
 
 WHOLE = "step-2 is whole: 2 files, "
 
@@ -112,11 +113,12 @@ def test_mistakes_are_one_line(
 
 
 def test_a_run_behind_a_url_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT2LMHeadModel(GPT2)
     save_checkpoint(
         open_location("memory://behind/checkpoints"),
-        build_plain(filled=True),
-        manifest=manifest_of(3),
-        huggingface=LlamaConfig().save_pretrained,
+        {f"model.{name}": value for name, value in model.named_parameters()},
+        manifest=manifest_of(3, architecture="GPT2LMHeadModel", tied=TIED),
+        huggingface=model.config.save_pretrained,
         retention=Retention(newest=1),
     )
     assert cli._exit_code(["export", "memory://behind", str(tmp_path / "out")]) == 0

@@ -1,0 +1,221 @@
+"""How a model lies in a Hugging Face folder: names, shapes and number formats, as stock `save_pretrained` writes them.
+
+The hub may keep a model in another form than its modules: experts one by one, other names. transformers knows the way
+back (`revert_weight_conversion`), for a whole model at once. Here it is taken group by group: tensors that become, or
+come from, one another belong to a group, and no more than a group is in memory.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    apply_converters,
+    build_glob_alternation,
+    revert_weight_conversion,
+)
+
+from meshtrain.errors import CheckpointError, name_some
+
+FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+MAX_SHARD_SIZE = "5GB"
+WEIGHTS_PATTERN = "model{suffix}.safetensors"
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are written together.
+
+    Attributes:
+        stock: names in the stock model.
+        hub: names in the folder, of what is made of them.
+    """
+
+    stock: tuple[str, ...]
+    hub: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HubLayout:
+    """What a folder holds, and how it is made of the tensors of the stock model.
+
+    Attributes:
+        tensors: hub name -> tensor on meta, in the order of the files.
+        dtypes: stock name -> number format in which it is written.
+        groups: in the order of the files.
+        convert: from the whole tensors of a group, by stock name, to those of the folder.
+        num_parameters: of the model, for the index; None: the index does not say.
+    """
+
+    tensors: Tensors
+    dtypes: dict[str, torch.dtype]
+    groups: tuple[Group, ...]
+    convert: Callable[[Tensors], Tensors]
+    num_parameters: int | None = None
+
+
+def stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of transformers, or of custom code, that a model is of: FSDP2 and meshtrain derive from it."""
+    return next(kind for kind in type(model).__mro__ if not any(map(_is_mixed_in, kind.__mro__)))
+
+
+def _is_mixed_in(kind: type) -> bool:
+    return kind is FSDPModule or kind.__module__.startswith("meshtrain.")
+
+
+def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a stock model on meta; the configuration is not changed."""
+    with torch.device("meta"):
+        return kind._from_config(copy.deepcopy(config), dtype=dtype)
+
+
+def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None = None) -> HubLayout:
+    """Return how a stock model on meta is written in the number format that it was built in.
+
+    Args:
+        dtypes: stock name -> number format, of tensors that have another.
+    """
+    stock = saved_tensors_of(model)
+    stock |= {name: stock[name].to(dtype) for name, dtype in (dtypes or {}).items()}
+    conversions = [
+        entry
+        for entry in get_model_conversion_mapping(model, add_legacy=False)
+        # Of files of the bare model, as transformers decides it for a model that was not loaded.
+        if not isinstance(entry, PrefixChange)
+    ]
+    # Where transformers keeps them for a loaded model: it would find them anew for every group.
+    vars(model)["_weight_conversions"] = conversions
+    convert = (lambda whole: revert_weight_conversion(model, whole)) if conversions else dict
+    reverse = [entry.reverse_transform() for entry in reversed(conversions)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    members: dict[str, list[str]] = {}
+    for name in stock:
+        target, pattern = apply_converters(name, converters)
+        members.setdefault(name if pattern is None else target, []).append(name)
+    groups: list[Group] = []
+    tensors: Tensors = {}
+    for names in members.values():
+        written = convert({name: stock[name] for name in names})
+        groups.append(Group(tuple(names), tuple(written)))
+        tensors |= {name: _alone(tensor) for name, tensor in written.items()}
+    # In the order of the whole, in which transformers splits it into files.
+    order = convert(stock)
+    return HubLayout(
+        {name: tensors[name] for name in order},
+        {name: tensor.dtype for name, tensor in stock.items()},
+        tuple(groups),
+        convert,
+        num_parameters=model.num_parameters(),
+    )
+
+
+def plain_layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> HubLayout:
+    """Return the layout of tensors that are written as they are.
+
+    Args:
+        shapes: name -> shape and number format in which it is written.
+    """
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    dtypes = {name: dtype for name, (_, dtype) in shapes.items()}
+    return HubLayout(tensors, dtypes, tuple(Group((name,), (name,)) for name in shapes), dict)
+
+
+def saved_tensors_of(model: PreTrainedModel) -> Tensors:
+    """Return what stock `save_pretrained` saves of a stock model on meta, before the layout of the hub.
+
+    Persistent buffers count; a tied weight is there once. The number formats are those in which stock
+    `from_pretrained` holds the model, which keeps some parameters in float32.
+    """
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    kept = model._get_dtype_plan(model.dtype)
+    if kept:
+        pattern, names, _ = build_glob_alternation(list(kept))
+        for name, tensor in saved.items():
+            if (match := pattern.search(name)) is not None and match.lastgroup is not None:
+                saved[name] = tensor.to(kept[names[match.lastgroup]])
+    return saved
+
+
+def check_names(where: object, found: Mapping[str, tuple[int, ...]], model: PreTrainedModel) -> None:
+    """Compare tensors by name and shape with those of a stock model on meta.
+
+    Args:
+        where: what holds the tensors, for the message.
+        found: stock name -> shape.
+
+    Raises:
+        CheckpointError: listing what is missing, what the model does not have, and what has another shape.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in saved_tensors_of(model).items()}
+    findings = {
+        "lacks tensors of the model": [name for name in wanted if name not in found],
+        "holds tensors that the model does not have": [name for name in found if name not in wanted],
+        "has tensors of other shapes": [
+            f"{name} {found[name]} there, {shape} in the model"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    problems = [f"{where} {what} ({len(names)}): {name_some(names)}" for what, names in findings.items() if names]
+    if problems:
+        raise CheckpointError(
+            [*problems, f"weights and configuration of {type(model).__name__} do not belong together"]
+        )
+
+
+def stock_class_named(architecture: str) -> type[PreTrainedModel] | None:
+    """Return a class of transformers; None for one that comes with its own code."""
+    return getattr(transformers, architecture, None)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Which tensor is in which file.
+
+    Attributes:
+        files: file name -> hub names in it.
+        file_of: hub name -> file name.
+        total_bytes: of all tensors.
+    """
+
+    files: dict[str, list[str]]
+    file_of: dict[str, str]
+    total_bytes: int
+
+
+def plan_files(layout: HubLayout, max_shard_size: int | str, pattern: str = WEIGHTS_PATTERN) -> FilePlan:
+    """Split a layout into files, as stock `save_pretrained` does.
+
+    Args:
+        max_shard_size: of a file, in bytes, or as in "5GB"; a larger tensor has a file of its own.
+        pattern: of the names of the files.
+
+    Raises:
+        CheckpointError: for a size that is none.
+    """
+    try:
+        split = split_torch_state_dict_into_shards(
+            layout.tensors, filename_pattern=pattern, max_shard_size=max_shard_size
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"max_shard_size = {max_shard_size!r} is no size ({error}); give a number of bytes, or one as in '5GB'"
+        ) from error
+    return FilePlan(dict(split.filename_to_tensors), dict(split.tensor_to_filename), split.metadata["total_size"])
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor on meta that is no view: the size of a file counts storages."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

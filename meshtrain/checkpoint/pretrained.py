@@ -1,0 +1,97 @@
+"""From the mesh as it stands to an ordinary Hugging Face folder."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshtrain import console
+from meshtrain.checkpoint.description import Tokenizer, name_of, write_description
+from meshtrain.checkpoint.hub_layout import (
+    MAX_SHARD_SIZE,
+    check_names,
+    layout_of,
+    plan_files,
+    stock_class,
+    stock_model,
+)
+from meshtrain.checkpoint.live import LiveTensors, find_live_tensors, gloo_group, write_live_folder
+from meshtrain.checkpoint.stock_tensors import stock_tensors
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.agreement import is_first_rank
+
+
+def save_pretrained(
+    pipeline: Pipeline,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    tokenizer: Tokenizer = None,
+    origin: Path | None = None,
+) -> None:
+    """Write the model as a folder that stock `from_pretrained` loads. Collective.
+
+    The files are those of stock `save_pretrained`, whatever the mesh. The first process of every pipeline stage writes
+    what lies on that stage, tensor by tensor, and holds one of them whole; the others hold a copy of their part of it.
+
+    Args:
+        pipeline: with values.
+        folder: appears when it is complete; every machine must see the same one.
+        dtype: number format of the weights; None: that of `model.config.dtype`.
+        max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
+        tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
+        origin: that directory; None: what the configuration says.
+
+    Raises:
+        CheckpointError: the same on all processes: the folder has something in it or cannot be written, or the
+            tensors are not those of the model.
+    """
+    model = pipeline.stages[0].model
+    chosen = dtype or original_dtype(pipeline)
+    stock = stock_model(stock_class(model), model.config, chosen)
+    layout = layout_of(stock)
+    plan = plan_files(layout, max_shard_size)
+    folder = folder.absolute()
+    with gloo_group() as group:
+        live = live_tensors(pipeline, group)
+        # The same on all processes, as the tensors are.
+        check_names("the parallel model", live.shapes, stock)
+        describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
+        write_live_folder(folder, layout, plan, live, describe=describe)
+    if is_first_rank():
+        console.line(f"{folder} holds {type(stock).__name__} in {name_of(chosen)}")
+
+
+def original_dtype(pipeline: Pipeline) -> torch.dtype:
+    """Return the number format that the model was built or loaded in."""
+    dtype = pipeline.stages[0].model.config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return dtype or getattr(torch, pipeline.plan.precision.parameters)
+
+
+def live_tensors(pipeline: Pipeline, group: ProcessGroup) -> LiveTensors:
+    """Return the tensors of a pipeline under their stock names. Collective."""
+    for stage in pipeline.stages:
+        # After a forward pass without a backward pass they would be gathered over dp_shard.
+        reshard(stage.model)
+    held = owned_tensors(pipeline)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    return find_live_tensors(held, stock_tensors(shapes, pipeline.fused), _leader(pipeline), group)
+
+
+def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return our FQN -> parameter or persistent buffer: over all processes, all that belongs to the weights."""
+    return {**pipeline.owned_parameters(), **pipeline.owned_buffers()}
+
+
+def _leader(pipeline: Pipeline) -> int:
+    """Return the first rank of this process's place on the pp axis."""
+    ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank("pp")]
+    assert dist.get_rank() in ranks
+    return int(ranks.flatten()[0])

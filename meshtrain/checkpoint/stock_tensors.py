@@ -1,0 +1,72 @@
+"""The tensors of the stock model, and the parts in which we keep some of them."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshtrain.models.fused import FusedParameter
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StockTensor:
+    """A tensor of the stock model.
+
+    Attributes:
+        name: its FQN.
+        parts: our names of what makes it up, in order.
+        dim: along which they are joined.
+        sizes: of the parts along `dim`; empty: there is one.
+        shape: of the whole.
+        kept_as: the shape that we keep it in, where it is another: a stack of parts.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    shape: Shape
+    kept_as: Shape = ()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return our name -> view of the part in the whole tensor."""
+        pieces = (
+            torch.split(whole, list(self.sizes), self.dim) if self.sizes else [whole.view(self.kept_as or self.shape)]
+        )
+        return dict(zip(self.parts, pieces, strict=True))
+
+
+def stock_tensors(
+    shapes: Mapping[str, Shape], fused: Iterable[FusedParameter], *, left_out: Collection[str] = ()
+) -> dict[str, StockTensor]:
+    """Return the tensors of the stock model by name, in an order that does not depend on the mesh.
+
+    Args:
+        shapes: our name -> shape of the whole tensor; all parts of a fused parameter are there, or none.
+        fused: which stock parameters are kept in parts.
+        left_out: our names of what has no place in the stock model: tied heads.
+    """
+    entries = {entry.name: entry for entry in fused if entry.parts[0] in shapes}
+    in_parts = {part for entry in entries.values() for part in entry.parts}
+    names = [*entries, *(name for name in shapes if name not in in_parts and name not in left_out)]
+    return {
+        name: _joined(entries[name], shapes) if name in entries else StockTensor(name, (name,), 0, (), shapes[name])
+        for name in sorted(names, key=_natural)
+    }
+
+
+def _joined(entry: FusedParameter, shapes: Mapping[str, Shape]) -> StockTensor:
+    kept, dim = shapes[entry.parts[0]], entry.dim
+    if entry.stacked:
+        shape = (*kept[:dim], kept[dim] * kept[dim + 1], *kept[dim + 2 :])
+        return StockTensor(entry.name, entry.parts, dim, (), shape, kept)
+    sizes = tuple(shapes[part][dim] for part in entry.parts)
+    return StockTensor(entry.name, entry.parts, dim, sizes, (*kept[:dim], sum(sizes), *kept[dim + 1 :]))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(not word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"\.", name)]

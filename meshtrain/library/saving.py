@@ -1,0 +1,88 @@
+"""Weights out of a parallel model: as an ordinary Hugging Face folder, or as they lie on the ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain.checkpoint.description import Tokenizer
+from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE
+from meshtrain.checkpoint.parallelized import save_parallelized as write_parallelized
+from meshtrain.checkpoint.pretrained import save_pretrained as write_pretrained
+from meshtrain.library.handle import Handle, handle_of
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    tokenizer: Tokenizer = None,
+) -> None:
+    """Write a parallel model as a Hugging Face folder, which stock `from_pretrained` loads bit for bit. Collective.
+
+    The folder is the one that stock `save_pretrained` would write, whatever the mesh: safetensors in the layout of the
+    hub, an index if there are several files, config.json, generation_config.json and the tokenizer. It appears when it
+    is complete. Tensors are gathered one by one, on the rank that writes them: the first rank of every pipeline stage
+    needs host memory for the largest tensor (for experts, which the hub keeps apart, twice that), the others for their
+    own part of one.
+
+    Args:
+        model: what `parallelize` returned.
+        folder: must not exist, or be empty; every machine must see the same one.
+        dtype: number format of the weights, such as `torch.bfloat16`; None: the original one, `model.config.dtype`.
+            What transformers keeps in float32 whatever the rest is in stays so.
+        max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
+        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
+            loaded from, if it was one.
+
+    Raises:
+        ModelError: if the model is not parallel, or has no values yet.
+        CheckpointError: on all ranks alike: the folder has something in it, cannot be written or is not the same on
+            all machines, there is no tokenizer where one should be, or tensors are missing or do not belong to the
+            model; those are listed.
+
+    Source: the layout of the hub, transformers.core_model_loading.revert_weight_conversion.
+    """
+    handle = _ready(model)
+    write_pretrained(
+        handle.pipeline,
+        Path(folder),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+        origin=source_of(handle),
+    )
+
+
+def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = None) -> None:
+    """Write the weights of a parallel model as they lie on the ranks, a file for each; nothing is gathered. Collective.
+
+    `load_weights(model, folder)` loads them again on any mesh; `meshtrain merge FOLDER OUT` makes an ordinary model of
+    them, on one process without an accelerator; `meshtrain checkpoint verify FOLDER` compares every file with its
+    hash. Copies of the model over dp are written once.
+
+    Args:
+        model: what `parallelize` returned.
+        folder: must not exist, or be empty; appears when it is complete. Every machine must see the same one.
+        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
+            loaded from, if it was one.
+
+    Raises:
+        ModelError: if the model is not parallel, or has no values yet.
+        CheckpointError: on all ranks alike: the folder has something in it or cannot be written.
+    """
+    handle = _ready(model)
+    write_parallelized(handle.pipeline, Path(folder), tokenizer=tokenizer, origin=source_of(handle))
+
+
+def source_of(handle: Handle) -> Path | None:
+    """Return the directory that a model came from, where its tokenizer may lie."""
+    return None if handle.source is None else Path(handle.source)
+
+
+def _ready(model: Any) -> Handle:
+    handle = handle_of(model)
+    handle.check_values()
+    return handle
