@@ -21,7 +21,7 @@ from meshtrain.checkpoint.location import Location, as_local
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
-from meshtrain.models.weights import INDEX_NAME, SINGLE_NAME
+from meshtrain.models.safetensors_files import INDEX_NAME, SINGLE_NAME
 
 
 @dataclass(frozen=True)
