@@ -17,10 +17,10 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
-from meshtrain.models.initialize import restore_buffers
-from meshtrain.models.weights import INDEX_NAME, load_weights
+from meshtrain.models.safetensors_files import INDEX_NAME
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import process_group
@@ -65,19 +65,10 @@ def _import(folder: Path, root: Location) -> None:
     model = build_model(hf_config, dtype=DTYPES[dtype], attention="eager")
     world_size = world_size_from_environment()
     plan = resolve_plan(plan, model, BatchShape(world_size, 1, 1), world_size)
-    tied = dict(model.all_tied_weights_keys)
     with process_group() as device:
         mesh = build_mesh(plan.mesh, device.type)
         pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
-        for stage in pipeline.stages:
-            restore_buffers(stage.model)
-        load_weights(
-            dict(pipeline.named_parameters()),
-            folder,
-            fused=pipeline.fused,
-            tied=tied,
-            base_prefix=pipeline.stages[0].model.base_model_prefix,
-        )
+        load_pretrained(pipeline, folder)
         save_checkpoint(
             root,
             weights_of(pipeline),

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshtrain.checkpoint.directory import check_new, sync_tree
 from meshtrain.checkpoint.hub_layout import FilePlan, HubLayout
 from meshtrain.errors import CheckpointError
-from meshtrain.models.weights import INDEX_NAME
+from meshtrain.models.safetensors_files import INDEX_NAME
 
 # In the order in which the library sorts them: large ones first, so that every tensor is aligned.
 _NAMES = {

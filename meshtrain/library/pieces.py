@@ -18,8 +18,8 @@ from meshtrain.library.handle import handle_of
 from meshtrain.models.build import build_model as build_stock
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
-from meshtrain.models.weights import load_weights as read_weights
 from meshtrain.parallel.check.mesh import resolve_mesh
+from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.mesh import build_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
@@ -90,13 +90,15 @@ def initialize(model: Any, seed: int = 0) -> None:
     handle.has_values = True
 
 
-def load_weights(model: Any, folder: str | Path) -> None:
+def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = False) -> None:
     """Fill a parallel model from files. Collective; each rank reads only what it keeps.
 
     Args:
         model: what `parallelize` returned, for a model on meta or one whose values are to be replaced.
         folder: a local Hugging Face directory with safetensors, what `save_parallelized` wrote, or a checkpoint of a
             run; or a hub id. Values are cast to the number format that the parameters have here.
+        enlarge_vocabulary: where the model was built with a larger `vocab_size` than the Hugging Face directory has,
+            the new rows of embedding and head become the mean of the others.
 
     Raises:
         ModelError: on all ranks alike: files are missing or broken, or they hold another model.
@@ -104,19 +106,12 @@ def load_weights(model: Any, folder: str | Path) -> None:
     """
     handle = handle_of(model)
     pipeline = handle.pipeline
-    for stage in pipeline.stages:
-        restore_buffers(stage.model)
     if (Path(folder) / MANIFEST_NAME).is_file():
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
         load_weights_of(Path(folder), pipeline)
     else:
-        stock = pipeline.stages[0].model
-        read_weights(
-            dict(pipeline.named_parameters()),
-            local_directory(str(folder)),
-            fused=pipeline.fused,
-            tied=dict(stock.all_tied_weights_keys),
-            base_prefix=stock.base_model_prefix,
-        )
+        load_pretrained(pipeline, local_directory(str(folder)), enlarge_vocabulary=enlarge_vocabulary)
         handle.source = str(folder)
     handle.has_values = True
 

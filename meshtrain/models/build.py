@@ -1,5 +1,6 @@
 """A Hugging Face causal LM on the meta device: all of its structure, none of its bytes."""
 
+import copy
 import difflib
 import inspect
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -85,6 +88,18 @@ def build_model(
         )
     model.train()
     return model
+
+
+def stock_class(model: nn.Module) -> Any:
+    """Return the class of a model without what FSDP2 has mixed into it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def stock_like(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a whole, unchanged model on meta of the class and configuration of one that was cut or sharded."""
+    with torch.device("meta"):
+        stock: PreTrainedModel = stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    return stock
 
 
 def local_directory(path: str) -> Path:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, activations, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.errors import ModelError
+from meshtrain.models.build import stock_class
 from meshtrain.models.layout import local_indices, local_tensor
 
 TILE_ROWS, TILE_COLUMNS = 64, 1024
@@ -82,7 +82,7 @@ def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str,
     untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
     if untouched:
         raise ModelError(
-            f"{_stock_class(model).__name__} has no initialisation rule that can be repeated on every mesh for "
+            f"{stock_class(model).__name__} has no initialisation rule that can be repeated on every mesh for "
             f"{', '.join(untouched[:5])}; start from pretrained weights instead"
         )
     _zero_padding_rows(model)
@@ -104,7 +104,7 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
         module.__dict__.pop("_is_hf_initialized", None)
     # It leaves out some rules of what it takes for custom code (GPT-2's scaled projections), and it takes every class
     # for that whose module is not its own: FSDP2 gives the model such a class.
-    model.is_custom_code = _stock_class(model).is_custom_code  # type: ignore[method-assign]
+    model.is_custom_code = stock_class(model).is_custom_code  # type: ignore[method-assign]
     # transformers computes tables of positions in this type while it builds the model.
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if model.dtype == torch.float64 else torch.float32)
@@ -127,10 +127,6 @@ def _initialize_activations(model: nn.Module) -> None:
                 initialization.copy_(tensor, getattr(new, name))
 
 
-def _stock_class(model: nn.Module) -> Any:
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
 def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "_Filler") -> None:
     """Check that the rule of a head would fill its embedding alike: on another stage only that one's rule is run."""
     with torch.device("meta"):
@@ -138,7 +134,7 @@ def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "
     model._initialize_weights(embedding)
     if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
         raise ModelError(
-            f"{_stock_class(model).__name__} initialises {name} in another way than the embedding that it is tied to; "
+            f"{stock_class(model).__name__} initialises {name} in another way than the embedding that it is tied to; "
             "start from pretrained weights instead, or use pp = 1"
         )
 
@@ -147,7 +143,7 @@ def _check_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise ModelError(
-                f"{_stock_class(model).__name__} does not say how to compute its buffer {name}; it cannot be built "
+                f"{stock_class(model).__name__} does not say how to compute its buffer {name}; it cannot be built "
                 "on meta"
             )
 
@@ -230,7 +226,7 @@ class _NoShardedDraws(TorchDispatchMode):
         kind = func.overloadpacket.__name__
         if kind in DRAWS and isinstance(args[0], DTensor):
             raise ModelError(
-                f"{_stock_class(self.model).__name__} initialises a parameter by Tensor.{kind}, which cannot "
+                f"{stock_class(self.model).__name__} initialises a parameter by Tensor.{kind}, which cannot "
                 "be repeated on every mesh; start from pretrained weights instead"
             )
         return func(*args, **(kwargs or {}))

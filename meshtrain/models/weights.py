@@ -1,25 +1,25 @@
 """Pretrained weights: every process reads only its own slices of the safetensors files."""
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError, name_some
+from meshtrain.models.block_reader import BlockReader
 from meshtrain.models.fused import FusedParameter
+from meshtrain.models.hub_layout import Layout, find_layout
 from meshtrain.models.layout import local_ranges, local_tensor
-from meshtrain.runtime.agreement import gather_objects
+from meshtrain.models.origins import Origin
+from meshtrain.models.safetensors_files import find_tensors
+from meshtrain.models.vocabulary import enlarge_vocabulary as with_new_rows
+from meshtrain.models.vocabulary import names_by_vocabulary
+from meshtrain.runtime.agreement import raise_together
 
-SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-# Old files hold what the model computes by itself: causal masks and rotary frequencies.
-_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+# Both ends of a tie are compared in pieces of so many bytes.
+_COMPARED_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
@@ -28,210 +28,126 @@ def load_weights(
     source: Path,
     *,
     fused: Sequence[FusedParameter],
-    tied: Mapping[str, str],
-    base_prefix: str,
+    stock: PreTrainedModel,
+    enlarge_vocabulary: bool = False,
 ) -> None:
     """Fill this rank's parameters from the safetensors files of a Hugging Face directory. Collective.
 
+    Every layout that transformers' `from_pretrained` reads is read: that of the modules, and older ones in which
+    experts lie one by one, projections are fused or names are others. The host holds, beside the parameters, little
+    more than one tensor of the files at a time.
+
     Args:
-        parameters: our FQN -> what lies on this rank, plain or DTensor on any mesh; values are cast to its dtype. The
-            ranks together hold the whole model.
+        parameters: our FQN -> what lies on this rank, plain or DTensor on any mesh and device; values are cast to its
+            dtype. Buffers that the model saves may be among them: they are filled if the files have them. The ranks
+            together hold the whole model.
         source: a local directory with model.safetensors, or with an index and the files that it names.
         fused: which stock parameters are kept in parts.
-        tied: FQN of a tied head -> the FQN whose values it has.
-        base_prefix: the stock model's `base_model_prefix`: files of the bare model leave it out of every name.
+        stock: the whole model, unchanged, on meta (`stock_like`): names, shapes and conversions are its.
+        enlarge_vocabulary: where the model's vocabulary is larger than that of the files, new rows of embedding and
+            head become the mean of those that are there.
 
     Raises:
         ModelError: the same on all ranks: files are missing or broken, or they hold another model.
     """
-    origins = _find_origins(parameters, fused, tied)
-    with ExitStack() as stack:
-        survey = _Survey()
+    pinned = any(local_tensor(parameter).device.type == "cuda" for parameter in parameters.values())
+    with BlockReader(pinned=pinned) as reader:
+        layout, problems = Layout(), list[str]()
         try:
-            files = _Files(source, stack, base_prefix)
-            names = {name: files.name_of(origin.name) for name, origin in origins.items()}
-            survey = _survey(parameters, origins, names, files)
+            layout = find_layout(stock, find_tensors(source))
+            problems = _problems(source, stock, layout, enlarge_vocabulary=enlarge_vocabulary)
         except ModelError as error:
-            survey.unreadable.extend(error.problems)
-        surveys = gather_objects(survey)
-        _check_surveys(source, surveys, files.names if not survey.unreadable else (), {*tied})
-        for name, parameter in parameters.items():
-            local = local_tensor(parameter)
-            if local.numel():
-                origin = origins[name]
-                blocks = [files.read(names[name], ranges) for ranges in origin.blocks(parameter)]
-                local.copy_(torch.stack(blocks, origin.dim) if origin.stacked else blocks[0])
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where a parameter of ours lies in the stock model: a whole stock parameter, a part of one, or a stack of parts.
-
-    Attributes:
-        name: of the stock parameter.
-        dim: along which it has parts.
-        start: where our part begins along `dim`.
-        total: length of the stock parameter along it; None where ours is the whole.
-        stacked: number of equal parts that we keep on a dimension of their own; else 0.
-    """
-
-    name: str
-    dim: int = 0
-    start: int = 0
-    total: int | None = None
-    stacked: int = 0
-
-    def shape(self, parameter: Tensor) -> list[int]:
-        sizes = list(parameter.shape)
-        if self.stacked:
-            sizes[self.dim : self.dim + 2] = [sizes[self.dim] * sizes[self.dim + 1]]
-        elif self.total is not None:
-            sizes[self.dim] = self.total
-        return sizes
-
-    def blocks(self, parameter: Tensor) -> list[list[slice]]:
-        """Return the ranges of the stock tensor that make up what lies here: one, or one for each part of a stack."""
-        ranges = local_ranges(parameter)
-        if self.stacked:
-            rows, place, length = ranges[self.dim], ranges[self.dim + 1], parameter.shape[self.dim + 1]
-            shifted = [
-                slice(part * length + place.start, part * length + place.stop) for part in range(rows.start, rows.stop)
-            ]
-            return [[*ranges[: self.dim], rows, *ranges[self.dim + 2 :]] for rows in shifted]
-        if self.total is not None:
-            place = ranges[self.dim]
-            ranges[self.dim] = slice(self.start + place.start, self.start + place.stop)
-        return [ranges]
-
-
-@dataclass
-class _Survey:
-    """What one rank found before it reads anything."""
-
-    unreadable: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    used: list[str] = field(default_factory=list)
-
-
-class _Files:
-    """The tensors of a directory, by the name that they have there."""
-
-    def __init__(self, source: Path, stack: ExitStack, base_prefix: str) -> None:
-        self._stack = stack
-        self._handles: dict[Path, Any] = {}
-        self._paths = self._find_paths(source)
-        prefix = f"{base_prefix}."
-        self._left_out = "" if any(name.startswith(prefix) for name in self._paths) else prefix
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._paths.keys()
-
-    def name_of(self, stock_name: str) -> str:
-        """Return the name that a stock parameter has in these files, whether it is there or not."""
-        return stock_name.removeprefix(self._left_out)
-
-    def shape(self, name: str) -> list[int]:
-        return list(self._slice(name).get_shape())
-
-    def read(self, name: str, ranges: list[slice]) -> Tensor:
-        block: Tensor = self._slice(name)[tuple(ranges)] if ranges else self._open(self._paths[name]).get_tensor(name)
-        return block
-
-    def _slice(self, name: str) -> Any:
-        path = self._paths[name]
+            problems = list(error.problems)
+        raise_together(problems, ModelError)
         try:
-            return self._open(path).get_slice(name)
-        except SafetensorError as error:
-            raise ModelError(f"{path} lacks {name}, which its index promises; download the model again") from error
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            try:
-                self._handles[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} cannot be read ({error}): is it cut short? Download it again") from error
-        return self._handles[path]
-
-    def _find_paths(self, source: Path) -> dict[str, Path]:
-        if not source.is_dir():
-            raise ModelError(f"{source} is no directory; give a local Hugging Face directory with {SINGLE_NAME}")
-        if (source / INDEX_NAME).is_file():
-            return _read_index(source / INDEX_NAME)
-        path = source / SINGLE_NAME
-        if path.is_file():
-            return dict.fromkeys(self._open(path).keys(), path)
-        if any(source.glob("pytorch_model*.bin")):
-            raise ModelError(
-                f"{source} has its weights in pytorch_model.bin, a pickle; convert it: "
-                f'AutoModelForCausalLM.from_pretrained("{source}").save_pretrained(...)'
-            )
-        raise ModelError(
-            f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a directory that holds the weights"
-        )
+            origins = _part_origins(with_new_rows(layout.origins, stock), fused)
+            _fill(parameters, origins, reader)
+            problems = _contradictions(parameters, origins, layout.contested, source, reader)
+        except ModelError as error:
+            problems = list(error.problems)
+        raise_together(problems, ModelError)
 
 
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        paths = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no index of safetensors files ({error}); download the model again") from error
-    if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
-        raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
-    return paths
-
-
-def _find_origins(
-    parameters: Mapping[str, Tensor], fused: Sequence[FusedParameter], tied: Mapping[str, str]
-) -> dict[str, _Origin]:
-    parts = {part: (entry, index) for entry in fused for index, part in enumerate(entry.parts)}
-    origins = {}
-    for name, parameter in parameters.items():
-        if name in parts:
-            entry, index = parts[name]
-            origins[name] = _origin_of_part(entry, index, parameter)
-        else:
-            origins[name] = _Origin(tied.get(name, name))
-    return origins
-
-
-def _origin_of_part(entry: FusedParameter, index: int, parameter: Tensor) -> _Origin:
-    if entry.stacked:
-        return _Origin(entry.name, entry.dim, stacked=entry.stacked)
-    sizes = entry.sizes or (parameter.shape[entry.dim],) * len(entry.parts)
-    return _Origin(entry.name, entry.dim, sum(sizes[:index]), sum(sizes))
-
-
-def _survey(
-    parameters: Mapping[str, Tensor], origins: Mapping[str, _Origin], names: Mapping[str, str], files: _Files
-) -> _Survey:
-    survey = _Survey(used=sorted(set(names.values())))
-    present = set(files.names)
-    for name, parameter in parameters.items():
-        if names[name] not in present:
-            survey.missing.append(origins[name].name)
-            continue
-        found, wanted = files.shape(names[name]), origins[name].shape(parameter)
-        if found != wanted:
-            survey.shapes.append(f"{origins[name].name} {tuple(found)} there, {tuple(wanted)} in the model")
-    return survey
-
-
-def _check_surveys(source: Path, surveys: Sequence[_Survey], names: Iterable[str], tied_heads: set[str]) -> None:
-    if unreadable := dict.fromkeys(problem for survey in surveys for problem in survey.unreadable):
-        raise ModelError(unreadable)
-    used = {name for survey in surveys for name in survey.used}
+def _problems(source: Path, stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> list[str]:
+    """Return what speaks against these files, as lines; none if they hold the model."""
+    misfits, hint = _other_shapes(stock, layout, enlarge_vocabulary=enlarge_vocabulary)
     findings = {
-        "lacks weights of the model": [name for survey in surveys for name in survey.missing],
-        "holds weights that the model does not have": [
-            name for name in names if name not in used | tied_heads and not _BUFFERS.search(name)
-        ],
-        "has weights of other shapes": [text for survey in surveys for text in survey.shapes],
+        "lacks weights of the model": layout.missing,
+        "holds weights that the model does not have": layout.unexpected,
+        "has weights of other shapes": layout.misfits + misfits,
     }
     problems = []
     for what, found in findings.items():
         if unique := list(dict.fromkeys(found)):
             problems.append(f"{source} {what} ({len(unique)}): {name_some(unique)}")
-    if problems:
-        raise ModelError([*problems, "use the configuration that belongs to these weights, or other weights"])
+    return [*problems, hint] if problems else []
+
+
+def _other_shapes(stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> tuple[list[str], str]:
+    texts, only_too_few = [], True
+    by_vocabulary = names_by_vocabulary(stock)
+    for name, wanted in stock.state_dict().items():
+        if name not in layout.origins or layout.origins[name].shape == wanted.shape:
+            continue
+        found = layout.origins[name].shape
+        too_few = name in by_vocabulary and found[1:] == wanted.shape[1:] and found[0] < wanted.shape[0]
+        only_too_few &= too_few
+        if not (too_few and enlarge_vocabulary):
+            texts.append(f"{name} {tuple(found)} there, {tuple(wanted.shape)} in the model")
+    if texts and only_too_few:
+        return texts, (
+            "the model has more tokens than the files: set model.enlarge_vocabulary = true (in a program: "
+            "enlarge_vocabulary=True) to give the new ones the mean of the known rows"
+        )
+    return texts, "use the configuration that belongs to these weights, or other weights"
+
+
+def _part_origins(origins: Mapping[str, Origin], fused: Sequence[FusedParameter]) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = dict(origins)
+    for entry in fused:
+        result.update(entry.split(result.pop(entry.name)))
+    return result
+
+
+def _fill(parameters: Mapping[str, Tensor], origins: Mapping[str, Tensor], reader: BlockReader) -> None:
+    for name, tensor in parameters.items():
+        origin = origins.get(name)
+        if origin is None:
+            assert not isinstance(tensor, nn.Parameter), f"{name} is no parameter of the stock model"
+        else:
+            assert isinstance(origin, Origin)
+            assert origin.shape == tensor.shape, f"{name} is cut by something unknown"
+            origin.read(local_ranges(tensor), local_tensor(tensor), reader)
+
+
+def _contradictions(
+    parameters: Mapping[str, Tensor],
+    origins: Mapping[str, Tensor],
+    contested: Mapping[str, str],
+    source: Path,
+    reader: BlockReader,
+) -> list[str]:
+    """Return, as lines, the ties of the configuration whose two ends differ in the files."""
+    problems = []
+    for copy, original in contested.items():
+        tensor = parameters.get(original, parameters.get(copy))
+        other = origins[copy if original in parameters else original]
+        assert isinstance(other, Origin)
+        if tensor is not None and not _is_equal(local_tensor(tensor), other, local_ranges(tensor), reader):
+            problems.append(
+                f"{source} has other values for {copy} than for {original}, but the configuration ties them; "
+                "from_pretrained would not tie them: set tie_word_embeddings = false (model.config in a run file)"
+            )
+    return problems
+
+
+def _is_equal(values: Tensor, origin: Origin, ranges: Sequence[slice], reader: BlockReader) -> bool:
+    rows = max(1, _COMPARED_BYTES * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), rows):
+        part = values[start : start + rows]
+        other = torch.empty_like(part)
+        first = ranges[0].start + start
+        origin.read([slice(first, first + len(part)), *ranges[1:]], other, reader)
+        if not torch.equal(part, other):
+            return False
+    return True

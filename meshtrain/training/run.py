@@ -23,10 +23,10 @@ from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError, name_some
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
-from meshtrain.models.weights import load_weights
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.account import account, flops_per_token
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
@@ -273,19 +273,12 @@ def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> 
 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     assert config.model.path is not None
-    for stage in pipeline.stages:
-        restore_buffers(stage.model)
     if (Path(config.model.path) / MANIFEST_NAME).is_file():
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
         load_weights_of(Path(config.model.path), pipeline)
         return
-    model = pipeline.stages[0].model
-    load_weights(
-        dict(pipeline.named_parameters()),
-        local_directory(config.model.path),
-        fused=pipeline.fused,
-        tied=dict(model.all_tied_weights_keys),
-        base_prefix=model.base_model_prefix,
-    )
+    load_pretrained(pipeline, local_directory(config.model.path))
 
 
 def _save(

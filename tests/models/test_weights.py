@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.errors import ModelError
+from meshtrain.models.build import stock_like
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.weights import load_weights
-from tests.models.gpt2 import FUSED, GPT2, TIED
+from tests.models.gpt2 import FUSED, GPT2
 from tests.ranks import run_on_ranks
 
 LLAMA = LlamaConfig(
@@ -55,8 +56,31 @@ def shard(values: Mapping[str, Tensor], dp: int, tp: int) -> dict[str, Tensor]:
     return {name.replace("/", "."): parameter for name, parameter in module.named_parameters()}
 
 
-def load_gpt2(source: Path, parameters: Mapping[str, Tensor]) -> None:
-    load_weights(parameters, source, fused=FUSED, tied=TIED, base_prefix="transformer")
+def meta_gpt2(config: GPT2Config = GPT2) -> GPT2LMHeadModel:
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def load_gpt2(source: Path, parameters: Mapping[str, Tensor], stock: PreTrainedModel | None = None) -> None:
+    load_weights(parameters, source, fused=FUSED, stock=stock or meta_gpt2())
+
+
+class Single(PreTrainedModel):
+    """A model of one parameter."""
+
+    config: PretrainedConfig
+
+    def __init__(self, name: str, *shape: int) -> None:
+        super().__init__(PretrainedConfig())
+        owner, _, kind = name.rpartition(".")
+        module = nn.Module() if owner else self
+        module.register_parameter(kind, nn.Parameter(torch.empty(shape, device="meta")))
+        if owner:
+            self.add_module(owner, module)
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        return None
 
 
 def load_on(source: Path, values: dict[str, Tensor], dp: int, tp: int) -> bool:
@@ -117,13 +141,13 @@ def test_values_are_cast_to_the_parameter(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LLAMA).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     parameters = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
-    load_weights(parameters, tmp_path, fused=(), tied={}, base_prefix="model")
+    load_weights(parameters, tmp_path, fused=(), stock=stock_like(model))
     assert all(torch.equal(parameters[name], parameter.float()) for name, parameter in model.named_parameters())
 
 
 def test_a_tied_head_and_old_buffers_in_the_file_are_left_out(source: Path, gpt2: GPT2LMHeadModel) -> None:
     path, wanted = source / "model.safetensors", parameters_of(gpt2)
-    old = {"lm_head.weight": torch.ones(1), "transformer.h.0.attn.bias": torch.ones(1)}
+    old = {"lm_head.weight": wanted["transformer.wte.weight"].clone(), "transformer.h.0.attn.bias": torch.ones(1)}
     old |= {
         "transformer.h.0.attn.masked_bias": torch.ones(()),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1),
@@ -137,22 +161,22 @@ def test_a_tied_head_and_old_buffers_in_the_file_are_left_out(source: Path, gpt2
 def test_a_number_is_read(tmp_path: Path) -> None:
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     parameters = {"scale": torch.zeros(())}
-    load_weights(parameters, tmp_path, fused=(), tied={}, base_prefix="model")
+    load_weights(parameters, tmp_path, fused=(), stock=Single("scale"))
     assert parameters["scale"] == 3
 
 
-def load_other(source: Path, values: dict[str, Tensor]) -> tuple[str, ...]:
-    values = dict(values)
-    values.pop("transformer.h.1.mlp.c_fc.bias")
-    if dist.get_rank() == 1:
-        values["transformer.h.2.ln_1.weight"] = torch.zeros(10)
-        values["transformer.wpe.weight"] = torch.zeros(9, 10)
-        values["transformer.h.0.attn.c_attn.k.weight"] = torch.zeros(10, 12)
-    return raised(lambda: load_gpt2(source, values))
+def load_other(source: Path) -> tuple[str, ...]:
+    stock = meta_gpt2()
+    stock.transformer.wpe = nn.Embedding(9, 10, device="meta")
+    stock.transformer.h[0].attn.c_attn.weight = nn.Parameter(torch.empty(10, 36, device="meta"))
+    stock.transformer.h[1].mlp.c_fc.bias = None
+    stock.transformer.h.append(nn.Module())
+    stock.transformer.h[2].ln_1 = nn.LayerNorm(10, bias=False, device="meta")
+    return raised(lambda: load_gpt2(source, {}, stock))
 
 
-def test_files_of_another_model_are_refused_on_all_ranks(source: Path, gpt2: GPT2LMHeadModel) -> None:
-    first, second = run_on_ranks(2, load_other, source, parameters_of(gpt2))
+def test_files_of_another_model_are_refused_on_all_ranks(source: Path) -> None:
+    first, second = run_on_ranks(2, load_other, source)
     assert first == second
     assert first == (
         f"{source} lacks weights of the model (1): transformer.h.2.ln_1.weight",
@@ -212,7 +236,7 @@ def load_a_slice(source: Path, rows: int, columns: int) -> bool:
     # The mapped file counts as well, though it takes no memory; a copy of the whole tensor would not fit beside it.
     allowed_bytes = _data_bytes() + rows * columns * 4 + 3 * part.nbytes
     resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes, resource.RLIM_INFINITY))
-    load_weights({"weight": matrix}, source, fused=(), tied={}, base_prefix="model")
+    load_weights({"weight": matrix}, source, fused=(), stock=Single("weight", rows, columns))
     return bool((part == dist.get_rank()).all())
 
 
@@ -237,7 +261,9 @@ def load_stacked(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
         "experts", nn.Parameter(distribute_tensor(torch.zeros_like(wanted), mesh["tp"], [Shard(2)]))
     )
     fully_shard(module, mesh=mesh["dp"])
-    load_weights({"layers.experts": module.experts}, source, fused=[entry], tied={}, base_prefix="model")
+    load_weights(
+        {"layers.experts": module.experts}, source, fused=[entry], stock=Single("layers.experts", *stock.shape)
+    )
     return torch.equal(module.experts.full_tensor(), wanted)
 
 
@@ -248,14 +274,14 @@ def test_stacked_parts_are_read_from_their_slices(tmp_path: Path) -> None:
 
 
 def load_unequal(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
-    entry = FusedParameter("layers.qkv.weight", tuple(f"layers.{part}" for part in "qkv"), 0, sizes=(8, 4, 4))
+    entry = FusedParameter("layers.qkv", tuple(f"layers.{part}" for part in "qkv"), 0, sizes=(8, 4, 4))
     wanted = shard(entry.split(stock), dp, tp)
     parameters = shard({name: torch.zeros_like(value) for name, value in entry.split(stock).items()}, dp, tp)
-    load_weights(parameters, source, fused=[entry], tied={}, base_prefix="model")
+    load_weights(parameters, source, fused=[entry], stock=Single("layers.qkv", *stock.shape))
     return all(torch.equal(local_tensor(parameters[name]), local_tensor(wanted[name])) for name in wanted)
 
 
 def test_unequal_parts_are_read_from_their_slices(tmp_path: Path) -> None:
     stock = torch.randn(16, 6)
-    save_file({"layers.qkv.weight": stock}, tmp_path / "model.safetensors")
+    save_file({"layers.qkv": stock}, tmp_path / "model.safetensors")
     assert all(run_on_ranks(4, load_unequal, tmp_path, stock, 2, 2))

@@ -21,9 +21,9 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_tensor
-from meshtrain.models.weights import load_weights
 from meshtrain.parallel import borders
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.parallel.schedules import SCHEDULES, stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
@@ -262,13 +262,7 @@ def travel(folder: Path) -> Travel:
     pipeline = trainer.pipeline
     initialize_pipeline(pipeline)
     seen.twins.append(are_twins(trainer, only_values=True))
-    load_weights(
-        dict(pipeline.named_parameters()),
-        folder,
-        fused=pipeline.fused,
-        tied={HEAD: EMBEDDING},
-        base_prefix="transformer",
-    )
+    load_pretrained(pipeline, folder)
     seen.twins.append(are_twins(trainer, only_values=True))
     return seen
 

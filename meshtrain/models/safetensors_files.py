@@ -1,0 +1,136 @@
+"""Safetensors files as tables of tensors: what lies where, without mapping a file into memory.
+
+Mapped pages count as memory of the process that has touched them, so a mapped file of 5 GB looks like 5 GB in use.
+Source of the format: the README of https://github.com/huggingface/safetensors, "Format".
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain.errors import ModelError, name_some
+
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+# As the reference implementation: more is no header but garbage.
+LONGEST_HEADER_BYTES = 100_000_000
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_QUANTISED = re.compile(r"F[468]_.*")
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Where one tensor lies.
+
+    Attributes:
+        path: of the file.
+        name: of the tensor in it.
+        dtype: of its values.
+        shape: its lengths; the values lie in row-major order.
+        start: byte of the file at which they begin.
+    """
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def find_tensors(source: Path) -> dict[str, FileTensor]:
+    """Return every tensor of a Hugging Face directory by the name that it has there.
+
+    Args:
+        source: a local directory with model.safetensors, or with an index and the files that it names.
+
+    Raises:
+        ModelError: if files are missing, broken, or of a kind that is not read.
+    """
+    if not source.is_dir():
+        raise ModelError(f"{source} is no directory; give a local Hugging Face directory with {SINGLE_NAME}")
+    if (source / INDEX_NAME).is_file():
+        return _find_by_index(source / INDEX_NAME)
+    if (source / SINGLE_NAME).is_file():
+        return read_header(source / SINGLE_NAME)
+    if any(source.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"{source} has its weights in pytorch_model.bin, a pickle; convert it: "
+            f'AutoModelForCausalLM.from_pretrained("{source}").save_pretrained(...)'
+        )
+    raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a directory that holds the weights")
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Return the tensors of one file by name.
+
+    Raises:
+        ModelError: if it is no whole safetensors file, or holds numbers of a type that cannot be trained.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
+                raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return _parse(path, header, 8 + length, size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): is it cut short? Download it again") from error
+
+
+def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) -> dict[str, FileTensor]:
+    tensors, end = {}, first_byte
+    # The values follow each other without gaps: what is cut off or written over shows here.
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _dtype(path, name, entry["dtype"]), tuple(int(length) for length in entry["shape"])
+        begin, stop = (first_byte + int(offset) for offset in entry["data_offsets"])
+        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or stop > size:
+            raise ValueError(f"{name} of shape {shape} is said to lie in bytes {begin:,} to {stop:,} of {size:,}")
+        tensors[name] = FileTensor(path, name, dtype, shape, begin)
+        end = stop
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end:,} of {size:,}")
+    return tensors
+
+
+def _dtype(path: Path, name: str, code: str) -> torch.dtype:
+    if code in DTYPES:
+        return DTYPES[code]
+    if _QUANTISED.fullmatch(code):
+        raise ModelError(
+            f"{path} holds {name} in {code}: quantised weights, which need their scales; dequantise the model first, "
+            "or take the bfloat16 version of it"
+        )
+    raise ModelError(f"{path} holds {name} in {code}, which is not read; known are {', '.join(DTYPES)}")
+
+
+def _find_by_index(index: Path) -> dict[str, FileTensor]:
+    try:
+        paths = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no index of safetensors files ({error}); download the model again") from error
+    if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
+        raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
+    headers = {path: read_header(path) for path in dict.fromkeys(paths.values())}
+    for name, path in paths.items():
+        if name not in headers[path]:
+            raise ModelError(f"{path} lacks {name}, which its index promises; download the model again")
+    return {name: headers[path][name] for name, path in paths.items()}

@@ -1,0 +1,30 @@
+"""Pretrained weights into the shards of a pipeline."""
+
+from pathlib import Path
+
+from meshtrain.models.build import stock_like
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.weights import load_weights
+from meshtrain.parallel.pipeline import Pipeline
+
+
+def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: bool = False) -> None:
+    """Fill the parameters and buffers of a pipeline from a local Hugging Face directory. Collective.
+
+    Args:
+        pipeline: with memory for its parameters, on any mesh.
+        source: a directory with safetensors files, in any layout that transformers' `from_pretrained` reads.
+        enlarge_vocabulary: new rows of embedding and head become the mean of those in the files.
+
+    Raises:
+        ModelError: the same on all ranks: files are missing or broken, or they hold another model.
+    """
+    for stage in pipeline.stages:
+        restore_buffers(stage.model)
+    load_weights(
+        {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())},
+        source,
+        fused=pipeline.fused,
+        stock=stock_like(pipeline.stages[0].model),
+        enlarge_vocabulary=enlarge_vocabulary,
+    )
