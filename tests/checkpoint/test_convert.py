@@ -1,5 +1,6 @@
 """Weights to and from Hugging Face folders, and into a new run."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tests.training.runs import build_plan, build_run, steps_of, train_here
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a Hugging Face folder of a GPT-2 whose projections are fused and whose head is tied."""
-    model = AutoModelForCausalLM.from_config(GPT2, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(GPT2), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "stock")
     (tmp_path / "stock" / "tokenizer_config.json").write_text("{}")
     return tmp_path / "stock"
