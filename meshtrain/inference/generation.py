@@ -47,11 +47,8 @@ def generate_on_mesh(
         if pipeline.plan.compile.enabled:
             # The cache has another length at every token, and would be compiled anew.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if pipeline.num_stages > 1:
-            generate: Callable[..., Any] = as_one_model(pipeline).generate
-        else:
-            generate = stock or models[0].generate
-        return generate(inputs, **options)
+        model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
+        return (stock or model.generate)(inputs, **options)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
     """
     stage = pipeline.stages[0].model
     # Made past the class: FSDP2 would build another model, and its hooks belong to the stage.
-    stock = next(kind for kind in type(stage).__mro__ if not issubclass(kind, FSDPModule))
+    stock: Any = next(kind for kind in type(stage).__mro__ if not issubclass(kind, FSDPModule))
     model: PreTrainedModel = object.__new__(stock)
     model.__dict__.update(vars(stage))
     for name in vars(stage):
@@ -99,7 +99,7 @@ class _Stages:
                 _count_elsewhere(cache, stage, input_ids)
             borders.end_stage()
         borders.wait()
-        return CausalLMOutputWithPast(logits=self._share(output), past_key_values=past_key_values)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=self._share(output), past_key_values=past_key_values)
 
     def _share(self, output: Tensor) -> Tensor:
         """Give every process the logits of the last stage."""
