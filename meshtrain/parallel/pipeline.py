@@ -22,7 +22,6 @@ from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tensor.region import stream_in_parts
-from meshtrain.parallel.tensor.stream import check_divisible
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_size
 from meshtrain.runtime.place import Place
@@ -141,14 +140,8 @@ class Pipeline:
 
         Returns:
             () the sum of the losses of this process's microbatches; zero where it holds no last stage.
-
-        Raises:
-            DataError: if sequences shall be split over tp, which does not divide their length.
         """
         inputs, labels = _split_off_labels(batch)
-        if self.plan.tensor.sequence_parallel:
-            # Before the first message: other stages would wait for ever for that which finds it.
-            check_divisible(labels.shape[1], axis_size(self.mesh, "tp"))
         self._set_sequence_length(labels)
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)

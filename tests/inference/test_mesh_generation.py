@@ -180,6 +180,6 @@ def test_a_pipeline_says_what_it_cannot_give() -> None:
     for name in ("output_attentions", "output_hidden_states"):
         said = run_on_ranks(2, ask, place, [{name: True, "return_dict_in_generate": True}])
         assert set(said) == {
-            f"generate: {name} cannot be had from a pipeline, of which every process holds a part; leave it out, or use "
-            "a mesh with pp = 1"
+            f"generate: {name} cannot be had from a pipeline, of which every process holds a part; leave it out, or "
+            "use a mesh with pp = 1"
         }
