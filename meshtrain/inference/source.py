@@ -18,10 +18,10 @@ from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers
-from meshtrain.models.weights import load_weights
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.state import load_weights_of
 
@@ -111,23 +111,13 @@ def pipeline_from(source: Source, config: PretrainedConfig, plan: ParallelPlan, 
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
     mesh = build_mesh(plan.mesh, device.type)
     pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
-    for stage in pipeline.stages:
-        restore_buffers(stage.model)
-        if (source.directory / GENERATION_CONFIG_NAME).is_file():
+    if (source.directory / GENERATION_CONFIG_NAME).is_file():
+        for stage in pipeline.stages:
             stage.model.generation_config = GenerationConfig.from_pretrained(source.directory)
-    _fill(source, pipeline)
-    return pipeline
-
-
-def _fill(source: Source, pipeline: Pipeline) -> None:
     if source.is_checkpoint:
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
         load_weights_of(source.location, pipeline)
-        return
-    model = pipeline.stages[0].model
-    load_weights(
-        dict(pipeline.named_parameters()),
-        source.directory,
-        fused=pipeline.fused,
-        tied=dict(model.all_tied_weights_keys),
-        base_prefix=model.base_model_prefix,
-    )
+    else:
+        load_pretrained(pipeline, source.directory)
+    return pipeline

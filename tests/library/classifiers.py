@@ -110,6 +110,5 @@ def _errors(mesh: dict[str, int], classifier: Classifier) -> dict[str, float]:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    # A gradient that is nought (softmax does not see the bias of keys, nor that of the head of an extractor) is rounding
-    # noise on both sides.
+    # A gradient that is nought (softmax does not see the bias of keys) is rounding noise on both sides.
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-4)).item()
