@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshtrain.config.toml import load_plan, load_run
+    from meshtrain.library.generation import generate
     from meshtrain.library.parallelize import parallelize
     from meshtrain.library.pieces import build_mesh, build_model, clip_grad_norm, initialize, load_weights
     from meshtrain.library.rebind import rebind
@@ -14,6 +15,7 @@ __all__ = [
     "build_mesh",
     "build_model",
     "clip_grad_norm",
+    "generate",
     "initialize",
     "load_plan",
     "load_run",
@@ -28,6 +30,7 @@ _HOMES = {
     "build_mesh": "meshtrain.library.pieces",
     "build_model": "meshtrain.library.pieces",
     "clip_grad_norm": "meshtrain.library.pieces",
+    "generate": "meshtrain.library.generation",
     "initialize": "meshtrain.library.pieces",
     "load_plan": "meshtrain.config.toml",
     "load_run": "meshtrain.config.toml",

@@ -460,19 +460,46 @@ def inspect_data(
 
 @app.command()
 def generate(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="An exported Hugging Face model.", show_default=False)
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or a run directory: its newest; or a Hugging Face model; may be a URL.",
+            show_default=False,
+        ),
     ],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.", show_default=False)],
+    prompt: Annotated[list[str], typer.Option(help="The text to go on from; repeatable.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.8,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="0: always the most likely token; left out: 0.8, or 0 with beams.", show_default=False
+        ),
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likely tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among those that have this probability.")] = 1.0,
+    num_beams: Annotated[int, typer.Option(min=1, help="Follow so many likely texts, and give the best.")] = 1,
     seed: int = 0,
 ) -> None:
-    """Let an exported model go on from a prompt."""
-    from meshtrain.inference.generate import generate_text
+    """Let a model go on from prompts. Start it with torchrun, and a plan or keys of one, for more than one process."""
+    from meshtrain.config.toml import load_plan
 
-    text = generate_text(folder, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    console.line(text)
+    how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
+    from meshtrain.inference.generate import Decoding, generate_texts
+
+    decoding = Decoding(
+        max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, num_beams=num_beams, seed=seed
+    )
+    for text in generate_texts(source, prompt, decoding, how):
+        console.line(text)
 
 
 @app.command()

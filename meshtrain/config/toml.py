@@ -45,16 +45,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _checked(RunConfig, "run", table, file, reader.problems)
 
 
-def load_plan(path_or_name: str | Path, overrides: Sequence[str] = ()) -> ParallelPlan:
+def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) -> ParallelPlan:
     """Read a plan file or a shipped plan, what it extends, and the overrides on top.
 
     Args:
-        path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as "families/gpt2".
+        path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as "families/gpt2"; None: the
+            overrides say all.
         overrides: `key=value` in TOML, such as `mesh.tp=4`; later ones win.
 
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
+    if path_or_name is None:
+        return _overridden(ParallelPlan, "plan", {}, Path.cwd() / "plan", overrides, [])
     file, reader = plan_path(str(path_or_name), Path.cwd()), Reader()
     table = reader.read_root(str(path_or_name), file, reader.read_plan)
     return _overridden(ParallelPlan, "plan", table, file, overrides, reader.problems)

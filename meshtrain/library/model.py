@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError
+from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
 from meshtrain.library.gradients import WholeGradients
-from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of
+from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.library.saving import save_pretrained
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import reshard
@@ -37,6 +38,13 @@ class ParallelModel:
         if dtype not in (None, model.dtype):
             _refuse_move(f"to {dtype}")
         return self
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
+        """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
+        stock: Any = super()
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        return generate_on_mesh(pipeline_of(self), inputs, stock=stock.generate, **options)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""

@@ -56,14 +56,14 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
 
 
 def build_model(
-    config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "sdpa", trust_remote_code: bool = False
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None = "sdpa", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build the stock model on the meta device, in training mode.
 
     Args:
         config: the Hugging Face configuration; it is not changed.
         dtype: of every parameter, whatever the configuration says (a bfloat16 file trains with float32 parameters).
-        attention: an attention implementation of transformers.
+        attention: an attention implementation of transformers; None: what it takes for this class by itself.
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
@@ -175,7 +175,7 @@ def _sees_what_comes(model: PreTrainedModel) -> bool:
     return asks and not model.config.is_decoder
 
 
-def _check_attention(config: PretrainedConfig, attention: str) -> None:
+def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
     # A class that comes with its own code is in no list; transformers checks it.
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):

@@ -238,7 +238,7 @@ def _replace_forward(stage: Stage) -> None:
     fixed = {"use_cache": False, **no_router_logits(stage.model)}
 
     def from_ids(self: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        return _result(hf_forward(self, input_ids=input_ids, **fixed, **kwargs))
+        return _result(hf_forward(self, input_ids=input_ids, **{**fixed, **kwargs}))
 
     def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         channel.received = hidden_states
@@ -246,13 +246,14 @@ def _replace_forward(stage: Stage) -> None:
         # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
         # itself may hold only a part of the sequence.
         carrier = channel.blank((batch, channel.sequence_length, hidden))
-        return _result(hf_forward(self, inputs_embeds=carrier, **fixed, **kwargs))
+        return _result(hf_forward(self, inputs_embeds=carrier, **{**fixed, **kwargs}))
 
     def _result(output: Any) -> Tensor:
         channel.received = None
         if stage.is_last:
             return output.logits
         captured, channel.captured = channel.captured, None
+        channel.logits = output.logits
         assert captured is not None, "a stage ended without a result"
         return captured
 

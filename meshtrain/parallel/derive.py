@@ -80,7 +80,7 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         PlanError: if there is nothing to derive them from, or the model's plan has words without a meaning here.
     """
     if plan.tensor.styles and not plan.tensor.auto:
-        return plan
+        return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
     if plan.mesh.tp > 1 and plan.tensor.sequence_parallel and (reason := NOT_IN_PARTS.get(model.config.model_type)):
         raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}; set it to false")
     source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
@@ -95,6 +95,18 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         for kind in ("local_attributes", "local_inputs"):
             rules[kind] = {p: rule for p, rule in getattr(source, kind).items() if _matches(p, module_names)}
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
+
+
+def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Leave out what the rules of a causal LM say of its head, and keep the head of this model whole."""
+    base = f"{model.base_model_prefix}."
+    names = rule_names(model)
+    styles = {p: style for p, style in plan.tensor.styles.items() if p.startswith(base) or _matches(p, names)}
+    for name, module in model.named_modules():
+        is_placed = any(compile_pattern(pattern).fullmatch(name) for pattern in styles)
+        if name and not name.startswith(base) and not is_placed and any(True for _ in module.parameters(recurse=False)):
+            styles[name] = "replicate"
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
 
 
 def _own_rules(tensor: TensorPlan) -> _Source:
@@ -208,6 +220,9 @@ def _ends(model: PreTrainedModel) -> dict[str, Style]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = not getattr(embedding, "max_norm", None) and not getattr(embedding, "scale_grad_by_freq", False)
     rowwise = is_lookup(embedding) and plain
+    if head is None:
+        # What stands there instead, of a classifier, is small.
+        return {name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate"}
     colwise = type(head) is nn.Linear
     if embedding.weight is head.weight:
         rowwise = colwise = rowwise and colwise

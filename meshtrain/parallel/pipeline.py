@@ -21,6 +21,7 @@ from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.shard import defer_reduction, reshard
+from meshtrain.parallel.tensor.region import stream_in_parts
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_size
 from meshtrain.runtime.place import Place
@@ -250,7 +251,7 @@ class _WatchedStage(PipelineStage):
 
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
     ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
-    hidden = _hidden_like(pipeline, labels, device="meta").requires_grad_()
+    hidden = hidden_like(pipeline, ids, device="meta").requires_grad_()
     output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
     return _WatchedStage(
         pipeline.place,
@@ -264,13 +265,14 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     )
 
 
-def _hidden_like(pipeline: Pipeline, labels: Tensor, device: torch.device | str) -> Tensor:
-    """Return an empty hidden state of one microbatch, as it crosses a stage border."""
+def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> Tensor:
+    """Return an empty hidden state, as it crosses a stage border, for tokens (batch, seq)."""
     config = pipeline.stages[0].model.config.get_text_config()
     tp = axis_size(pipeline.mesh, "tp")
-    local_length = labels.shape[1] // tp if pipeline.plan.tensor.sequence_parallel and tp > 1 else labels.shape[1]
+    in_parts = pipeline.plan.tensor.sequence_parallel and stream_in_parts()
+    batch, length = ids.shape
     dtype = getattr(torch, pipeline.plan.precision.compute)
-    return torch.empty(pipeline.micro_batch_size, local_length, config.hidden_size, dtype=dtype, device=device)
+    return torch.empty(batch, length // tp if in_parts else length, config.hidden_size, dtype=dtype, device=device)
 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
@@ -297,7 +299,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
             arguments = dict(microbatch)
             first = arguments.pop("input_ids")
             if not stage.is_first:
-                first = borders.receive(stage.index, _hidden_like(pipeline, labels, labels.device))
+                first = borders.receive(stage.index, hidden_like(pipeline, targets, targets.device))
             output = stage.compute(first, **arguments)
             if stage.is_last:
                 total += loss_function(output, targets)

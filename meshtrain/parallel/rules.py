@@ -51,9 +51,10 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
     matched = match_rules(model, plan)
     styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
     of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
-    head = name_of(model, model.get_output_embeddings())
+    end = model.get_output_embeddings()
+    head = None if end is None else name_of(model, end)
     _raise_any(_bare_parameters(model, styles))
-    if styles[head] not in ("colwise_gather_output", "replicate"):
+    if head is not None and styles[head] not in ("colwise_gather_output", "replicate"):
         raise PlanError(
             f"tensor.styles: the head {head} is {styles[head]!r}; it can be 'colwise_gather_output' or 'replicate'"
         )
@@ -70,7 +71,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
         dict(_sharded_dims(model, styles, of_parameters)),
         matched.local_attributes,
         matched.local_inputs,
-        logits_are_sharded=plan.loss_parallel and styles[head] == "colwise_gather_output",
+        logits_are_sharded=plan.loss_parallel and head is not None and styles[head] == "colwise_gather_output",
     )
 
 

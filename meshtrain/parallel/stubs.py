@@ -24,12 +24,14 @@ class Channel:
         captured: what goes to the stage after.
         sequence_length: of the whole sequence, in tokens; the stream may hold only a part of it.
         writes_in_place: whether the model changes its carrier, which then needs memory of its own.
+        logits: of a stage without the head: those of the last stage, but over no vocabulary.
     """
 
     received: Tensor | None = None
     captured: Tensor | None = None
     sequence_length: int = 0
     writes_in_place: bool = False
+    logits: Tensor | None = None
 
     def blank(self, shape: Sequence[int]) -> Tensor:
         """Return zeros of a shape, to be thrown away; they take memory only where the model writes into them."""

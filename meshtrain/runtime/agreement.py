@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Return every rank's `value` in rank order. Collective; a process without a process group is alone.
+    """Return the `value` of every rank of a group in its order. Collective; a process without any group is alone.
 
     Args:
-        group: of all ranks; another than the default one, if two threads talk at once.
+        group: of all ranks, unless told otherwise; another than the default one, if two threads talk at once.
     """
     if not dist.is_initialized():
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size()
+    values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 

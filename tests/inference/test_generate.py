@@ -1,6 +1,8 @@
-"""Text from an exported model."""
+"""Text from an exported model and from a checkpoint."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from meshtrain.checkpoint.directory import write_manifest
-from meshtrain.errors import ModelError, UserError
-from meshtrain.inference.generate import generate_text
-from tests.checkpoint.stages import manifest_of
+from meshtrain import cli
+from meshtrain.checkpoint.convert import convert
+from meshtrain.config.toml import load_plan
+from meshtrain.errors import ConfigError, ModelError, UserError
+from meshtrain.inference.generate import Decoding, generate_texts
+from tests.ranks import RankError, run_on_ranks
 
 PROMPT = "def f"
 
@@ -28,15 +32,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     end = len(letters)
     config = GPT2Config(
-        vocab_size=end + 1, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=end, eos_token_id=end
+        vocab_size=end + 1, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
     )
     config.initializer_range = 0.3
     GPT2LMHeadModel(config).save_pretrained(path)
     return path
 
 
-def generate(folder: Path, prompt: str = PROMPT, *, tokens: int = 12, temperature: float = 0.0, seed: int = 0) -> str:
-    return generate_text(folder, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run directory with a checkpoint of the same weights."""
+    path = tmp_path_factory.mktemp("run")
+    convert(folder, path / "checkpoints")
+    return path
+
+
+def generate(
+    folder: Path, prompt: str = PROMPT, *, tokens: int = 12, temperature: float | None = 0.0, **how: Any
+) -> str:
+    (text,) = generate_texts(str(folder), [prompt], Decoding(tokens, temperature=temperature, **how))
+    return text
 
 
 def test_without_temperature_the_likeliest_token_is_taken(folder: Path) -> None:
@@ -79,16 +94,78 @@ def test_half_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
         generate(tmp_path)
 
 
-def test_what_is_no_exported_model_is_said(tmp_path: Path) -> None:
+def test_what_holds_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"holds no exported model \(no config.json\); run `meshtrain export CHECKPOINT FOLDER` first"
+        ModelError, match=rf"^{tmp_path} holds neither a Hugging Face model \(no config.json\) nor a checkpoint \(.*\)$"
     ):
         generate(tmp_path)
-    checkpoint = tmp_path / "checkpoints" / "step-3"
-    checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, manifest_of(3))
-    for folder in (tmp_path, checkpoint):
-        with pytest.raises(
-            ModelError, match=f"{folder} holds a meshtrain checkpoint, .* run `meshtrain export {checkpoint} FOLDER`"
-        ):
-            generate(folder)
+
+
+PROMPTS = ["def f", "import os"]
+DRAWN = Decoding(10, temperature=1.1, top_k=50, top_p=0.9, seed=4)
+SEVERAL = [
+    (2, ["mesh.tp=2"]),
+    (2, ["mesh.pp=2"]),
+    (4, ["mesh.pp=2", "mesh.tp=2"]),
+    (2, ["mesh.dp_shard=2"]),
+]
+
+
+def generate_here(source: Path, decoding: Decoding, overrides: list[str]) -> list[str]:
+    return generate_texts(str(source), PROMPTS, decoding, load_plan(None, overrides) if overrides else None)
+
+
+@pytest.mark.parametrize(("world_size", "overrides"), SEVERAL, ids=str)
+def test_any_mesh_writes_what_one_process_writes(
+    folder: Path, run: Path, world_size: int, overrides: list[str]
+) -> None:
+    expected = generate_texts(str(folder), PROMPTS, DRAWN)
+    assert [text[: len(prompt)] for text, prompt in zip(expected, PROMPTS, strict=True)] == PROMPTS
+    source = folder if overrides == ["mesh.pp=2"] else run
+    assert run_on_ranks(world_size, generate_here, source, DRAWN, overrides, joins=False) == [expected] * world_size
+
+
+def test_a_checkpoint_writes_what_its_export_writes(folder: Path, run: Path) -> None:
+    for decoding in (DRAWN, Decoding(10, num_beams=3), Decoding(10, temperature=0.0)):
+        expected = generate_texts(str(folder), PROMPTS, decoding)
+        for source in (run, run / "checkpoints" / "step-0"):
+            assert run_on_ranks(1, generate_here, source, decoding, [], joins=False) == [expected]
+    assert expected == [generate(folder, prompt, tokens=10) for prompt in PROMPTS]
+
+
+def test_processes_without_a_plan_are_refused(run: Path) -> None:
+    with pytest.raises(RankError) as failed:
+        run_on_ranks(2, generate_here, run, DRAWN, [], joins=False)
+    assert isinstance(failed.value.original, ConfigError)
+    assert str(failed.value.original) == (
+        "2 processes are started, and no plan says what each is for; add mesh.tp=2 (or mesh.pp=2), or --plan FILE, or "
+        "start one process"
+    )
+
+
+def test_choices_that_contradict_each_other_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^--num-beams 3 follows the likeliest texts, and --temperature 0.5 draws; "):
+        generate(folder, temperature=0.5, num_beams=3)
+    for how in ({"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "num_beams": 2, "temperature": None}):
+        with pytest.raises(UserError, match=r"^--top-k and --top-p say among which tokens to draw, and without a temp"):
+            generate(folder, **how)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "step-0"
+    shutil.copytree(run / "checkpoints" / "step-0", bare)
+    for file in (bare / "huggingface").glob("tokenizer*"):
+        file.write_text("{")
+    with pytest.raises(ModelError, match=f"^{bare} holds no tokenizer: "):
+        generate(bare)
+
+
+def test_the_command_prints_every_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-new-tokens", "10", "--num-beams", "3"]
+    assert cli._exit_code(["generate", str(folder), "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], *options]) == 0
+    expected = generate_texts(str(folder), PROMPTS, Decoding(10, num_beams=3))
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    assert cli._exit_code(["generate", str(folder), "mesh.tpp=2", "--prompt", PROMPTS[0]]) == 2
+    assert "mesh.tpp" in capsys.readouterr().err

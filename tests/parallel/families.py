@@ -126,7 +126,7 @@ def _errors(family: Family, mesh: tuple[int, int, int, int]) -> dict[str, float]
         model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
     fill(pipeline, {name: parameter.detach() for name, parameter in stock.named_parameters(remove_duplicate=False)})
-    _copy_buffers(stock, pipeline)
+    copy_buffers(stock, pipeline)
     found = _train(pipeline, ids, labels) / plan.mesh.tp
     gradients = {name: full_tensor(p.grad).detach() for name, p in pipeline.owned_parameters().items()}
     errors = {"loss": abs(found.item() / loss.item() - 1)}
@@ -138,7 +138,7 @@ def _errors(family: Family, mesh: tuple[int, int, int, int]) -> dict[str, float]
     return errors
 
 
-def _copy_buffers(stock: PreTrainedModel, pipeline: Pipeline) -> None:
+def copy_buffers(stock: PreTrainedModel, pipeline: Pipeline) -> None:
     """Take the tables of the stock model: a default type of float64 makes them more exact than they are elsewhere."""
     tables = dict(stock.named_buffers())
     for stage in pipeline.stages:

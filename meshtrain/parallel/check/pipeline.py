@@ -21,6 +21,12 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     pp, pipeline = plan.mesh.pp, plan.pipeline
     stages = pp * pipeline.stages_per_rank
     yield from _check_schedule(plan, batch)
+    if pp > 1 and model.get_output_embeddings() is None:
+        yield (
+            f"mesh.pp = {pp}, but {type(model).__name__} has no language modelling head, and only causal language "
+            "models can be cut into stages; use pp = 1"
+        )
+        return
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
     if pp > 1 and shared:
         yield (

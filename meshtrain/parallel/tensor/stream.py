@@ -1,4 +1,7 @@
-"""Sequence parallelism: the stream is split before the first decoder layer and joined behind the last."""
+"""Sequence parallelism: the stream is split before the first decoder layer and joined behind the last.
+
+A pass without gradients leaves it whole, see `stream_in_parts`.
+"""
 
 from typing import Any
 
@@ -6,13 +9,19 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshtrain.parallel.collectives import join_sequence, split_sequence
+from meshtrain.errors import DataError
+from meshtrain.parallel.collectives import SEQUENCE_DIM, join_sequence, split_sequence
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import draw_key, has_dropout, stream_key
+from meshtrain.parallel.tensor.region import stream_in_parts
 
 
 def shard_stream(stage: Stage, group: ProcessGroup) -> None:
-    """Split the sequence before the first decoder layer of the model and join it behind the last."""
+    """Split the sequence before the first decoder layer of the model and join it behind the last.
+
+    Raises:
+        DataError: in a pass with gradients, if tp does not divide the length of the sequence.
+    """
     after: dict[str, int] = {}
     draws = has_dropout(stage.model)
 
@@ -26,17 +35,23 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
         torch.manual_seed(stream_key(draw_key(), group.rank()))
 
     def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not stream_in_parts():
+            return args, kwargs
         begin()
         hidden = args[0] if args else kwargs["hidden_states"]
         assert hidden.dim() == 3, f"the stream is {tuple(hidden.shape)} and not (batch, seq, hidden)"
+        check_divisible(hidden.shape[SEQUENCE_DIM], group.size())
         if args:
             return (split_sequence(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
 
     def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:
-        begin()
+        if stream_in_parts():
+            begin()
 
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not stream_in_parts():
+            return output
         if draws:
             torch.manual_seed(after["key"])
         return (
@@ -51,3 +66,20 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
         stage.layers[stage.first_layer - 1].register_forward_pre_hook(arrive)
     if stage.is_last:
         stage.layers[len(stage.layers) - 1].register_forward_hook(join)
+
+
+def check_divisible(length: int, tp: int) -> None:
+    """Check that every process can have an equal part of a sequence.
+
+    Args:
+        length: in tokens.
+        tp: number of processes that share it.
+
+    Raises:
+        DataError: if they cannot.
+    """
+    if length % tp:
+        raise DataError(
+            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide its {length} tokens; "
+            f"pad the batch (pad_to_multiple_of = {tp} of a tokenizer), or set tensor.sequence_parallel = false"
+        )

@@ -88,11 +88,15 @@ class _WholeSequence(_Style):
         return module
 
     def _join(self, x: Tensor) -> Tensor:
+        if not self.region.in_parts():
+            return x
         whole = join_sequence(x, self.region.group)
         self.whole_shape = whole.shape
         return whole
 
     def _split(self, x: Tensor) -> Tensor:
+        if not self.region.in_parts():
+            return x
         # Llama 4's experts give (batch * seq, hidden).
         part = split_sequence(x.view(self.whole_shape), self.region.group)
         return part if x.dim() == part.dim() else part.flatten(0, 1)

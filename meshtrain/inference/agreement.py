@@ -1,0 +1,75 @@
+"""The processes that hold one model generate one text: they are given the same, and draw alike."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import GenerationConfig
+
+from meshtrain.errors import UserError, name_some
+from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.mesh import axis_size
+
+MODEL_AXES = ("tp", "pp")
+
+
+def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> None:
+    """Compare what the processes of one model were given, and let all draw as the first of them. Collective.
+
+    Args:
+        mesh: all processes; those that differ on dp axes only may be given other texts.
+        given: name -> argument of `generate`.
+        device: where the model computes.
+
+    Raises:
+        UserError: on all processes of the model, if they were given different things.
+    """
+    answers = [(dist.get_rank(), {name: _digest(value) for name, value in given.items()}, _random_states(device))]
+    for axis in MODEL_AXES:
+        if axis_size(mesh, axis) > 1:
+            answers = [found for answer in gather_objects(answers, mesh.get_group(axis)) for found in answer]
+    first, wanted, states = answers[0]
+    others = [rank for rank, digests, _ in answers if digests != wanted]
+    if others:
+        different = {
+            name
+            for _, digests, _ in answers
+            for name in digests.keys() | wanted.keys()
+            if digests.get(name) != wanted.get(name)
+        }
+        raise UserError(
+            f"generate: rank {first} and rank {name_some([*map(str, others)])} hold one model together, but were given "
+            f"different {name_some(sorted(different))}; give all of them the same"
+        )
+    _restore_random(states)
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{tuple(value.shape)} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+    if isinstance(value, GenerationConfig):
+        return value.to_json_string(use_diff=False)
+    try:
+        return json.dumps(value)
+    except TypeError:
+        # Two of a kind may still differ: what transformers calls at every step cannot be compared.
+        return type(value).__name__
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,66 @@
+"""Text from a model as it lies on a mesh."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.inference.agreement import agree
+from meshtrain.inference.staged import as_one_model
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.mesh import axis_size
+
+
+@torch.no_grad()
+def generate_on_mesh(
+    pipeline: Pipeline,
+    inputs: Tensor | None = None,
+    *,
+    stock: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Let transformers generate from a parallel model, in evaluation mode. Collective over all processes.
+
+    Args:
+        pipeline: with or without several stages.
+        inputs: token ids (batch, seq), left-padded, the same on all processes of one model (its tp and pp axes); those
+            that differ on a dp axis may have other prompts, of other shapes.
+        stock: the `generate` of the model itself, where that has been replaced by this function.
+        options: what transformers' `generate` takes, `attention_mask` (batch, seq) for example.
+
+    Returns:
+        What transformers' `generate` returns, the same on all processes of one model: token ids (batch, seq + new).
+
+    Raises:
+        UserError: if the processes of one model were given different things, or for what a pipeline cannot give.
+        ModelError: under a pipeline, for a cache that holds something else than keys and values.
+    """
+    agree(pipeline.mesh, {"inputs": inputs, **options}, torch.device(pipeline.mesh.device_type))
+    if axis_size(pipeline.mesh, "dp_shard") > 1:
+        # All gather each other's shards at every forward pass, so all must make as many.
+        options.setdefault("synced_gpus", True)
+    models = [stage.model for stage in pipeline.stages]
+    with _at_rest(models), ExitStack() as stack:
+        if pipeline.plan.compile.enabled:
+            # The cache has another length at every token, and would be compiled anew.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
+        return (stock or model.generate)(inputs, **options)
+
+
+@contextmanager
+def _at_rest(models: list[Any]) -> Iterator[None]:
+    """Switch what happens in training only off, and leave the models as they were."""
+    modes: list[tuple[nn.Module, bool]] = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for model in models:
+            reshard(model)

@@ -1,0 +1,41 @@
+"""Text from a parallel model."""
+
+from typing import Any
+
+from torch import Tensor
+
+from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.library.handle import handle_of
+from meshtrain.library.pipelined import PipelinedModel
+
+
+def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
+    """Let a parallel model write, as transformers' `generate` does. Collective: every process of the program calls it.
+
+    It computes in evaluation mode, with a cache of keys and values for each stage. Without a pipeline it is the same as
+    `model.generate(inputs, **options)`.
+
+    Args:
+        model: what `parallelize` returned, or an adapter of peft around it.
+        inputs: token ids (batch, seq), left-padded where their lengths differ. Processes that share a model (its tp and
+            pp axes) give the same, and draw what the first of them would draw by itself; on other dp ranks there may
+            be other prompts, of other shapes.
+        options: what transformers' `generate` takes: `attention_mask` (batch, seq), `max_new_tokens`, `do_sample`,
+            `num_beams`, a `generation_config`, stopping criteria and so on.
+
+    Returns:
+        Token ids (batch, seq + new tokens), the same as the stock model gives, on every process; or what else
+        transformers' `generate` returns, if it is asked for `return_dict_in_generate`.
+
+    Raises:
+        ModelError: if the parameters have no values yet; under a pipeline also for a model whose cache holds something
+            else than keys and values.
+        UserError: if processes of one model are given different things; under a pipeline also for attentions, hidden
+            states and input embeddings, which no process has whole.
+    """
+    handle = handle_of(model)
+    handle.check_values()
+    inputs = None if inputs is None else inputs.to(handle.device)
+    if isinstance(model, PipelinedModel):
+        return generate_on_mesh(handle.pipeline, inputs, **options)
+    return model.generate(inputs, **options)

@@ -1,0 +1,185 @@
+"""Token for token, a mesh writes what the stock model writes in one process."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+from meshtrain.errors import ModelError, UserError
+from meshtrain.inference.generation import generate_on_mesh
+from tests.inference.texts import (
+    FAMILIES,
+    MODES,
+    NEW_TOKENS,
+    PROMPT,
+    Place,
+    Text,
+    build,
+    mesh_texts,
+    places,
+    prompts,
+    stock_model,
+    stock_texts,
+)
+from tests.parallel.families import Float64
+from tests.ranks import run_on_ranks
+
+CACHED = [PROMPT] + [1] * (NEW_TOKENS - 1)
+
+
+@functools.cache
+def stock() -> dict[tuple[str, str], Text]:
+    """Let the stock models write once per session."""
+    return run_on_ranks(1, stock_texts, list(FAMILIES))[0]
+
+
+def prove(*wanted: Place, modes: tuple[str, ...] = tuple(MODES)) -> None:
+    for answers in run_on_ranks(math.prod(wanted[0].mesh), mesh_texts, list(wanted), modes):
+        for place, texts in zip(wanted, answers, strict=True):
+            assert texts == {mode: stock()[place.family, mode] for mode in modes}, place
+
+
+def test_the_stock_texts_can_tell_models_apart() -> None:
+    """Many tokens, other ones in every mode, sequences that end early; and with a cache one position per token."""
+    for family in FAMILIES:
+        texts = {mode: stock()[family, mode] for mode in MODES}
+        new = {mode: [row[PROMPT:] for row in text.tokens] for mode, text in texts.items()}
+        assert all(len({token for row in rows for token in row}) >= 7 for rows in new.values()), new
+        assert new["greedy"] != new["beams"] != new["sampling"] != new["greedy"]
+        assert texts["greedy"].widths == CACHED[: len(texts["greedy"].widths)]
+        assert texts["no cache"].widths == [*range(PROMPT, PROMPT + len(texts["no cache"].widths))]
+    assert any(row[-1] == 0 for text in stock().values() for row in text.tokens)
+
+
+def test_tensor_parallel_models_write_as_the_stock_model() -> None:
+    prove(*places((1, 1, 1, 2)))
+
+
+def test_pipelines_write_as_the_stock_model() -> None:
+    prove(*places((2, 1, 1, 1)))
+
+
+def test_pipelines_of_tensor_parallel_stages_write_as_the_stock_model() -> None:
+    prove(*places((2, 1, 1, 2)))
+
+
+def test_several_stages_per_process_have_a_cache_each() -> None:
+    in_v = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
+    in_rounds = {"schedule": "Interleaved1F1B", "stages_per_rank": 2}
+    prove(*places((2, 1, 1, 1), pipeline=in_v), *places((2, 1, 1, 1), ("gpt2", "gemma2"), pipeline=in_rounds))
+
+
+def test_sequence_parallel_models_write_as_the_stock_model() -> None:
+    in_parts = {"sequence_parallel": True}
+    prove(*places((1, 1, 1, 2), ("gpt2", "qwen3", "mixtral", "gemma2"), tensor=in_parts), modes=("greedy", "no cache"))
+    prove(*places((2, 1, 1, 2), ("llama", "mixtral"), tensor=in_parts), modes=("beams",))
+
+
+def test_sharded_models_write_as_the_stock_model() -> None:
+    prove(*places((1, 1, 2, 1), ("gpt2", "llama", "qwen3", "mixtral", "gemma2")), modes=("sampling", "beams"))
+    prove(*places((2, 1, 2, 1), ("gpt2", "gemma2")), modes=("sampling", "beams"))
+
+
+def test_compiled_layers_write_as_the_stock_model() -> None:
+    prove(Place("llama", (1, 1, 1, 2), compiled=True), Place("gpt2", (2, 1, 1, 1), compiled=True), modes=("greedy",))
+
+
+PLAIN: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+
+
+def write_apart(place: Place) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Let two data ranks write from prompts of their own, of which the second ends early; then change the weights.
+
+    Returns:
+        What the mesh and what the stock model writes, before and after.
+    """
+    pipeline, stock, rank = build(place), stock_model(place.family), dist.get_rank()
+    given = {name: value[: 2 - rank] for name, value in prompts(seed=rank).items()}
+    pairs = []
+    with Float64():
+        free = stock.generate(**given, **PLAIN, eos_token_id=None)
+        options = {**given, **PLAIN, "eos_token_id": int(free[0, PROMPT + 1]) if rank else None}
+        for _ in range(2):
+            pairs.append((generate_on_mesh(pipeline, **options).tolist(), stock.generate(**options).tolist()))
+            with torch.no_grad():
+                for parameter in (*stock.parameters(), *(p for _, p in pipeline.named_parameters())):
+                    parameter.mul_(0.8)
+    return pairs
+
+
+def test_data_ranks_write_from_prompts_of_their_own_and_keep_no_stale_weights() -> None:
+    first, second = run_on_ranks(2, write_apart, Place("llama", (1, 1, 2, 1)))
+    for found, expected in (*first, *second):
+        assert found == expected
+    assert len(first[0][0][0]) == PROMPT + NEW_TOKENS
+    assert len(second[0][0][0]) == PROMPT + 2
+    assert first[0] != first[1]
+
+
+def write_with_options(generate: Callable[..., Any]) -> list[Any]:
+    """Write with caches of other kinds, go on with one that is full, and look at the logits."""
+    given = prompts()
+    written = [generate(**given, **PLAIN, **options) for options in CACHES]
+    for cache in (DynamicCache(config=FAMILIES["gemma2"].hf_config()), DynamicCache()):
+        once = generate(**given, past_key_values=cache, **PLAIN)
+        mask = torch.cat([given["attention_mask"], torch.ones_like(once[:, PROMPT:])], dim=1)
+        written += [once, generate(once, attention_mask=mask, past_key_values=cache, **PLAIN)]
+    detailed = generate(**given, **PLAIN, return_dict_in_generate=True, output_logits=True)
+    return [tokens.tolist() for tokens in written] + [torch.stack(detailed.logits)]
+
+
+CACHES: tuple[dict[str, Any], ...] = ({"cache_implementation": "static"}, {"prefill_chunk_size": 4})
+
+
+def compare_options(place: Place) -> float:
+    """Return the error of the logits, if all tokens are equal."""
+    with Float64():
+        *found, logits = write_with_options(functools.partial(generate_on_mesh, build(place)))
+        *expected, wanted = write_with_options(stock_model(place.family).generate)
+    assert found == expected
+    assert len(found[-1][0]) == PROMPT + 2 * NEW_TOKENS
+    return (logits - wanted).abs().max().item() / wanted.abs().max().item()
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
+def test_what_else_generate_takes_works_too(mesh: tuple[int, int, int, int]) -> None:
+    in_v = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2} if mesh[0] > 1 else {}
+    errors = run_on_ranks(2, compare_options, Place("gemma2", mesh, pipeline=in_v))
+    assert max(errors) <= 1e-12
+
+
+def ask(place: Place, own: list[dict[str, Any]]) -> str:
+    """Ask for text, each rank in its own way, and return what it is told."""
+    pipeline = build(place)
+    options = {**prompts(), **PLAIN, **own[dist.get_rank() % len(own)]}
+    with Float64(), pytest.raises((ModelError, UserError)) as refused:
+        generate_on_mesh(pipeline, **options)
+    return str(refused.value)
+
+
+def test_processes_of_one_model_must_be_given_the_same() -> None:
+    other = prompts()
+    other["inputs"] = other["inputs"].clone()
+    other["inputs"][0, 0] += 1
+    said = run_on_ranks(2, ask, Place("llama", (1, 1, 1, 2)), [{}, {**other, "num_beams": 2}])
+    assert set(said) == {
+        "generate: rank 0 and rank 1 hold one model together, but were given different inputs, num_beams; give all of "
+        "them the same"
+    }
+    said = run_on_ranks(4, ask, Place("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])
+    assert "rank 0 and rank 3 hold one model together, but were given different max_new_tokens" in said[2]
+
+
+def test_a_pipeline_says_what_it_cannot_give() -> None:
+    place = Place("llama", (2, 1, 1, 1))
+    for name in ("output_attentions", "output_hidden_states"):
+        said = run_on_ranks(2, ask, place, [{name: True, "return_dict_in_generate": True}])
+        assert set(said) == {
+            f"generate: {name} cannot be had from a pipeline, of which every process holds a part; leave it out, or "
+            "use a mesh with pp = 1"
+        }

@@ -1,0 +1,160 @@
+"""Text from tiny models, by the stock model and from a mesh: what the tests of generation share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from meshtrain.config.plan import CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
+from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.models.build import build_model
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.mesh import axis_rank, build_mesh
+from tests.parallel.families import VOCABULARY, Family, Float64, copy_buffers
+from tests.parity import fill
+
+NEW_TOKENS, PROMPT, SEED = 7, 6, 3
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.95},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "no cache": {"do_sample": False, "use_cache": False},
+}
+DEEP = {"num_hidden_layers": 4}
+FAMILIES = {
+    "gpt2": Family("gpt2", DEEP),
+    "llama": Family("llama", DEEP),
+    "qwen3": Family("qwen3", DEEP),
+    "mixtral": Family("mixtral", DEEP | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # Shorter than the prompt, so that the window is full from the first token on.
+    "gemma2": Family("gemma2", DEEP | {"sliding_window": 4, "query_pre_attn_scalar": 8}),
+    "opt": Family("opt", DEEP),
+    "gpt_neox": Family("gpt_neox", DEEP),
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """What came out, and how many positions each forward pass of the first layer saw."""
+
+    tokens: list[list[int]]
+    widths: list[int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model on a mesh."""
+
+    family: str
+    mesh: tuple[int, int, int, int]
+    """pp, dp_replicate, dp_shard, tp"""
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    tensor: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = False
+
+
+def stock_model(family: str) -> PreTrainedModel:
+    """Build a model whose text is more than a few tokens over and over."""
+    model = AutoModelForCausalLM.from_config(
+        FAMILIES[family].hf_config(), dtype=torch.float64, attn_implementation="eager"
+    )
+    stream = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1, generator=stream)
+            elif parameter.dim() == 1:
+                parameter.normal_(1.0, 0.3, generator=stream)
+            else:
+                # Small next to what the layers add, or the last token would be the likeliest of all.
+                is_end = parameter.shape[0] == VOCABULARY
+                parameter.normal_(0.0, 0.1 if is_end else 1.0, generator=stream)
+    return model.eval()
+
+
+def prompts(seed: int = 5) -> dict[str, Tensor]:
+    """Return three prompts of different lengths, left-padded."""
+    stream = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (3, PROMPT), generator=stream)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = mask[2, :3] = 0
+    return {"inputs": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def stock_texts(families: list[str]) -> dict[tuple[str, str], Text]:
+    """Let the stock models write, one after the other."""
+    texts = {}
+    for family in families:
+        model = stock_model(family)
+        widths = watch(model)
+        for mode, options in MODES.items():
+            torch.manual_seed(SEED)
+            with Float64():
+                tokens = model.generate(**prompts(), **options, max_new_tokens=NEW_TOKENS, pad_token_id=0)
+            texts[family, mode] = Text(tokens.tolist(), list(widths))
+            widths.clear()
+    return texts
+
+
+def build(place: Place) -> Pipeline:
+    """Put a model on a mesh, with the values of the stock model."""
+    pp, dp_replicate, dp_shard, tp = place.mesh
+    plan = ParallelPlan(
+        mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
+        pipeline=PipelinePlan(**place.pipeline),
+        tensor=TensorPlan(**{"loss_parallel": pp > 1} | place.tensor),
+        precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
+        compile=CompilePlan(enabled=place.compiled, backend="aot_eager"),
+    )
+    model = build_model(FAMILIES[place.family].hf_config(), dtype=torch.float64, attention="eager")
+    plan = resolve_plan(plan, model, BatchShape(8 * dp_replicate * dp_shard, 1, 12), pp * dp_replicate * dp_shard * tp)
+    pipeline = parallelize(
+        model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+    )
+    stock = stock_model(place.family)
+    fill(pipeline, {name: value.detach() for name, value in stock.named_parameters(remove_duplicate=False)})
+    copy_buffers(stock, pipeline)
+    return pipeline
+
+
+def watch(model: PreTrainedModel) -> list[int]:
+    """Note how many positions the first layer sees."""
+    widths: list[int] = []
+
+    def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        widths.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
+
+    find_layers(model)[1][0].register_forward_pre_hook(note, with_kwargs=True)
+    return widths
+
+
+def mesh_texts(places: list[Place], modes: Sequence[str]) -> list[dict[str, Text]]:
+    """Let models write on this mesh, one after the other."""
+    answers = []
+    for place in places:
+        pipeline = build(place)
+        widths = watch(pipeline.stages[0].model)
+        texts = {}
+        for mode in modes:
+            # The first process of a model decides for the others.
+            is_first = axis_rank(pipeline.mesh, "tp") == axis_rank(pipeline.mesh, "pp") == 0
+            torch.manual_seed(SEED if is_first else 50 + dist.get_rank())
+            options = {**MODES[mode], "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+            with Float64():
+                tokens = generate_on_mesh(pipeline, **prompts(), **options)
+            texts[mode] = Text(tokens.tolist(), list(widths))
+            widths.clear()
+        answers.append(texts)
+    return answers
+
+
+def places(mesh: tuple[int, int, int, int], families: Sequence[str] = tuple(FAMILIES), **what: Any) -> list[Place]:
+    """Put several families on one mesh."""
+    return [replace(Place(family, mesh), **what) for family in families]

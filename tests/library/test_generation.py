@@ -1,0 +1,69 @@
+"""A user's model writes as before, whatever mesh it lies on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+import meshtrain
+from meshtrain.errors import ModelError
+from tests.ranks import run_on_ranks
+
+GPT2 = GPT2Config(
+    vocab_size=61, n_positions=40, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, initializer_range=0.5
+)
+PROMPT = torch.tensor([[5, 9, 31, 7], [0, 0, 17, 3]])
+MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+OPTIONS: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8, "pad_token_id": 0}
+SAMPLING = GenerationConfig(do_sample=True, top_k=10, max_new_tokens=8, pad_token_id=0, eos_token_id=2)
+
+
+def stock() -> GPT2LMHeadModel:
+    torch.manual_seed(2)
+    return GPT2LMHeadModel(GPT2)
+
+
+def write(mesh: dict[str, int] | None) -> list[Tensor]:
+    """Write in several ways; with the model's own `generate` where it has one."""
+    model: Any = stock() if mesh is None else meshtrain.parallelize(stock(), {"mesh": mesh})
+    if mesh is None:
+        model.eval()
+    torch.manual_seed(4)
+    by_method = mesh is None or "pp" not in mesh
+    if by_method:
+        texts = [model.generate(PROMPT, SAMPLING, attention_mask=MASK), model.generate(PROMPT, num_beams=3, **OPTIONS)]
+    else:
+        texts = [
+            meshtrain.generate(model, PROMPT, generation_config=SAMPLING, attention_mask=MASK),
+            meshtrain.generate(model, PROMPT, num_beams=3, **OPTIONS),
+        ]
+    if mesh is not None:
+        assert torch.equal(meshtrain.generate(model, PROMPT, num_beams=3, **OPTIONS), texts[1])
+        stages = model._pipeline.stages if "pp" in mesh else []
+        assert all(stage.model.training for stage in stages)
+    return texts
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_a_parallel_model_writes_as_the_stock_one(mesh: dict[str, int]) -> None:
+    expected = write(None)
+    world_size = 2 ** len(mesh)
+    for texts in run_on_ranks(world_size, write, mesh):
+        for text, wanted in zip(texts, expected, strict=True):
+            assert torch.equal(text, wanted)
+    assert len(set(expected[0].flatten().tolist())) > 8
+
+
+def write_from_nothing() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2)
+    meshtrain.generate(meshtrain.parallelize(model, {"mesh": {"pp": 2}}), PROMPT, **OPTIONS)
+
+
+def test_a_model_without_values_cannot_write() -> None:
+    with pytest.raises(AssertionError) as failed:
+        run_on_ranks(2, write_from_nothing)
+    assert isinstance(failed.value.original, ModelError)  # type: ignore[attr-defined]
+    assert "have no values yet" in str(failed.value)
