@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_ten_lines_under_torchrun_need_no_process_group_of_their_own(tmp_path: P
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.split("\n")
-    losses = sorted(line for line in lines if line)
+    # Two ranks may write into one line.
+    losses = re.findall(r"loss \d+\.\d{6}", done.stdout)
     assert len(losses) == 6
     assert len({*losses}) == 3
