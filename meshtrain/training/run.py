@@ -38,7 +38,7 @@ from meshtrain.training.identity import Identity
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.report import (
     Resolved,
     batch_equation,
@@ -131,7 +131,7 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
     trainer = Trainer(
         pipeline=pipeline,
         loss=TokenLoss(resolved.hf_config.get_text_config().vocab_size, group),
-        optimizer=ShardedAdamW(pipeline, config.optimizer),
+        optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(resolved.plan.precision),
