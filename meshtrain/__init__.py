@@ -9,31 +9,39 @@ if TYPE_CHECKING:
     from meshtrain.library.pieces import build_mesh, build_model, clip_grad_norm, initialize, load_weights
     from meshtrain.library.rebind import rebind
     from meshtrain.library.saving import save_parallelized, save_pretrained
+    from meshtrain.library.state import load_checkpoint, save_checkpoint
+    from meshtrain.training.state import TrainState
 
 __all__ = [
+    "TrainState",
     "build_mesh",
     "build_model",
     "clip_grad_norm",
     "initialize",
+    "load_checkpoint",
     "load_plan",
     "load_run",
     "load_weights",
     "parallelize",
     "rebind",
+    "save_checkpoint",
     "save_parallelized",
     "save_pretrained",
 ]
 
 _HOMES = {
+    "TrainState": "meshtrain.training.state",
     "build_mesh": "meshtrain.library.pieces",
     "build_model": "meshtrain.library.pieces",
     "clip_grad_norm": "meshtrain.library.pieces",
     "initialize": "meshtrain.library.pieces",
+    "load_checkpoint": "meshtrain.library.state",
     "load_plan": "meshtrain.config.toml",
     "load_run": "meshtrain.config.toml",
     "load_weights": "meshtrain.library.pieces",
     "parallelize": "meshtrain.library.parallelize",
     "rebind": "meshtrain.library.rebind",
+    "save_checkpoint": "meshtrain.library.state",
     "save_parallelized": "meshtrain.library.saving",
     "save_pretrained": "meshtrain.library.saving",
 }
