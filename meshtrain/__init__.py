@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from meshtrain.library.rebind import rebind
     from meshtrain.library.saving import save_parallelized, save_pretrained
     from meshtrain.library.state import load_checkpoint, save_checkpoint
+    from meshtrain.library.train import train
+    from meshtrain.training.hooks import Hook
     from meshtrain.training.state import TrainState
 
 __all__ = [
+    "Hook",
     "TrainState",
     "build_mesh",
     "build_model",
@@ -27,9 +30,11 @@ __all__ = [
     "save_checkpoint",
     "save_parallelized",
     "save_pretrained",
+    "train",
 ]
 
 _HOMES = {
+    "Hook": "meshtrain.training.hooks",
     "TrainState": "meshtrain.training.state",
     "build_mesh": "meshtrain.library.pieces",
     "build_model": "meshtrain.library.pieces",
@@ -44,6 +49,7 @@ _HOMES = {
     "save_checkpoint": "meshtrain.library.state",
     "save_parallelized": "meshtrain.library.saving",
     "save_pretrained": "meshtrain.library.saving",
+    "train": "meshtrain.library.train",
 }
 
 

@@ -49,7 +49,7 @@ def save_state(root: Location, pipeline: Pipeline, state: TrainState, *, keep: i
     """
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
-    step, values = _agreed(state)
+    step, values = agreed_step_and_values(state)
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     tensors = saved_tensors(pipeline, state.optimizer)
     check_finite(step, tensors)
@@ -117,7 +117,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     return checkpoint
 
 
-def _agreed(state: TrainState) -> tuple[int, str]:
+def agreed_step_and_values(state: TrainState) -> tuple[int, str]:
     """Return step and values as JSON. Collective.
 
     Raises:
