@@ -54,17 +54,17 @@ class LocalParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The local part of the whole parameter's gradient; it shares its memory."""
-        gradient = self.whole.grad
+        gradient, whole = self.whole.grad, self.whole
         if gradient is None:
             return None
         assert isinstance(gradient, DTensor)
-        with torch.no_grad():
-            if gradient.placements != self.whole.placements:
-                # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be
-                # summed. Kept, so that what is done to the local part in place is done to the gradient.
-                gradient = gradient.redistribute(placements=self.whole.placements)
-                self.whole.grad = gradient
-            return local_tensor(gradient)
+        if gradient._spec.placements != whole._spec.placements:
+            # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be summed.
+            # Kept, so that what is done to the local part in place is done to the gradient.
+            with torch.no_grad():
+                gradient = whole.grad = gradient.redistribute(placements=whole._spec.placements)
+        # Not `to_local()`: it is asked for several times for every parameter and step, and autograd has no part in it.
+        return gradient._local_tensor
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:

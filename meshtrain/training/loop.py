@@ -111,6 +111,7 @@ def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
             _finish_saving(run)
             return bad
         may_go_on, loss, is_saved = step < run.num_steps, None, False
+        place.enter("hooks")
         run.hooks.step(
             values,
             epoch_ends=_next_epoch(run, step) != batch.epoch or not may_go_on,

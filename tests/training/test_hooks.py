@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 
 import meshtrain
-from meshtrain.config.run import BadStepsConfig, CheckpointConfig, RunConfig
+from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.training.hooks import Hook, Metrics, RunState, check_hooks
+from meshtrain.training.optim import build_optimizer
 from meshtrain.training.saving import restore_state
 from meshtrain.training.state import TrainState
 from tests.chaos.stops import torchrun
 from tests.parallel.steps import start
 from tests.parity import Case
 from tests.ranks import run_on_ranks
-from tests.training.runs import build_plan, build_run, read_metrics, train_here
+from tests.training.runs import build_plan, build_run, read_checkpoint, read_metrics, train_here
 from tests.training.test_metrics import evaluated_run
 from tests.training.test_resume import without_torchrun
 
@@ -173,9 +174,31 @@ def values_of(root: Path) -> dict[str, Any]:
     pipeline = start(
         Case("gpt2-tied", (1, 1, 1, 1)), model=build_run(root / "x", "gpt2", build_plan((1, 1, 1, 1))).model
     )
-    state = TrainState(pipeline, torch.optim.AdamW([p for _, p in pipeline.named_parameters()]))
+    state = TrainState(pipeline, build_optimizer(pipeline, OptimizerConfig()))
     restore_state(root, pipeline, state, missing_ok=False)
     return state.values
+
+
+class SavesAside(Hook):
+    """Keeps what the last step has left, in a place of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_start(self, state: RunState, metrics: Metrics) -> None:
+        state.values["name"] = "aside"
+
+    def on_end(self, state: RunState, metrics: Metrics) -> None:
+        meshtrain.save_checkpoint(self.directory, state)
+
+
+def test_the_state_of_a_hook_is_one_that_can_be_saved(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((2, 1, 1, 1)), steps=2)
+    run_on_ranks(2, train_with, config, SavesAside(tmp_path / "aside"), joins=False)
+    ours, theirs = read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "aside")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert run_on_ranks(1, values_of, tmp_path / "aside") == [{"name": "aside"}]
 
 
 class Unlucky(Hook):

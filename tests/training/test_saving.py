@@ -167,6 +167,28 @@ def test_numbers_of_python_come_back_as_such(tmp_path: Path) -> None:
     assert run_on_ranks(1, keep_numbers, tmp_path) == [{"count": 6, "share": 0.1, "is_late": True}]
 
 
+def without_local_parts(root: Path) -> None:
+    """Save an optimizer that works on the DTensors themselves, and load it into one that works on local parts."""
+    pipeline = begin(TP)
+    trained = [(fqn, parameter) for fqn, parameter in pipeline.named_parameters() if parameter.requires_grad]
+    groups = [{"params": [p for _, p in trained if p.dim() == dims], "weight_decay": 0.0} for dims in (2, 1)]
+    state = TrainState(pipeline, torch.optim.Adam(groups, foreach=False))
+    take_steps(pipeline, state, 2)
+    save_state(root, pipeline, state, keep=1)
+    other = TrainState(pipeline, build_optimizer("Adam", trained, amsgrad=False))
+    restore_state(root, pipeline, other, missing_ok=False)
+    for fqn, parameter in trained:
+        one, two = (state_tensors(each.optimizer, {fqn: parameter}) for each in (state, other))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(local_tensor(one[key]), local_tensor(two[key])) for key in one)
+    restore_state(root, pipeline, state, missing_ok=False)
+    take_steps(pipeline, state, 1)
+
+
+def test_whole_and_local_parameters_have_the_same_states(tmp_path: Path) -> None:
+    run_on_ranks(2, without_local_parts, tmp_path)
+
+
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
     """Save as a run does, and load with an own AdamW."""
     from meshtrain.checkpoint.directory import Retention
