@@ -4,6 +4,7 @@ from pathlib import Path
 
 from meshtrain.checkpoint.location import Location, open_location
 from meshtrain.library.handle import handle_of
+from meshtrain.library.saving import source_of
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.training.saving import restore_state, save_state
 from meshtrain.training.state import TrainState
@@ -14,7 +15,8 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
 
     It is there completely or not at all, its files are hashed, and any mesh can load it: every rank writes its own
     shards of parameters and optimizer states, under the names of the stock model. The options of the optimizer's groups
-    (learning rate and so on) and `state.values` are in it; buffers are not, nor what a frozen parameter never had.
+    (learning rate and so on) and `state.values` are in it, the configuration of the model, and the tokenizer that lies
+    where the model came from, so `meshtrain export` makes an ordinary model of it.
 
     Args:
         directory: which every machine must see, or a URL that fsspec knows.
@@ -32,7 +34,7 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
     """
     handle = handle_of(state.model)
     handle.check_values()
-    return save_state(open_location(str(directory)), handle.pipeline, state, keep=keep)
+    return save_state(open_location(str(directory)), handle.pipeline, state, keep=keep, origin=source_of(handle))
 
 
 def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: bool = False) -> TrainState:
@@ -56,10 +58,9 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
         ModelError: if the model is no parallel one.
     """
     handle = handle_of(state.model)
+    if not handle.has_values:
+        for stage in handle.pipeline.stages:
+            restore_buffers(stage.model)
     loaded = restore_state(open_location(str(directory)), handle.pipeline, state, missing_ok=missing_ok)
-    if loaded is not None:
-        if not handle.has_values:
-            for stage in handle.pipeline.stages:
-                restore_buffers(stage.model)
-        handle.has_values = True
+    handle.has_values = handle.has_values or loaded is not None
     return state

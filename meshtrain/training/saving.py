@@ -1,11 +1,10 @@
 """The checkpoints of a program that has a loop of its own: format and safety are those of a run's."""
 
-import importlib.metadata
 import json
+from functools import partial
 from pathlib import Path
 
-from transformers import GenerationConfig
-
+from meshtrain.checkpoint.description import write_description
 from meshtrain.checkpoint.directory import (
     FormatError,
     Manifest,
@@ -16,14 +15,14 @@ from meshtrain.checkpoint.directory import (
 )
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.parallelized import weights_manifest
+from meshtrain.checkpoint.pretrained import original_dtype
 from meshtrain.checkpoint.reading import tensor_entries
 from meshtrain.checkpoint.store import read_table, save_checkpoint
-from meshtrain.config.plan import AXES
-from meshtrain.config.toml import plan_hash
 from meshtrain.errors import CheckpointError, UserError
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import gather_objects, raise_together
-from meshtrain.training.identity import LIBRARIES
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
 from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
 from meshtrain.training.state import TrainState, check_finite, load_state, saved_tensors
@@ -32,12 +31,15 @@ from meshtrain.training.state import TrainState, check_finite, load_state, saved
 RUN_OPTIMIZER = "AdamW"
 
 
-def save_state(root: Location, pipeline: Pipeline, state: TrainState, *, keep: int) -> Location:
+def save_state(
+    root: Location, pipeline: Pipeline, state: TrainState, *, keep: int, origin: Path | None = None
+) -> Location:
     """Write a checkpoint of `state.step` under `root`. Collective.
 
     Args:
         pipeline: of `state.model`.
         keep: so many of the newest checkpoints stay.
+        origin: the directory that the model came from, with its tokenizer; None: what its configuration says.
 
     Returns:
         The directory of the checkpoint.
@@ -50,35 +52,19 @@ def save_state(root: Location, pipeline: Pipeline, state: TrainState, *, keep: i
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
     step, values = agreed_step_and_values(state)
+    _reshard(pipeline)
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     tensors = saved_tensors(pipeline, state.optimizer)
     check_finite(step, tensors)
-    model, plan = pipeline.stages[0].model, pipeline.plan
-    manifest = Manifest(
-        step=step,
-        seed=0,
-        global_batch_size=0,
-        mesh={axis: getattr(plan.mesh, axis) for axis in AXES},
-        plan_hash=plan_hash(plan),
-        model_type=model.config.model_type,
-        architecture=type(model).__name__,
-        data_identity="",
-        dtype=plan.precision.parameters,
-        fused=pipeline.fused,
-        tied=dict(model.all_tied_weights_keys),
-        optimizer=optimizer,
-        values=values,
-        versions={library: importlib.metadata.version(library) for library in LIBRARIES},
+    manifest = weights_manifest(pipeline, step=step).model_copy(update={"optimizer": optimizer, "values": values})
+    description = partial(
+        write_description,
+        model=pipeline.stages[0].model,
+        tokenizer=None,
+        dtype=original_dtype(pipeline),
+        origin=origin,
     )
-
-    def write_huggingface(directory: Path) -> None:
-        model.config.save_pretrained(directory)
-        if isinstance(generation := getattr(model, "generation_config", None), GenerationConfig):
-            generation.save_pretrained(directory)
-
-    return save_checkpoint(
-        root, tensors, manifest=manifest, huggingface=write_huggingface, retention=Retention(newest=keep)
-    )
+    return save_checkpoint(root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep))
 
 
 def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, missing_ok: bool) -> Location | None:
@@ -103,6 +89,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
             f"{where} has no checkpoint: no step-N directory with a manifest; give one, or missing_ok"
         )
     manifest = _read_manifest(checkpoint)
+    _reshard(pipeline)
     here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     there = manifest.optimizer
     if there is None and tensor_entries(read_table(checkpoint), OPTIMIZER_PREFIX):
@@ -135,6 +122,12 @@ def agreed_step_and_values(state: TrainState) -> tuple[int, str]:
                     "the same on all of them: gather what is not"
                 )
     return here
+
+
+def _reshard(pipeline: Pipeline) -> None:
+    # After a forward pass without a backward pass parameters would be gathered over dp_shard.
+    for stage in pipeline.stages:
+        reshard(stage.model)
 
 
 def _find(where: Location) -> Location | None:
