@@ -148,6 +148,8 @@ class Manifest(Words):
     """What decides the order of the samples beside seed and batch: the keys of the run's data and their values."""
     optimizer: SavedOptimizer | None = None
     """What its tensors do not say, of a program that is no run."""
+    forward_passes: int = 0
+    """In training, of a program that is no run: what its dropout is a function of, as that of a run is of the step."""
     values: str = "{}"
     """JSON: what a person's own program, or own hook, wants back."""
     versions: dict[str, str] = Field(default_factory=dict)

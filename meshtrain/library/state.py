@@ -34,14 +34,22 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
     """
     handle = handle_of(state.model)
     handle.check_values()
-    return save_state(open_location(str(directory)), handle.pipeline, state, keep=keep, origin=source_of(handle))
+    return save_state(
+        open_location(str(directory)),
+        handle.pipeline,
+        state,
+        keep=keep,
+        origin=source_of(handle),
+        forward_passes=handle.num_forwards,
+    )
 
 
 def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: bool = False) -> TrainState:
     """Fill `state` in place from a checkpoint that was saved on any mesh, bit for bit. Collective.
 
     Model and optimizer must be those that were saved: what is missing and what is too much is an error that lists it.
-    The groups of the optimizer get the options that were saved, and `state.step` and `state.values` what was in them.
+    The groups of the optimizer get the options that were saved, `state.step` and `state.values` what was in them, and
+    dropout goes on where it was.
     A checkpoint of `meshtrain train` may be loaded too, with an AdamW.
 
     Args:
@@ -61,6 +69,7 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
     if not handle.has_values:
         for stage in handle.pipeline.stages:
             restore_buffers(stage.model)
-    loaded = restore_state(open_location(str(directory)), handle.pipeline, state, missing_ok=missing_ok)
-    handle.has_values = handle.has_values or loaded is not None
+    manifest = restore_state(open_location(str(directory)), handle.pipeline, state, missing_ok=missing_ok)
+    if manifest is not None:
+        handle.has_values, handle.num_forwards = True, manifest.forward_passes
     return state

@@ -22,7 +22,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
 
     Args:
         config: as `load_run` reads it.
-        hooks: objects of subclasses of `Hook`, told of everything after the built-in ones.
+        hooks: objects of subclasses of `Hook`, told of everything after the built-in ones. A run that has nothing left
+            to do tells nothing.
 
     Returns:
         Why it has ended: `Ending.DONE`, or asked to stop (by a signal, by `stop_after` or by a hook) with all saved.

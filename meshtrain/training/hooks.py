@@ -24,6 +24,9 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class RunState(TrainState):
     """What a hook is given of a run: its model, optimizer, step and values, and where the run is.
 
+    The model is the part of it on this rank, as `meshtrain.parallel.pipeline.Pipeline`; the public functions take it as
+    what `parallelize` returns, so that `save_checkpoint(directory, state)` works as in a loop of one's own.
+
     Of `values` a hook may keep what is to survive a restart, the same on all ranks; it is in the next checkpoint, and
     back before `on_start` of the run that goes on from it.
 

@@ -32,7 +32,13 @@ RUN_OPTIMIZER = "AdamW"
 
 
 def save_state(
-    root: Location, pipeline: Pipeline, state: TrainState, *, keep: int, origin: Path | None = None
+    root: Location,
+    pipeline: Pipeline,
+    state: TrainState,
+    *,
+    keep: int,
+    origin: Path | None = None,
+    forward_passes: int = 0,
 ) -> Location:
     """Write a checkpoint of `state.step` under `root`. Collective.
 
@@ -40,6 +46,7 @@ def save_state(
         pipeline: of `state.model`.
         keep: so many of the newest checkpoints stay.
         origin: the directory that the model came from, with its tokenizer; None: what its configuration says.
+        forward_passes: in training, so far.
 
     Returns:
         The directory of the checkpoint.
@@ -56,7 +63,8 @@ def save_state(
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     tensors = saved_tensors(pipeline, state.optimizer)
     check_finite(step, tensors)
-    manifest = weights_manifest(pipeline, step=step).model_copy(update={"optimizer": optimizer, "values": values})
+    own = {"optimizer": optimizer, "values": values, "forward_passes": forward_passes}
+    manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
     description = partial(
         write_description,
         model=pipeline.stages[0].model,
@@ -67,7 +75,7 @@ def save_state(
     return save_checkpoint(root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep))
 
 
-def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, missing_ok: bool) -> Location | None:
+def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, missing_ok: bool) -> Manifest | None:
     """Fill `state` in place from a checkpoint that was saved on any mesh. Collective.
 
     Args:
@@ -76,7 +84,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         missing_ok: whether it is all right that there is none yet: the state stays as it is.
 
     Returns:
-        The directory of the checkpoint; None if there is none.
+        What the checkpoint says of itself; None if there is none.
 
     Raises:
         CheckpointError: the same on all processes: there is none, it is damaged, or holds something else.
@@ -101,7 +109,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     if state.optimizer is not None and manifest.optimizer is not None:
         restore_options(state.optimizer, manifest.optimizer)
     state.step, state.values = manifest.step, json.loads(manifest.values)
-    return checkpoint
+    return manifest
 
 
 def agreed_step_and_values(state: TrainState) -> tuple[int, str]:

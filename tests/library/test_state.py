@@ -88,6 +88,28 @@ def test_a_loop_of_ones_own_goes_on_on_another_mesh(tmp_path: Path) -> None:
         assert exported(batch(6), labels=batch(6)).loss.item() == pytest.approx(wanted[6], rel=1e-12)
 
 
+def with_dropout(directory: Path, *stops: int) -> list[float]:
+    """Train to each step in a program of its own."""
+    losses = []
+    for last_step in stops:
+        torch.manual_seed(0)
+        stock = GPT2LMHeadModel(GPT2Config(**SIZES)).double()
+        model = meshtrain.parallelize(stock, {"mesh": {"tp": 2}, **PLAN}, seed=3)
+        optimizer = SGD(model.parameters(), lr=0.5)
+        meshtrain.rebind(optimizer)
+        state = meshtrain.load_checkpoint(directory, meshtrain.TrainState(model, optimizer), missing_ok=True)
+        losses += train(model, state, StepLR(optimizer, step_size=9), last_step)
+        meshtrain.save_checkpoint(directory, state)
+    return losses
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, other = run_on_ranks(2, with_dropout, tmp_path / "whole", 4)
+    stopped, _ = run_on_ranks(2, with_dropout, tmp_path / "stopped", 2, 4)
+    assert whole == other == stopped
+    assert len(set(whole)) == 4
+
+
 def refusals(directory: Path) -> None:
     stock = build(0)
     with pytest.raises(ModelError, match=r"a GPT2LMHeadModel is no parallel model; give what meshtrain\.parallelize"):

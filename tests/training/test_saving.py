@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.directory import list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import SavedGroup, SavedOptimizer, list_checkpoints, read_manifest
 from meshtrain.errors import CheckpointError, TrainingStopped
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import as_local
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optimizer_state import state_tensors
+from meshtrain.training.saved_optimizer import restore_options
 from meshtrain.training.saving import restore_state, save_state
 from meshtrain.training.state import TrainState
 from meshtrain.verify.parallel import build_trainer
@@ -99,7 +100,9 @@ def pass_on(case: Case, root: Path, to: Path) -> None:
     for name in OPTIMIZERS:
         state = state_with(pipeline, name, lr=0.5)
         take_steps(pipeline, state, 1)
-        assert restore_state(root / name, pipeline, state, missing_ok=False) == root / name / "step-2"
+        manifest = restore_state(root / name, pipeline, state, missing_ok=False)
+        assert manifest is not None
+        assert manifest.step == 2
         assert (state.step, state.values) == (2, VALUES)
         assert state.optimizer is not None
         assert [group["lr"] for group in state.optimizer.param_groups] == [OPTIMIZERS[name]["lr"], 0.125]
@@ -187,6 +190,17 @@ def without_local_parts(root: Path) -> None:
 
 def test_whole_and_local_parameters_have_the_same_states(tmp_path: Path) -> None:
     run_on_ranks(2, without_local_parts, tmp_path)
+
+
+def test_options_take_the_kind_that_they_have_here() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    optimizer = torch.optim.Adam(parameters, lr=torch.tensor(0.5, dtype=torch.float64), betas=(0.5, 0.6))
+    rate = optimizer.param_groups[0]["lr"]
+    options = json.dumps({"lr": 0.1, "betas": [0.7, 0.8], "initial_lr": 0.3})
+    restore_options(optimizer, SavedOptimizer(name="Adam", groups=(SavedGroup(options=options, parameters=()),)))
+    (group,) = optimizer.param_groups
+    assert group["lr"] is rate
+    assert (rate.item(), group["betas"], group["initial_lr"], group["eps"]) == (0.1, (0.7, 0.8), 0.3, 1e-8)
 
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
