@@ -129,12 +129,10 @@ def train(run: Run, overrides: Overrides = None) -> None:
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
+    from meshtrain.library.train import train as train_run
     from meshtrain.runtime.environment import is_under_torchrun
     from meshtrain.training.run import Ending
-    from meshtrain.training.run import train as train_run
-    from meshtrain.verify.trust import ensure_proven
 
-    ensure_proven(config)
     ending = train_run(config)
     if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not is_under_torchrun()):
         raise typer.Exit(COME_AGAIN)

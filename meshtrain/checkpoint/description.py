@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.hub_layout import stock_class
 from meshtrain.data.tokenizer import TOKENIZER_FILE_NAMES
 from meshtrain.errors import CheckpointError
+from meshtrain.models.build import stock_class
 
 
 class Saveable(Protocol):

@@ -83,6 +83,28 @@ class SavedHistory(Words):
     """Gradient norms of the same steps."""
 
 
+class SavedGroup(Words):
+    """A group of parameters of an optimizer."""
+
+    options: str
+    """JSON: what the group has beside its parameters, such as the learning rate."""
+    parameters: tuple[str, ...]
+    """Their FQNs, sorted."""
+
+
+class SavedOptimizer(Words):
+    """The optimizer of a program of its own; a run's is known from its configuration."""
+
+    name: str
+    """The class, such as `AdamW`."""
+    groups: tuple[SavedGroup, ...]
+    """As they were given to it."""
+    scalars: tuple[str, ...] = ("step",)
+    """The states that are one number for each parameter; all others are laid out as the parameter."""
+    numbers: tuple[str, ...] = ()
+    """Those of the scalars that are numbers of Python and no tensors."""
+
+
 class Manifest(Words):
     """What the tensors of a checkpoint belong to."""
 
@@ -124,6 +146,12 @@ class Manifest(Words):
     """Mean loss on the validation data after this step, in nats, if there was an evaluation."""
     order: dict[str, bool] = Field(default_factory=dict)
     """What decides the order of the samples beside seed and batch: the keys of the run's data and their values."""
+    optimizer: SavedOptimizer | None = None
+    """What its tensors do not say, of a program that is no run."""
+    forward_passes: int = 0
+    """In training, of a program that is no run: what its dropout is a function of, as that of a run is of the step."""
+    values: str = "{}"
+    """JSON: what a person's own program, or own hook, wants back."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Library -> version that saved it."""
     files: dict[str, SavedFile] = Field(default_factory=dict)

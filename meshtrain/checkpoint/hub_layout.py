@@ -13,7 +13,6 @@ import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -63,15 +62,6 @@ class HubLayout:
     groups: tuple[Group, ...]
     convert: Callable[[Tensors], Tensors]
     num_parameters: int | None = None
-
-
-def stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of transformers, or of custom code, that a model is of: FSDP2 and meshtrain derive from it."""
-    return next(kind for kind in type(model).__mro__ if not any(map(_is_mixed_in, kind.__mro__)))
-
-
-def _is_mixed_in(kind: type) -> bool:
-    return kind is FSDPModule or kind.__module__.startswith("meshtrain.")
 
 
 def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

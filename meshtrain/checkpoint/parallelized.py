@@ -9,11 +9,11 @@ from torch import Tensor
 from meshtrain import console
 from meshtrain.checkpoint.description import Tokenizer, write_description
 from meshtrain.checkpoint.directory import Manifest, step_named
-from meshtrain.checkpoint.hub_layout import stock_class
 from meshtrain.checkpoint.pretrained import original_dtype, owned_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX, save_folder
 from meshtrain.config.plan import AXES
 from meshtrain.config.toml import plan_hash
+from meshtrain.models.build import stock_class
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import is_first_rank

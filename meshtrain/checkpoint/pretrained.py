@@ -15,11 +15,11 @@ from meshtrain.checkpoint.hub_layout import (
     check_names,
     layout_of,
     plan_files,
-    stock_class,
     stock_model,
 )
 from meshtrain.checkpoint.live import LiveTensors, find_live_tensors, gloo_group, write_live_folder
 from meshtrain.checkpoint.stock_tensors import stock_tensors
+from meshtrain.models.build import stock_class
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import is_first_rank

@@ -90,9 +90,19 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def published(self) -> list[Saved]:
-        """Return the checkpoints that were published since the last call; the ranks may hear of them at other times."""
-        return [self._published.get() for _ in range(self._published.qsize())]
+    @property
+    def num_published(self) -> int:
+        """How many `published` would return here; other ranks may have heard of fewer."""
+        return self._published.qsize()
+
+    def published(self, at_most: int | None = None) -> list[Saved]:
+        """Return the checkpoints that were published since the last call, oldest first.
+
+        Args:
+            at_most: so many, for the ranks to hear of them together; not needed after `finish`.
+        """
+        number = self.num_published if at_most is None else min(at_most, self.num_published)
+        return [self._published.get() for _ in range(number)]
 
     def _write(self, blocks: Mapping[str, Block], manifest: Manifest, huggingface: HuggingFace) -> Saved:
         begin = time.perf_counter()

@@ -202,7 +202,7 @@ def load_checkpoint(
     """
     if not is_verified and (damage := find_damage(directory)):
         raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
-    metadata = _read_metadata_together(directory)
+    metadata = read_table(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     together = _merge(gather_objects(wanted))
     raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
@@ -313,7 +313,12 @@ def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, S
     return files
 
 
-def _read_metadata_together(directory: Location) -> Metadata:
+def read_table(directory: Location) -> Metadata:
+    """Read DCP's table of a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: the same on all ranks: some of them cannot.
+    """
     metadata, problems = None, []
     try:
         metadata = read_metadata(directory)

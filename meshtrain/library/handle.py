@@ -62,6 +62,10 @@ def handle_of(model: object) -> Handle:
 
 def find_handle(model: object) -> Handle | None:
     """Return the handle of a parallel model; None of any other."""
+    if isinstance(model, Pipeline):
+        # That of a run, which its hooks are given.
+        on_gpu = model.mesh.device_type == "cuda"
+        return Handle(model, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     inner: Any = model
     # An adapter of peft around it.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):

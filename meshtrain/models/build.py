@@ -91,8 +91,12 @@ def build_model(
 
 
 def stock_class(model: nn.Module) -> Any:
-    """Return the class of a model without what FSDP2 has mixed into it."""
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    """Return the class of transformers, or of custom code, that a model is of: FSDP2 and meshtrain derive from it."""
+    return next(kind for kind in type(model).__mro__ if not any(map(_is_mixed_in, kind.__mro__)))
+
+
+def _is_mixed_in(kind: type) -> bool:
+    return kind is FSDPModule or kind.__module__.startswith("meshtrain.")
 
 
 def stock_like(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
 
-# Of torch and transformers: they multiply or average over a whole matrix, or over all parameters at once.
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-
 
 class LocalParameter(nn.Parameter):
     """A parameter over the same memory as the local part of `whole`, whose gradient is the local part of `whole`'s.
@@ -57,17 +54,17 @@ class LocalParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The local part of the whole parameter's gradient; it shares its memory."""
-        gradient = self.whole.grad
+        gradient, whole = self.whole.grad, self.whole
         if gradient is None:
             return None
         assert isinstance(gradient, DTensor)
-        with torch.no_grad():
-            if gradient.placements != self.whole.placements:
-                # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be
-                # summed. Kept, so that what is done to the local part in place is done to the gradient.
-                gradient = gradient.redistribute(placements=self.whole.placements)
-                self.whole.grad = gradient
-            return local_tensor(gradient)
+        if gradient._spec.placements != whole._spec.placements:
+            # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be summed.
+            # Kept, so that what is done to the local part in place is done to the gradient.
+            with torch.no_grad():
+                gradient = whole.grad = gradient.redistribute(placements=whole._spec.placements)
+        # Not `to_local()`: it is asked for several times for every parameter and step, and autograd has no part in it.
+        return gradient._local_tensor
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -105,21 +102,6 @@ def laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
     # Not DTensor.from_local: it would move an offloaded tensor to the device of the mesh, and what is loaded into that
     # copy would be lost.
     return DTensor(local, parameter._spec, requires_grad=False)
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Check that an optimizer may work on local parts: what it does to an element depends on that element only.
-
-    Raises:
-        ModelError: if it is known to look at whole matrices, and some are not whole here.
-    """
-    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in NOT_ELEMENTWISE]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if names and any(whole_of(parameter).numel() != parameter.numel() for parameter in parameters):
-        raise ModelError(
-            f"{names[0]} computes with whole parameters, and those of this model are split over processes, where it "
-            "would silently do something else; use an optimizer that treats every element by itself, such as AdamW"
-        )
 
 
 def choose_kernels(optimizer: Optimizer) -> None:

@@ -17,8 +17,8 @@ from meshtrain.runtime.environment import is_under_torchrun
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 COPY_SECONDS = 3.0
-TIME_IS_UP = 1
-"""As a reason to stop: less than any signal's number, so that among several reasons the signal is named."""
+TIME_IS_UP, HOOK = 1, 2
+"""As reasons to stop: less than any of the signals' numbers, so that among several reasons the signal is named."""
 
 
 @dataclass
@@ -35,16 +35,23 @@ class StopRequest:
     copy_seconds: float = 0.0
     _signal: int | None = None
     _taken: float = 0.0
+    _has_hook_asked: bool = False
 
     def is_asked(self) -> bool:
         """Whether a signal has come."""
         return self._signal is not None
 
     def reason(self) -> int:
-        """Return 0, TIME_IS_UP or the number of the signal: a number, for processes to agree on the largest."""
+        """Return 0, TIME_IS_UP, HOOK or the number of the signal: a number, for processes to agree on the largest."""
         if self._signal is not None:
             return self._signal
+        if self._has_hook_asked:
+            return HOOK
         return TIME_IS_UP if self.deadline is not None and time.monotonic() >= self.deadline else 0
+
+    def ask(self) -> None:
+        """Note the wish of a hook."""
+        self._has_hook_asked = True
 
     def take(self, number: int) -> None:
         """Note a signal; the second one ends the process."""
@@ -59,7 +66,7 @@ class StopRequest:
 
 def describe_reason(reason: int) -> str:
     """Say what `StopRequest.reason` returned."""
-    return "stop_after" if reason == TIME_IS_UP else signal.Signals(reason).name
+    return {TIME_IS_UP: "stop_after", HOOK: "a hook"}.get(reason) or signal.Signals(reason).name
 
 
 @contextmanager

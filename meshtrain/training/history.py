@@ -161,8 +161,8 @@ def robust_z_score(value: float, ordinary: Sequence[float]) -> float:
     return (value - middle) / max(deviation, LEAST_DEVIATION * abs(middle), sys.float_info.min)
 
 
-def name_samples(sample_ids: np.ndarray) -> str:
+def name_samples(sample_ids: np.ndarray | Sequence[int]) -> str:
     """Name the first samples of a batch for a message."""
-    return ", ".join(map(str, sample_ids[:SAMPLES_NAMED].tolist())) + (
+    return ", ".join(str(int(sample)) for sample in sample_ids[:SAMPLES_NAMED]) + (
         ", ..." if len(sample_ids) > SAMPLES_NAMED else ""
     )

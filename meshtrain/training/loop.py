@@ -1,30 +1,27 @@
-"""The loop: step, write down, evaluate, save."""
+"""The loop: step, evaluate, save, and tell the hooks of it."""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.checkpoint.location import shown_location
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
-from meshtrain.console import TrainingProgress
 from meshtrain.data.loader import Batch
 from meshtrain.data.order import place_in_data
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
-from meshtrain.runtime.signals import StopRequest, describe_reason
-from meshtrain.training.directory import METRICS_NAME
-from meshtrain.training.history import BadStep, name_samples
-from meshtrain.training.metrics import MetricsWriter, memory_bytes
-from meshtrain.training.step import Trainer, evaluate, train_step
+from meshtrain.runtime.signals import describe_reason
+from meshtrain.training.history import BadStep
+from meshtrain.training.hooks import NOTHING, Hooks
+from meshtrain.training.metrics import memory_bytes
+from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,7 @@ class Run:
     """A run that is ready to go.
 
     Attributes:
+        hooks: are told of everything; with the state that they are given.
         first_step: steps done before.
         num_steps: steps to be done in all.
         epoch_of: place in the data, in batches from 0 -> epoch.
@@ -41,14 +39,13 @@ class Run:
         saver: what `save` writes with.
         rewind: goes back to the newest checkpoint, leaves out the batch of a bad step from there on, and returns the
             steps done before and the batches of the others.
-        unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
         flops_per_token: of the model, forward and backward, for a sequence length.
         parameters_checksum: of the parameters that the first step finds; None without self-checks.
-        stop: whether this process was asked to stop; what any was asked, all do.
     """
 
     config: RunConfig
     trainer: Trainer
+    hooks: Hooks
     device: torch.device
     first_step: int
     num_steps: int
@@ -58,10 +55,8 @@ class Run:
     save: Callable[[int, float | None], None]
     saver: Saver
     rewind: Callable[[BadStep], tuple[int, Iterable[Batch]]]
-    unigram_entropy: float
     flops_per_token: Callable[[int], float]
     parameters_checksum: str | None
-    stop: StopRequest
 
 
 def run_loop(run: Run) -> int:
@@ -72,88 +67,73 @@ def run_loop(run: Run) -> int:
 
     Raises:
         TrainingStopped: if a step is bad and the run shall not, may not or cannot go on; if the evaluation loss or what
-            shall be saved is not finite.
+            shall be saved is not finite; if a hook has a problem.
         CheckpointError: if a checkpoint cannot be written, or none can be gone back to.
     """
     if run.first_step >= run.num_steps:
         console.line(f"Nothing to do: {run.first_step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return 0
     try:
-        end = _train(run, None)
+        reason = _train_with_rewinds(run)
+    except BaseException as error:
+        run.hooks.end(failure=error)
+        raise
+    run.hooks.end(stopped_by=describe_reason(reason) if reason else None)
+    return reason
+
+
+def _train_with_rewinds(run: Run) -> int:
+    try:
+        end = _train(run, {"parameters_checksum": run.parameters_checksum} if run.parameters_checksum else NOTHING)
         while isinstance(end, BadStep):
             run.trainer.pipeline.place.begin("rewind")
             first_step, batches = run.rewind(end)
-            run = replace(run, first_step=first_step, train_batches=batches, parameters_checksum=None)
-            end = _train(run, end)
+            run = replace(run, first_step=first_step, train_batches=batches)
+            end = _train(run, end.note("rewind", len(run.trainer.history.left_out)))
     except TrainingStopped as stopped:
         # On all processes alike, and what is being saved is good.
-        _finish_saving(run, stopped)
+        try:
+            _finish_saving(run)
+        except CheckpointError as error:
+            raise TrainingStopped([*stopped.problems, *error.problems]) from stopped
         raise
     return end
 
 
-def _finish_saving(run: Run, stopped: TrainingStopped) -> None:
-    run.trainer.pipeline.place.begin("checkpoint")
-    try:
-        run.saver.finish()
-    except CheckpointError as error:
-        raise TrainingStopped([*stopped.problems, *error.problems]) from stopped
-    for saved in run.saver.published():
-        console.line(f"Saved {shown_location(saved.directory)}")
-
-
-def _train(run: Run, rewound: BadStep | None) -> int | BadStep:
+def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
     """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
-    evaluation_loss, place = None, run.trainer.pipeline.place
-    with _open_metrics(run) as metrics:
-        if rewound is not None:
-            metrics.write_note(run.first_step, rewound.note("rewind", len(run.trainer.history.left_out)))
-        if run.parameters_checksum is not None:
-            metrics.write_note(run.first_step, {"parameters_checksum": run.parameters_checksum})
-        for batch, data_seconds in _timed(run):
-            step = batch.step + 1
-            values, stop_reason, bad = _one_step(run, batch, data_seconds, metrics)
-            if bad is not None and run.config.bad_steps.policy == "rewind":
-                place.begin("checkpoint")
-                run.saver.finish()
-                _show_saved(run, metrics)
-                return bad
-            metrics.write(step, values)
-            if bad is not None:
-                _note_skipped(run, bad, metrics)
-            place.end_step()
-            if _next_epoch(run, step) != batch.epoch or step == run.num_steps:
-                metrics.write_epoch(step)
-            may_go_on, loss_here, is_saved = step < run.num_steps, None, False
-            stop_reason = stop_reason if may_go_on else 0
-            if not stop_reason:
-                if run.evaluation_batches and _is_due(step, run.config.evaluation.every, run.num_steps):
-                    evaluation_loss = loss_here = _evaluate(run, step, metrics)
-                if is_saved := _is_due(step, run.config.checkpoint.every, run.num_steps):
-                    _checkpoint(run, step, loss_here, metrics)
-                if may_go_on and (is_saved or loss_here is not None):
-                    # Both may take longer than whoever asks to stop has patience for another step.
-                    stop_reason = _agreed_reason(run)
-            if stop_reason:
-                if not is_saved:
-                    _checkpoint(run, step, loss_here, metrics)
-                _stop(run, step, metrics, stop_reason)
-                return stop_reason
-        place.begin("checkpoint")
-        run.saver.finish()
-        _show_saved(run, metrics)
-        _check_written(metrics)
-    _show_end(run, evaluation_loss)
-    return 0
-
-
-def _open_metrics(run: Run) -> MetricsWriter:
-    return MetricsWriter(
-        Path(run.config.run_directory),
-        first_step=run.first_step,
-        progress=TrainingProgress(run.num_steps, every=run.config.logging.every),
-        tensorboard=run.config.logging.tensorboard,
-    )
+    place = run.trainer.pipeline.place
+    run.hooks.start(run.first_step, note)
+    for batch, data_seconds in _timed(run):
+        step = batch.step + 1
+        values, stop_reason, bad = _one_step(run, batch, data_seconds)
+        if bad is not None and run.config.bad_steps.policy == "rewind":
+            _finish_saving(run)
+            return bad
+        may_go_on, loss, is_saved = step < run.num_steps, None, False
+        place.enter("hooks")
+        run.hooks.step(
+            values,
+            epoch_ends=_next_epoch(run, step) != batch.epoch or not may_go_on,
+            note=NOTHING if bad is None else bad.note("skip", run.trainer.history.num_bad),
+        )
+        place.end_step()
+        stop_reason = stop_reason if may_go_on else 0
+        if not stop_reason:
+            if run.evaluation_batches and _is_due(step, run.config.evaluation.every, run.num_steps):
+                loss = _evaluate(run, step)
+            if is_saved := _is_due(step, run.config.checkpoint.every, run.num_steps):
+                _checkpoint(run, step, loss)
+            if may_go_on and (is_saved or loss is not None):
+                # Both may take longer than whoever asks to stop has patience for another step.
+                stop_reason = _agreed_reason(run)
+        if stop_reason:
+            if not is_saved:
+                _checkpoint(run, step, loss)
+            break
+    _finish_saving(run)
+    _check_problem(run)
+    return stop_reason
 
 
 def _timed(run: Run) -> Iterator[tuple[Batch, float]]:
@@ -170,28 +150,43 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
 
 
-def _one_step(
-    run: Run, batch: Batch, data_seconds: float, metrics: MetricsWriter
-) -> tuple[dict[str, float], int, BadStep | None]:
+def _one_step(run: Run, batch: Batch, data_seconds: float) -> tuple[dict[str, float], int, BadStep | None]:
     """Return the metrics of a step, why to stop after it, if any process was asked to, and what is bad about it."""
     begin = time.perf_counter()
     result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
+    state = run.hooks.state
+    state.step = batch.step + 1
     if batch.step == run.first_step:
         _show_without_gradient(result.without_gradient)
-    _show_saved(run, metrics)
     run.trainer.pipeline.place.enter("metrics")
-    state = [memory_bytes(run.device), metrics.problem is not None, run.saver.has_failed, run.stop.reason()]
-    most = torch.tensor(state, dtype=torch.float64)
+    # The fewest of what all have heard of is the largest negative number.
+    here = [memory_bytes(run.device), state.problem is not None, run.saver.has_failed, -run.saver.num_published]
+    most = torch.tensor([*here, state.stop.reason()], dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    memory, is_unwritten, is_unsaved, stop_reason = most.tolist()
-    if is_unwritten:
-        _check_written(metrics)
+    memory, has_problem, is_unsaved, fewest, stop_reason = most.tolist()
+    if has_problem:
+        _check_problem(run)
     if is_unsaved:
         run.saver.finish()
-    seconds = data_seconds + time.perf_counter() - begin
+    _tell_of_saved(run, at_most=-int(fewest))
+    values = _values(run, batch, result, int(memory), (data_seconds, data_seconds + time.perf_counter() - begin))
+    bad = None
+    if result.fault is not None:
+        bad = BadStep(batch.step + 1, batch.data_step, batch.sample_ids, result.fault)
+    return values, int(stop_reason), bad
+
+
+def _values(run: Run, batch: Batch, result: StepResult, memory: int, times: tuple[float, float]) -> dict[str, float]:
+    """Return the metrics of a step.
+
+    Args:
+        memory: the most bytes of any process.
+        times: seconds spent waiting for data, and in all.
+    """
+    data_seconds, seconds = times
     width = batch.tensors["labels"].shape[1]
     tokens_per_step = run.config.global_batch_size * width
-    values = {
+    return {
         "epoch": batch.epoch + 1,
         "loss": result.loss,
         "grad_norm": result.gradient_norm,
@@ -201,7 +196,7 @@ def _one_step(
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
         "teraflops_per_second": run.flops_per_token(width) * tokens_per_step / seconds / dist.get_world_size() / 1e12,
-        "memory_bytes": int(memory),
+        "memory_bytes": memory,
         "seconds": seconds,
         "data_seconds": data_seconds,
         "forward_backward_seconds": result.forward_backward_seconds,
@@ -211,19 +206,6 @@ def _one_step(
         **run.trainer.history.metrics(),
         **{f"samples/{source}": count for source, count in batch.source_samples.items()},
     }
-    bad = None
-    if result.fault is not None:
-        bad = BadStep(batch.step + 1, batch.data_step, batch.sample_ids, result.fault)
-    return values, int(stop_reason), bad
-
-
-def _note_skipped(run: Run, bad: BadStep, metrics: MetricsWriter) -> None:
-    num_bad = run.trainer.history.num_bad
-    metrics.write_note(bad.step, bad.note("skip", num_bad))
-    console.line(
-        f"Step {bad.step:,} is bad, and skipped: {bad.fault}. Samples: {name_samples(bad.sample_ids)}. Skipped so far: "
-        f"{num_bad:,}"
-    )
 
 
 def _next_epoch(run: Run, step: int) -> int:
@@ -236,13 +218,13 @@ def _show_without_gradient(names: Iterable[str]) -> None:
         console.line(f"No gradient in the first step, so not trained ({len(found)}): {name_some(found, 5)}")
 
 
-def _check_written(metrics: MetricsWriter) -> None:
-    """Stop all ranks if the first could not write its metrics. Collective."""
-    advice = "training stopped; make room, then resume: it goes on from its newest checkpoint"
-    raise_together([f"{metrics.problem}; {advice}"] if metrics.problem else [], TrainingStopped)
+def _check_problem(run: Run) -> None:
+    """Stop all ranks if a hook of one of them cannot go on. Collective."""
+    problem = run.hooks.state.problem
+    raise_together([problem] if problem else [], TrainingStopped)
 
 
-def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
+def _evaluate(run: Run, step: int) -> float:
     run.trainer.pipeline.place.begin("evaluation")
     begin = time.perf_counter()
     found = {
@@ -256,50 +238,44 @@ def _evaluate(run: Run, step: int, metrics: MetricsWriter) -> float:
             "them was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
         )
     of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
-    metrics.write(step, {"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})
+    run.hooks.evaluation({"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})
     return loss
 
 
 def _agreed_reason(run: Run) -> int:
     """Return why any process was asked to stop; 0 if none was. Collective."""
-    reason = torch.tensor(run.stop.reason())
+    reason = torch.tensor(run.hooks.state.stop.reason())
     dist.all_reduce(reason, op=dist.ReduceOp.MAX)
     return int(reason)
 
 
-def _stop(run: Run, step: int, metrics: MetricsWriter, reason: int) -> None:
-    """Wait for what is being saved, and say how to go on."""
-    run.saver.finish()
-    _show_saved(run, metrics)
-    _check_written(metrics)
-    done = f"{step:,} of {run.num_steps:,} steps are done"
-    console.line(f"Stopped by {describe_reason(reason)}: {done}; the same command goes on from there")
-
-
-def _checkpoint(run: Run, step: int, evaluation_loss: float | None, metrics: MetricsWriter) -> None:
+def _checkpoint(run: Run, step: int, evaluation_loss: float | None) -> None:
     run.trainer.pipeline.place.begin("checkpoint")
     begin = time.perf_counter()
+    # All have finished the one before now, so all hear of it here.
+    run.saver.finish()
+    _tell_of_saved(run)
     run.save(step, evaluation_loss)
-    metrics.write(step, {"checkpoint_seconds": time.perf_counter() - begin})
-    _show_saved(run, metrics)
+    metrics = {"checkpoint_seconds": time.perf_counter() - begin}
+    if run.config.checkpoint.in_background:
+        run.hooks.checkpoint(metrics, None)
+    else:
+        (saved,) = run.saver.published()
+        run.hooks.checkpoint(metrics, saved)
 
 
-def _show_saved(run: Run, metrics: MetricsWriter) -> None:
-    """Tell of the checkpoints that were published since the last call."""
-    for saved in run.saver.published():
-        if run.config.checkpoint.in_background:
-            metrics.write(saved.step, {"checkpoint_background_seconds": saved.seconds})
-        console.line(f"Saved {shown_location(saved.directory)}")
+def _finish_saving(run: Run) -> None:
+    """Wait for what is being saved."""
+    run.trainer.pipeline.place.begin("checkpoint")
+    run.saver.finish()
+    _tell_of_saved(run)
+
+
+def _tell_of_saved(run: Run, *, at_most: int | None = None) -> None:
+    """Tell of the checkpoints that were published in the background since the last call; on all ranks of the same."""
+    for saved in run.saver.published(at_most):
+        run.hooks.checkpoint({"checkpoint_background_seconds": saved.seconds}, saved)
 
 
 def _is_due(step: int, every: int | None, num_steps: int) -> bool:
     return step == num_steps or (every is not None and step % every == 0)
-
-
-def _show_end(run: Run, evaluation_loss: float | None) -> None:
-    if evaluation_loss is not None:
-        console.line(
-            f"Validation loss {evaluation_loss:.3f} nats per token; the unigram entropy of the text is "
-            f"{run.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
-        )
-    console.line(f"Done. Metrics: {shown(Path(run.config.run_directory) / METRICS_NAME)}")

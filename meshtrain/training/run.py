@@ -1,8 +1,9 @@
 """A training run from its configuration to its end: the one path."""
 
+import json
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -34,11 +35,13 @@ from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
 from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
 from meshtrain.training.history import BadStep, StepHistory, name_samples
+from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
+from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.report import (
     Resolved,
     batch_equation,
@@ -48,6 +51,7 @@ from meshtrain.training.report import (
     show_plan_table,
     show_shares,
 )
+from meshtrain.training.saving import agreed_step_and_values
 from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import check_finite, load_state, load_weights_of, saved_tensors
 from meshtrain.training.step import Trainer, no_inspection
@@ -64,8 +68,11 @@ class Ending(Enum):
     FOLLOWED = "another process has to go, and all have saved"
 
 
-def train(config: RunConfig) -> Ending:
+def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
     """Train a run, or go on with it where its newest checkpoint is.
+
+    Args:
+        hooks: are told what happens, after the built-in ones; on every rank.
 
     Raises:
         UserError: before any process group is joined, wherever the mistake can be known there.
@@ -87,7 +94,7 @@ def train(config: RunConfig) -> Ending:
         _agree_on_data(data)
         found = _find_checkpoint(identity)
         _show_head(config, resolved, num_steps)
-        reason = run_loop(_build(identity, feed, num_steps, found, process))
+        reason = run_loop(_build(identity, feed, num_steps, found, process, hooks))
         if reason == 0:
             return Ending.DONE
         # SIGUSR1 is what a person wants of the run. SIGTERM is what a machine is told that has to go, or torchrun that
@@ -114,7 +121,14 @@ def _find_checkpoint(identity: Identity) -> Found | None:
     return checkpoint, manifest
 
 
-def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, process: Process) -> Run:
+def _build(
+    identity: Identity,
+    feed: Feed,
+    num_steps: int,
+    found: Found | None,
+    process: Process,
+    hooks: Sequence[Hook],
+) -> Run:
     config, data, resolved = identity.config, identity.data, identity.resolved
     mesh = build_mesh(resolved.plan.mesh, process.device.type)
     if resolved.plan.shard.offload == "cpu" and process.device.type == "cpu":
@@ -131,14 +145,22 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
     trainer = Trainer(
         pipeline=pipeline,
         loss=TokenLoss(resolved.hf_config.get_text_config().vocab_size, group),
-        optimizer=ShardedAdamW(pipeline, config.optimizer),
+        optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
         loss_scale=build_loss_scale(resolved.plan.precision),
         history=StepHistory(config.bad_steps),
         inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
     )
-    first_step = _begin(config, trainer, feed, num_steps, found)
+    state = RunState(
+        model=pipeline,
+        optimizer=trainer.optimizer,
+        config=config.model_copy(update={"plan": resolved.plan}),
+        num_steps=num_steps,
+        unigram_entropy=data.unigram_entropy_nats,
+        stop=process.stop,
+    )
+    _begin(state, trainer, feed, found)
     report = check_parameters(pipeline) if config.self_checks else None
     if report is not None:
         copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
@@ -157,18 +179,17 @@ def _build(identity: Identity, feed: Feed, num_steps: int, found: Found | None, 
         config=config,
         trainer=trainer,
         device=process.device,
-        first_step=first_step,
+        hooks=Hooks(state, (MetricsHook(), LinesHook(), *hooks)),
+        first_step=state.step,
         num_steps=num_steps,
         epoch_of=feed.order.epoch,
-        train_batches=batches(first_step),
+        train_batches=batches(state.step),
         evaluation_batches=_evaluation_batches(config, feed, pipeline, process),
-        save=partial(_save, identity, feed, trainer, saver),
+        save=partial(_save, identity, feed, trainer, saver, state),
         saver=saver,
-        rewind=partial(_rewind, identity, feed, trainer, num_steps, batches),
-        unigram_entropy=data.unigram_entropy_nats,
+        rewind=partial(_rewind, identity, feed, trainer, state, batches),
         flops_per_token=cache(partial(flops_per_token, resolved.model)),
         parameters_checksum=report.checksum if report is not None else None,
-        stop=process.stop,
     )
 
 
@@ -187,39 +208,39 @@ def _agree_on_data(data: PreparedData) -> None:
     raise_together([problem] if others else [], DataError)
 
 
-def _begin(config: RunConfig, trainer: Trainer, feed: Feed, num_steps: int, found: Found | None) -> int:
-    """Give the parameters their values, and return the number of steps already done."""
-    pipeline = trainer.pipeline
+def _begin(state: RunState, trainer: Trainer, feed: Feed, found: Found | None) -> None:
+    """Give the parameters their values, and the state the number of steps already done."""
+    pipeline, config = trainer.pipeline, state.config
     if found is not None:
         checkpoint, manifest = found
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        _restore(trainer, checkpoint, manifest)
+        _restore(state, trainer, checkpoint, manifest)
         feed.restore_streams(manifest.streams)
-        feed.check_steps(num_steps, len(trainer.history.left_out))
+        feed.check_steps(state.num_steps, len(trainer.history.left_out))
         console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
-        return manifest.step
+        return
     if config.model.weights == "pretrained":
         _load_pretrained(config, pipeline)
     else:
         for stage in pipeline.stages:
             initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
-    return 0
 
 
-def _restore(trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None:
+def _restore(state: RunState, trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None:
     load_state(checkpoint, trainer.pipeline, trainer.optimizer)
     trainer.loss_scale.restore(manifest.loss_scale)
     trainer.history.restore(manifest.history, manifest.skipped_steps)
+    state.step, state.values = manifest.step, json.loads(manifest.values)
 
 
 def _rewind(
     identity: Identity,
     feed: Feed,
     trainer: Trainer,
-    num_steps: int,
+    state: RunState,
     batches: Callable[[int], Iterable[Batch]],
     bad: BadStep,
 ) -> tuple[int, Iterable[Batch]]:
@@ -243,11 +264,11 @@ def _rewind(
             'bad_steps.policy to "skip"'
         )
     try:
-        feed.check_steps(num_steps, len(left_out))
+        feed.check_steps(state.num_steps, len(left_out))
     except DataError as error:
         raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
     manifest = read_manifest(checkpoint)
-    _restore(trainer, checkpoint, manifest)
+    _restore(state, trainer, checkpoint, manifest)
     # The place may be so long ago that the streams have forgotten it.
     feed.restore_streams(manifest.streams)
     trainer.history.left_out = left_out
@@ -282,14 +303,21 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
 
 
 def _save(
-    identity: Identity, feed: Feed, trainer: Trainer, saver: Saver, step: int, evaluation_loss: float | None
+    identity: Identity,
+    feed: Feed,
+    trainer: Trainer,
+    saver: Saver,
+    state: RunState,
+    step: int,
+    evaluation_loss: float | None,
 ) -> None:
+    _, values = agreed_step_and_values(state)
     tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
     check_finite(step, tensors)
     streams = feed.stream_state(place_in_data(step, trainer.history.left_out))
     manifest = identity.manifest(
         step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss, streams
-    )
+    ).model_copy(update={"values": values})
     saver.save(tensors, manifest, identity.write_huggingface)
 
 

@@ -1,42 +1,73 @@
-"""All that survives a restart: parameters, AdamW's moments, and how many steps each moment has seen.
+"""All that survives a restart: parameters, and what the optimizer remembers of them.
 
-A frozen parameter has no moments. Data order, learning rate and dropout are functions of the step, so nothing else is
-saved.
+A frozen parameter has no such memory. Data order, learning rate and dropout are functions of the step, so nothing
+else of a run is saved.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from meshtrain.checkpoint.directory import SavedOptimizer
 from meshtrain.checkpoint.location import Location
-from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint
+from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint, read_table
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
-from meshtrain.training.optim import ShardedAdamW
+from meshtrain.training.optimizer_state import LoadedState, state_tensors
 
 
-def saved_tensors(pipeline: Pipeline, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+@dataclass
+class TrainState:
+    """All of a training that survives a restart; `save_checkpoint` writes it, `load_checkpoint` fills it.
+
+    Attributes:
+        model: what `parallelize` has returned.
+        optimizer: of its parameters; None if there is none. Any torch optimizer that keeps, for each parameter,
+            numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW, Adagrad, RMSprop and others.
+        step: optimizer steps done.
+        values: whatever else is to survive, the same on all processes: None, bools, numbers and strings, in lists and
+            in dicts with strings for keys. Such as the `state_dict` of a learning-rate scheduler, or the place in the
+            data.
+    """
+
+    model: Any
+    optimizer: Optimizer | None = None
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return what this process adds to a checkpoint, by name; the far copy of a tied weight is left out."""
-    owned = pipeline.owned_parameters().items()
-    state = {key: value for name, tensor in owned for key, value in _state_of(name, name, tensor, optimizer).items()}
-    return state | _buffers(pipeline)
+    owned = pipeline.owned_parameters()
+    weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
+    return {**weights, **state_tensors(optimizer, owned), **_buffers(pipeline)}
 
 
 @torch.no_grad()
-def load_state(checkpoint: Location, pipeline: Pipeline, optimizer: ShardedAdamW) -> None:
-    """Fill parameters and moments from a whole checkpoint. Collective.
+def load_state(
+    checkpoint: Location, pipeline: Pipeline, optimizer: Optimizer | None, saved: SavedOptimizer | None = None
+) -> None:
+    """Fill parameters and what the optimizer remembers from a whole checkpoint. Collective.
+
+    Args:
+        saved: what the manifest says of the optimizer; None: it is that of a run.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another model.
     """
-    fqns = pipeline.canonical_names()
-    states = [_state_of(name, fqns[name], tensor, optimizer) for name, tensor in pipeline.named_parameters()]
-    wanted, twins = _without_twins([*states, _buffers(pipeline)])
+    fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
+    state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
+    models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
+    wanted, twins = _without_twins([*models, *state.tensors, _buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_twins(twins)
+    state.keep()
 
 
 @torch.no_grad()
@@ -96,10 +127,3 @@ def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
             f"step {step}: not finite: {name_some(found, 3)}; stopped before a checkpoint of it was written. Resume "
             "from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
         )
-
-
-def _state_of(name: str, fqn: str, parameter: Tensor, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    if not parameter.requires_grad:
-        return {f"model.{fqn}": parameter.detach()}
-    moments = {f"optimizer.{moment}.{fqn}": value for moment, value in optimizer.moments(name).items()}
-    return {f"model.{fqn}": parameter.detach(), f"optimizer.step.{fqn}": optimizer.steps_done(name), **moments}

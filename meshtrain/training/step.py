@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.parallel.pipeline import Pipeline
@@ -17,7 +18,6 @@ from meshtrain.training.gradients import fill_gradients, finish_gradients, forge
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
-from meshtrain.training.optim import ShardedAdamW
 
 Inspection = Callable[[Mapping[str, Tensor]], None]
 """Looks at the batch and at the whole gradients of a step, before they change anything."""
@@ -32,6 +32,7 @@ class Trainer:
     """What a step works with; of it the parameters, the optimizer's state, the loss scale and the history need saving.
 
     Attributes:
+        optimizer: over local parts; its learning rate is set at every step.
         learning_rate: of a step, counted from 0; steps that were skipped do not count.
         max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
         loss_scale: of float16; otherwise 1 for ever.
@@ -41,7 +42,7 @@ class Trainer:
 
     pipeline: Pipeline
     loss: TokenLoss
-    optimizer: ShardedAdamW
+    optimizer: Optimizer
     learning_rate: Callable[[int], float]
     max_gradient_norm: float
     loss_scale: LossScale = field(default_factory=lambda: build_loss_scale(PrecisionPlan()))
@@ -122,7 +123,9 @@ def train_step(trainer: Trainer, step: int, batch: Mapping[str, Tensor], sample_
         # All processes know that one of them has filled in zeros: usually none has, and nothing needs to be asked.
         unused = forget_unused(pipeline, filled) if sums.num_filled.item() else ()
         pipeline.place.enter("optimizer")
-        trainer.optimizer.step(learning_rate)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = learning_rate
+        trainer.optimizer.step()
     trainer.loss_scale.update(overflowed=overflowed)
     history.add(loss.item(), norm.item(), is_bad=fault is not None, is_skipped=is_skipped)
     return StepResult(

@@ -21,7 +21,7 @@ from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
-from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import Trainer, evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
@@ -112,7 +112,7 @@ def build_trainer(pipeline: Pipeline) -> Trainer:
     return Trainer(
         pipeline=pipeline,
         loss=TokenLoss(vocabulary, group),
-        optimizer=ShardedAdamW(pipeline, OPTIMIZER),
+        optimizer=build_optimizer(pipeline, OPTIMIZER),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
         max_gradient_norm=OPTIMIZER.max_gradient_norm,
         loss_scale=build_loss_scale(pipeline.plan.precision),

@@ -22,7 +22,7 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
-from meshtrain.training.optim import ShardedAdamW, build_learning_rate
+from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.step import Trainer, train_step
 from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, SMALL, Step
 from tests.ranks import run_on_ranks
@@ -44,7 +44,7 @@ def build_trainer(degrees: dict[str, int]) -> Trainer:
     return Trainer(
         pipeline=pipeline,
         loss=TokenLoss(CONFIG["vocab_size"], mesh.get_group("tp") if pipeline.logits_are_sharded else None),
-        optimizer=ShardedAdamW(pipeline, OptimizerConfig()),
+        optimizer=build_optimizer(pipeline, OptimizerConfig()),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), 3e-4, 1000),
         max_gradient_norm=1.0,
     )

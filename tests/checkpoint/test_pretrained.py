@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from meshtrain.checkpoint.hub_layout import layout_of, plan_files, stock_class, stock_model
+from meshtrain.checkpoint.hub_layout import layout_of, plan_files, stock_model
 from meshtrain.checkpoint.pretrained import save_pretrained
 from meshtrain.config.plan import MeshPlan
 from meshtrain.errors import CheckpointError
+from meshtrain.models.build import stock_class
 from meshtrain.verify.parallel import fill as fill_parameters
 from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline

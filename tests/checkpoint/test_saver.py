@@ -119,6 +119,11 @@ def test_what_is_saved_is_told_once(tmp_path: Path) -> None:
         assert (saved.step, saved.directory) == (4, tmp_path / "step-4")
         assert saved.seconds > 0
         assert saver.published() == []
+        for step in (5, 6):
+            saver.save(build_plain(filled=True), manifest_of(step), None)
+        assert saver.published(0) == []
+        assert saver.num_published == 2
+        assert [one.step for number in (1, 7) for one in saver.published(number)] == [5, 6]
     finally:
         dist.destroy_process_group()
     assert saver_module.Saved is type(saved)

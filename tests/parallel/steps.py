@@ -1,10 +1,13 @@
 """A pipeline as it begins, and its first steps: for tests that look at what a step leaves behind."""
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.training.optimizer_state import state_tensors
 from meshtrain.training.step import StepResult, Trainer, train_step
 from meshtrain.verify.parallel import initialize_pipeline
 from tests.parity import GLOBAL_BATCH, Case, batches, build, smallest_part
@@ -21,3 +24,17 @@ def take_step(trainer: Trainer, step: int, batch: dict[str, Tensor] | None = Non
     """Train on as few rows as the schedule can run, of the first global batch unless another is given."""
     rows = smallest_part(trainer.pipeline, batch or batches()[0])
     return train_step(trainer, step, rows, np.arange(GLOBAL_BATCH))
+
+
+def moments(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return AdamW's moments of a parameter, laid out as it; nothing before its first gradient."""
+    return {
+        key.split(".")[1]: value
+        for key, value in state_tensors(optimizer, {"": parameter}).items()
+        if ".step." not in key
+    }
+
+
+def steps_done(optimizer: Optimizer, parameter: nn.Parameter) -> float:
+    """Return how many steps gave a parameter a gradient."""
+    return state_tensors(optimizer, {"": parameter}).get("optimizer.step.", torch.zeros(1)).item()

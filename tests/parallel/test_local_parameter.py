@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.local_parameter import LocalParameter, as_local, check_elementwise, choose_kernels, whole_of
+from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels, whole_of
 from tests.ranks import run_on_ranks
 
 # One row that two processes do not share evenly, one parameter that is copied, one that is no DTensor.
@@ -186,22 +186,6 @@ def scaled() -> tuple[float, bool, bool]:
 
 def test_a_sharded_gradient_scaler_skips_a_step_on_all_processes() -> None:
     assert run_on_ranks(2, scaled) == [(1.0, True, False)] * 2
-
-
-def refuse_whole_matrices() -> None:
-    held = parameters()
-    with pytest.raises(ModelError) as raised:
-        check_elementwise(torch.optim.Adafactor([as_local(held["rows"])]))
-    assert str(raised.value) == (
-        "Adafactor computes with whole parameters, and those of this model are split over processes, where it would "
-        "silently do something else; use an optimizer that treats every element by itself, such as AdamW"
-    )
-    check_elementwise(torch.optim.Adafactor([as_local(held["copied"]), held["plain"]]))
-    check_elementwise(torch.optim.AdamW([as_local(held["rows"])]))
-
-
-def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_split() -> None:
-    run_on_ranks(2, refuse_whole_matrices)
 
 
 def test_kernels_are_chosen_where_torch_would_choose_them() -> None:

@@ -32,6 +32,7 @@ from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_trainer, initialize_pipeline, local_part
 from meshtrain.verify.subject import Trace
 from tests.checkpoint.stages import manifest_of
+from tests.parallel.steps import moments
 from tests.parity import (
     GLOBAL_BATCH,
     GPT2,
@@ -299,7 +300,7 @@ def are_twins(trainer: Trainer, *, only_values: bool = False) -> bool:
         return True
     pairs = [(parameters[EMBEDDING], parameters[HEAD])]
     if not only_values:
-        near, far = trainer.optimizer.moments(EMBEDDING), trainer.optimizer.moments(HEAD)
+        near, far = (moments(trainer.optimizer, parameters[end]) for end in (EMBEDDING, HEAD))
         pairs += [(near[moment], far[moment]) for moment in near]
     locals_ = [(local_tensor(near.detach()), local_tensor(far.detach())) for near, far in pairs]
     return all(torch.equal(near, far) and bool(near.any()) for near, far in locals_)

@@ -8,7 +8,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.verify.parallel import build_trainer
-from tests.parallel.steps import start, take_step
+from tests.parallel.steps import moments, start, take_step
 from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
 
@@ -33,7 +33,7 @@ def train(case: Case) -> tuple[str | None, int, Ends]:
     (source,) = set(pipeline.stages[0].model.all_tied_weights_keys.values())
     for name, parameter in pipeline.named_parameters():
         if canonical[name] == source:
-            tensors = {"value": parameter.detach(), "gradient": parameter.grad, **trainer.optimizer.moments(name)}
+            tensors = {"value": parameter.detach(), "gradient": parameter.grad, **moments(trainer.optimizer, parameter)}
             ends = {kind: local_tensor(tensor).clone() for kind, tensor in tensors.items()}
             return ("far" if name != source else "near"), num_copies(pipeline), ends
     return None, num_copies(pipeline), {}

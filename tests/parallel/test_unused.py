@@ -23,6 +23,7 @@ from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_trainer, local_part
 from meshtrain.verify.reference import build_adamw
 from meshtrain.verify.subject import OPTIMIZER, SEQUENCE
+from tests.parallel.steps import steps_done
 from tests.parity import GLOBAL_BATCH, MODELS, VOCABULARY, Case, fill
 from tests.ranks import run_on_ranks
 
@@ -143,7 +144,7 @@ def train(case: Case) -> Trace:
         trace.without_gradient.append(set(result.without_gradient))
         trace.norms.append(result.gradient_norm)
     trace.parameters = {name: full_tensor(p).detach().clone() for name, p in pipeline.owned_parameters().items()}
-    trace.steps = {name: trainer.optimizer.steps_done(name).item() for name, _ in pipeline.trainable_parameters()}
+    trace.steps = {name: steps_done(trainer.optimizer, p) for name, p in pipeline.trainable_parameters()}
     trace.saved = set(saved_tensors(pipeline, trainer.optimizer))
     return trace
 
@@ -175,8 +176,9 @@ def test_they_train_as_in_one_process(world_size: int) -> None:
                 assert tensor_error(parameter, wanted.parameters[name]) <= 1e-12, name
 
 
-def test_frozen_parameters_are_saved_without_optimizer_state() -> None:
+def test_what_never_had_a_gradient_is_saved_without_optimizer_state() -> None:
     (trace,) = run_on_ranks(1, train, Case("llama-untied", (1, 1, 1, 1)))
     saved = {name: {key for key in trace.saved if key.endswith(f".{name}")} for name in trace.parameters}
     assert all(keys == {f"model.{name}"} for name, keys in saved.items() if name in FROZEN)
-    assert all(len(keys) == 4 for name, keys in saved.items() if name not in FROZEN)
+    assert all(keys == {f"model.{name}"} for name, keys in saved.items() if name in NEVER)
+    assert all(len(keys) == 4 for name, keys in saved.items() if name not in {*FROZEN, *NEVER})

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from meshtrain.runtime.signals import TIME_IS_UP, StopRequest, catch_stop_signals, describe_reason
+from meshtrain.runtime.signals import HOOK, TIME_IS_UP, StopRequest, catch_stop_signals, describe_reason
 
 BLOCKED = """
 import threading, time
@@ -61,3 +61,14 @@ def test_the_copy_that_torchrun_hands_on_is_no_second_signal():
 
 def test_reasons_have_names():
     assert [describe_reason(reason) for reason in (TIME_IS_UP, signal.SIGTERM)] == ["stop_after", "SIGTERM"]
+
+
+def test_a_hook_may_ask_and_a_signal_is_named_before_it():
+    request = StopRequest(deadline=time.monotonic())
+    assert request.reason() == TIME_IS_UP
+    request.ask()
+    assert (request.reason(), request.is_asked()) == (HOOK, False)
+    assert describe_reason(HOOK) == "a hook"
+    assert HOOK > TIME_IS_UP
+    request.take(signal.SIGUSR1)
+    assert request.reason() == signal.SIGUSR1

@@ -1,6 +1,7 @@
 """Small real runs: configurations, text, and what a run leaves behind."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshtrain.config.run import (
 )
 from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.training.hooks import Hook
 from meshtrain.verify.casts import lift_float32_casts
 
 # Loaded before casts are lifted.
@@ -126,7 +128,7 @@ def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -
     return run.model_copy(update=changes)
 
 
-def train_here(config: RunConfig) -> list[dict[str, Any]]:
+def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, Any]]:
     """Train on this rank as the command line does, and return what each step was given."""
     from meshtrain.training import loop
     from meshtrain.training.run import train
@@ -145,7 +147,7 @@ def train_here(config: RunConfig) -> list[dict[str, Any]]:
         return step_of_product(trainer, step, batch, sample_ids)
 
     loop.train_step = spy
-    train(config)
+    train(config, hooks)
     return seen
 
 

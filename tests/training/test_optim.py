@@ -1,5 +1,6 @@
 """AdamW on the shards of a mesh, and the learning rate over a run."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -8,12 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
+from meshtrain.checkpoint.directory import Retention
+from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
 from meshtrain.errors import ConfigError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.training.optim import ShardedAdamW, build_learning_rate
-from tests.parallel.steps import start
+from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.optimizer_state import state_tensors
+from meshtrain.training.state import load_state, saved_tensors
+from tests.checkpoint.stages import manifest_of
+from tests.parallel.steps import moments, start
 from tests.parity import Case
 from tests.ranks import run_on_ranks
 
@@ -46,9 +52,9 @@ def decayed(case: Case) -> dict[str, tuple[int, float, float]]:
         for _, parameter in pipeline.named_parameters():
             local_tensor(parameter).add_(0.5)
     before = {name: local_tensor(p.detach()).clone() for name, p in pipeline.named_parameters()}
-    optimizer = ShardedAdamW(pipeline, CONFIG)
+    optimizer = build_optimizer(pipeline, CONFIG)
     set_gradients(pipeline, 0.0)
-    optimizer.step(RATE)
+    optimizer.step()
     result = {}
     for name, parameter in pipeline.named_parameters():
         ratio = local_tensor(parameter.detach()) / before[name]
@@ -72,45 +78,49 @@ def test_weight_decay_leaves_out_norms_and_biases(world_size: int) -> None:
                 assert largest == pytest.approx(expected, rel=1e-12), name
 
 
-def moments_over_two_steps(case: Case) -> dict[str, Any]:
+def moments_over_two_steps(case: Case, root: Path) -> dict[str, Any]:
     """Step twice, then load what the first step left into another optimizer and take its second step."""
     pipeline = start(case)
-    optimizer = ShardedAdamW(pipeline, CONFIG)
-    names = [name for name, _ in pipeline.named_parameters()]
-    fresh = all(not local_tensor(moment).any() for name in names for moment in optimizer.moments(name).values())
+    optimizer = build_optimizer(pipeline, CONFIG)
+    parameters = dict(pipeline.named_parameters())
+    fresh = not state_tensors(optimizer, parameters)
+    set_gradients(pipeline, 0.3)
+    optimizer.step()
     laid_out = all(
         (moment.shape, getattr(moment, "placements", ())) == (parameter.shape, getattr(parameter, "placements", ()))
-        for name, parameter in pipeline.named_parameters()
-        for moment in optimizer.moments(name).values()
+        for parameter in parameters.values()
+        for moment in moments(optimizer, parameter).values()
     )
-    set_gradients(pipeline, 0.3)
-    optimizer.step(RATE)
     after_one = _snapshot(pipeline)
-    first = optimizer.moments(names[0])
+    first = moments(optimizer, next(iter(parameters.values())))
     values = [local_tensor(first[kind]).unique().tolist() for kind in ("exp_avg", "exp_avg_sq")]
-    saved = {name: {kind: m.detach().clone() for kind, m in optimizer.moments(name).items()} for name in names}
+    save_checkpoint(
+        root,
+        saved_tensors(pipeline, optimizer),
+        manifest=manifest_of(1),
+        huggingface=None,
+        retention=Retention(newest=1),
+    )
     set_gradients(pipeline, -0.7)
-    optimizer.step(RATE)
+    optimizer.step()
     after_two = _snapshot(pipeline)
 
-    _restore(pipeline, after_one)
-    other = ShardedAdamW(pipeline, CONFIG)
-    for name in names:
-        for kind, moment in other.moments(name).items():
-            local_tensor(moment).copy_(local_tensor(saved[name][kind]))
-        other.steps_done(name).copy_(optimizer.steps_done(name) - 1)
+    other = build_optimizer(pipeline, CONFIG)
+    load_state(root / "step-1", pipeline, other)
+    loaded = _snapshot(pipeline)
     set_gradients(pipeline, -0.7)
-    other.step(RATE)
+    other.step()
     resumed = _snapshot(pipeline)
     other.zero_grad()
     return {
         "fresh": fresh,
         "laid_out": laid_out,
         "values": values,
-        "sharded": any(isinstance(p, DTensor) for _, p in pipeline.named_parameters()),
-        "resumed": all(torch.equal(after_two[name], resumed[name]) for name in names),
-        "moved": all(not torch.equal(after_one[name], after_two[name]) for name in names),
-        "forgotten": all(p.grad is None for _, p in pipeline.named_parameters()),
+        "sharded": any(isinstance(p, DTensor) for p in parameters.values()),
+        "loaded": all(torch.equal(after_one[name], loaded[name]) for name in parameters),
+        "resumed": all(torch.equal(after_two[name], resumed[name]) for name in parameters),
+        "moved": all(not torch.equal(after_one[name], after_two[name]) for name in parameters),
+        "forgotten": all(p.grad is None for p in parameters.values()),
     }
 
 
@@ -118,18 +128,12 @@ def _snapshot(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: local_tensor(p.detach()).clone() for name, p in pipeline.named_parameters()}
 
 
-def _restore(pipeline: Pipeline, values: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            local_tensor(parameter).copy_(values[name])
-
-
-def test_moments_lie_as_the_parameters_and_carry_the_optimizer_over_a_restart() -> None:
-    (one,) = run_on_ranks(1, moments_over_two_steps, CASES[1][0])
-    answers = [one, *run_on_ranks(4, moments_over_two_steps, CASES[4][0])]
+def test_moments_lie_as_the_parameters_and_carry_the_optimizer_over_a_restart(tmp_path: Path) -> None:
+    (one,) = run_on_ranks(1, moments_over_two_steps, CASES[1][0], tmp_path / "one")
+    answers = [one, *run_on_ranks(4, moments_over_two_steps, CASES[4][0], tmp_path / "four")]
     assert [answer["sharded"] for answer in answers] == [False, True, True, True, True]
     for answer in answers:
-        assert all(answer[fact] for fact in ("fresh", "laid_out", "resumed", "moved", "forgotten")), answer
+        assert all(answer[fact] for fact in ("fresh", "laid_out", "loaded", "resumed", "moved", "forgotten")), answer
         (mean,), (square,) = answer["values"]
         assert mean == pytest.approx((1 - CONFIG.beta1) * 0.3)
         assert square == pytest.approx((1 - CONFIG.beta2) * 0.09)

@@ -24,6 +24,7 @@ from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
 from meshtrain.verify.parallel import build_trainer, local_part
+from tests.parallel.steps import moments
 from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock_weights
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
@@ -101,9 +102,9 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     trainer = build_trainer(pipeline)
     results = [run_step(trainer, step) for step in range(num_steps)]
     evaluation, _ = evaluate(trainer, [local_part(pipeline, batches()[0])])
-    for name, parameter in pipeline.named_parameters():
+    for _, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
-        formats = {parameter.dtype, *(moment.dtype for moment in trainer.optimizer.moments(name).values())}
+        formats = {parameter.dtype, *(moment.dtype for moment in moments(trainer.optimizer, parameter).values())}
         assert formats == {getattr(torch, case.precision.parameters)}
         assert parameter.grad is not None
     return results, evaluation, [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
@@ -214,7 +215,7 @@ def overflow(case: Case) -> dict[str, Any]:
     unchanged = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     undo()
     last = run_step(trainer, 2)
-    counts = {int(state["step"]) for state in trainer.optimizer._adamw.state.values()}
+    counts = {int(state["step"]) for state in trainer.optimizer.state.values()}
     return {"results": (first, skipped, last), "unchanged": unchanged, "counts": counts, "scale": trainer.loss_scale}
 
 

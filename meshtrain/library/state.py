@@ -1,0 +1,75 @@
+"""Checkpoints of a user's own loop."""
+
+from pathlib import Path
+
+from meshtrain.checkpoint.location import Location, open_location
+from meshtrain.library.handle import handle_of
+from meshtrain.library.saving import source_of
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.training.saving import restore_state, save_state
+from meshtrain.training.state import TrainState
+
+
+def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) -> Location:
+    """Write a checkpoint of `state.step` into `directory`/step-N. Collective.
+
+    It is there completely or not at all, its files are hashed, and any mesh can load it: every rank writes its own
+    shards of parameters and optimizer states, under the names of the stock model. The options of the optimizer's groups
+    (learning rate and so on) and `state.values` are in it, the configuration of the model, and the tokenizer that lies
+    where the model came from, so `meshtrain export` makes an ordinary model of it.
+
+    Args:
+        directory: which every machine must see, or a URL that fsspec knows.
+        state: of a model that `parallelize` returned.
+        keep: so many of the newest checkpoints stay; older ones are removed.
+
+    Returns:
+        Where the checkpoint lies.
+
+    Raises:
+        CheckpointError: on all ranks alike: it cannot be written, and earlier ones are untouched; or the state has
+            something that no checkpoint holds.
+        ModelError: if the model is no parallel one, or has no values.
+        TrainingStopped: on all ranks alike: something in it is not finite.
+    """
+    handle = handle_of(state.model)
+    handle.check_values()
+    return save_state(
+        open_location(str(directory)),
+        handle.pipeline,
+        state,
+        keep=keep,
+        origin=source_of(handle),
+        forward_passes=handle.num_forwards,
+    )
+
+
+def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: bool = False) -> TrainState:
+    """Fill `state` in place from a checkpoint that was saved on any mesh, bit for bit. Collective.
+
+    Model and optimizer must be those that were saved: what is missing and what is too much is an error that lists it.
+    The groups of the optimizer get the options that were saved, `state.step` and `state.values` what was in them, and
+    dropout goes on where it was.
+    A checkpoint of `meshtrain train` may be loaded too, with an AdamW.
+
+    Args:
+        directory: a step-N directory, or the one above: the newest checkpoint there that is whole is taken.
+        state: of a model that `parallelize` returned; one from meta needs no other values.
+        missing_ok: leave the state as it is if there is no checkpoint yet, so that a program starts and goes on with
+            the same line.
+
+    Returns:
+        `state`.
+
+    Raises:
+        CheckpointError: on all ranks alike: there is no checkpoint, none is whole, or it is of something else.
+        ModelError: if the model is no parallel one.
+    """
+    handle = handle_of(state.model)
+    if not handle.has_values:
+        for stage in handle.pipeline.stages:
+            restore_buffers(stage.model)
+    manifest = restore_state(open_location(str(directory)), handle.pipeline, state, missing_ok=missing_ok)
+    if manifest is not None:
+        handle.has_values, handle.num_forwards = True, manifest.forward_passes
+    return state

@@ -1,0 +1,102 @@
+"""What every run writes down and says, as hooks."""
+
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.checkpoint.location import shown_location
+from meshtrain.config.reading import shown
+from meshtrain.console import TrainingProgress
+from meshtrain.training.directory import METRICS_NAME
+from meshtrain.training.history import name_samples
+from meshtrain.training.hooks import Hook, Metrics, RunState
+from meshtrain.training.metrics import MetricsWriter
+
+
+class MetricsHook(Hook):
+    """Writes metrics.jsonl and TensorBoard's events, and draws the bar or shows the line of a step."""
+
+    def __init__(self) -> None:
+        self._writer: MetricsWriter | None = None
+
+    def on_start(self, state: RunState, metrics: Metrics) -> None:
+        """Open the files, without what was written of later steps."""
+        self._close()
+        self._writer = MetricsWriter(
+            Path(state.config.run_directory),
+            first_step=state.step,
+            progress=TrainingProgress(state.num_steps, every=state.config.logging.every),
+            tensorboard=state.config.logging.tensorboard,
+        )
+        self._writer.__enter__()
+        self._write(state, state.step, metrics)
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        """Write the step, and the averages of its epoch if that is over."""
+        self._write(state, state.step, metrics)
+        if state.epoch_ends and self._writer is not None:
+            self._writer.write_epoch(state.step)
+            self._report(state)
+
+    def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
+        """Write the evaluation."""
+        self._write(state, state.step, metrics)
+
+    def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
+        """Write how long it took."""
+        self._write(state, state.step if state.saved is None else state.saved.step, metrics)
+
+    def on_end(self, state: RunState, metrics: Metrics) -> None:
+        """Close the files, and take the bar away."""
+        self._close()
+
+    def _write(self, state: RunState, step: int, metrics: Metrics) -> None:
+        if self._writer is None:
+            return
+        if metrics:
+            self._writer.write(step, metrics)
+        if state.note:
+            self._writer.write_note(step, state.note)
+        self._report(state)
+
+    def _report(self, state: RunState) -> None:
+        # Only the first rank writes, and the others have to stop with it.
+        if self._writer is not None and self._writer.problem is not None:
+            advice = "training stopped; make room, then resume: it goes on from its newest checkpoint"
+            state.report_problem(f"{self._writer.problem}; {advice}")
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.__exit__()
+            self._writer = None
+
+
+class LinesHook(Hook):
+    """Says in a line what is no number: bad steps, checkpoints, the end."""
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        """Name the samples of a step that was skipped."""
+        if note := state.note:
+            console.line(
+                f"Step {note['bad_step']:,} is bad, and skipped: {note['fault']}. Samples: "
+                f"{name_samples(note['samples'])}. Skipped so far: {note['times']:,}"
+            )
+
+    def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
+        """Say where it lies, when it does."""
+        if state.saved is not None:
+            console.line(f"Saved {shown_location(state.saved.directory)}")
+
+    def on_end(self, state: RunState, metrics: Metrics) -> None:
+        """Say what came out, or how to go on."""
+        if state.failure is not None:
+            return
+        if state.stopped_by is not None:
+            done = f"{state.step:,} of {state.num_steps:,} steps are done"
+            console.line(f"Stopped by {state.stopped_by}: {done}; the same command goes on from there")
+            return
+        if "eval_loss" in metrics:
+            console.line(
+                f"Validation loss {metrics['eval_loss']:.3f} nats per token; the unigram entropy of the text is "
+                f"{state.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
+            )
+        console.line(f"Done. Metrics: {shown(Path(state.config.run_directory) / METRICS_NAME)}")

@@ -1,0 +1,188 @@
+"""What a torch optimizer remembers of each parameter: by name, in the layout of the parameter, so on any mesh.
+
+A parameter that never had a gradient has no state, and none is made up for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from meshtrain.checkpoint.directory import SavedOptimizer
+from meshtrain.checkpoint.reading import tensor_entries
+from meshtrain.parallel.local_parameter import laid_out_as, whole_of
+
+OPTIMIZER_PREFIX = "optimizer."
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+class Slot(NamedTuple):
+    """Where an optimizer keeps a parameter."""
+
+    group: int
+    parameter: Tensor
+    """As the optimizer has it: the model's parameter, or a LocalParameter of it."""
+
+
+def slots_of(optimizer: Optimizer | None) -> dict[int, Slot]:
+    """Return id of the model's parameter -> where the optimizer keeps it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {
+        id(whole_of(parameter)): Slot(index, parameter)
+        for index, group in enumerate(groups)
+        for parameter in group["params"]
+    }
+
+
+def state_tensors(optimizer: Optimizer | None, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """Return `optimizer.<state>.<FQN>` -> tensor over the same memory: laid out as the parameter, or (1,) for a number.
+
+    Args:
+        parameters: FQN -> parameter of the model.
+    """
+    slots = slots_of(optimizer)
+    return {
+        f"{OPTIMIZER_PREFIX}{state}.{fqn}": value
+        for fqn, parameter in parameters.items()
+        if optimizer is not None and id(parameter) in slots
+        for state, value in _laid_out(optimizer, slots[id(parameter)]).items()
+    }
+
+
+def kind_of(state: str, value: object, parameter: Tensor) -> str | None:
+    """Return what a state is: `none`, `number` (of Python), `scalar`, `parameter` (laid out as it); None: none of them.
+
+    Args:
+        parameter: as the optimizer has it.
+    """
+    if value is None:
+        return "none"
+    if type(value) in NUMBERS:
+        return "number"
+    if "." in state or not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    if value.dim() == 0 and (parameter.dim() > 0 or state == "step"):
+        return "scalar"
+    return "parameter" if value.shape == parameter.shape else None
+
+
+class LoadedState:
+    """The states of parameters while a checkpoint is read into them; the optimizer has them after `keep`.
+
+    Args:
+        optimizer: None: nothing is read.
+        parameters: name -> parameter of the model; the two ends of a tied weight go by one FQN.
+        fqns: name -> FQN in the checkpoint.
+        metadata: the table of the checkpoint.
+        saved: what the manifest says of the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        parameters: Mapping[str, Parameter],
+        fqns: Mapping[str, str],
+        metadata: Metadata,
+        saved: SavedOptimizer | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._scalars = ("step",) if saved is None else saved.scalars
+        self._numbers = () if saved is None else saved.numbers
+        self._states: dict[Tensor, dict[str, Tensor]] = {}
+        self.tensors: list[dict[str, Tensor]] = []
+        slots, entries = slots_of(optimizer), _entries_by_fqn(metadata)
+        for name, parameter in parameters.items():
+            slot, fqn = slots.get(id(parameter)), fqns[name]
+            if slot is not None:
+                states = {state: self._room(slot, state, dtype) for state, dtype in entries.get(fqn, ())}
+                self._states[slot.parameter] = states
+                self.tensors.append(
+                    {f"{OPTIMIZER_PREFIX}{state}.{fqn}": _whole(value, parameter) for state, value in states.items()}
+                )
+
+    def keep(self) -> None:
+        """Give the optimizer what was read, and take away what it had."""
+        for parameter, states in self._states.items():
+            assert self._optimizer is not None
+            self._optimizer.state.pop(parameter, None)
+            if states:
+                self._optimizer.state[parameter] = {
+                    state: value.item() if state in self._numbers else value for state, value in states.items()
+                }
+
+    def _room(self, slot: Slot, state: str, dtype: torch.dtype) -> Tensor:
+        assert self._optimizer is not None
+        if state not in self._scalars:
+            return torch.empty_like(slot.parameter.detach(), dtype=dtype)
+        group = self._optimizer.param_groups[slot.group]
+        # As torch's own `load_state_dict`: kernels that never wait for the device want the count of steps there.
+        on_host = state in self._numbers or (state == "step" and not (group.get("fused") or group.get("capturable")))
+        return torch.empty((), dtype=dtype, device="cpu" if on_host else slot.parameter.device)
+
+
+def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Say which states a checkpoint cannot hold, and which parameters are not the model's.
+
+    Args:
+        names: id of the model's parameter -> FQN.
+    """
+    problems = []
+    foreign = [slot for key, slot in slots_of(optimizer).items() if key not in names]
+    if foreign:
+        shapes = sorted({str(tuple(slot.parameter.shape)) for slot in foreign})
+        problems.append(
+            f"the optimizer holds {len(foreign)} that are no parameters of the model, of shape {', '.join(shapes[:3])}"
+            "; make it from the parallel model, or call meshtrain.rebind(optimizer)"
+        )
+    what = f"{type(optimizer).__name__} keeps"
+    for key, slot in slots_of(optimizer).items():
+        shape = tuple(slot.parameter.shape)
+        for state, value in optimizer.state.get(slot.parameter, {}).items():
+            if key in names and kind_of(state, value, slot.parameter) is None:
+                found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                problems.append(
+                    f"{what} {state!r} of {names[key]} as {found}; a checkpoint takes numbers, and tensors of the "
+                    f"shape of the parameter, here {shape}; use an optimizer that keeps nothing else"
+                )
+    return problems[:1]
+
+
+def kinds_of_states(optimizer: Optimizer) -> set[tuple[str, str]]:
+    """Return (state, kind), the kind being `number`, `scalar` or `parameter`, of all there are."""
+    return {
+        (state, kind)
+        for slot in slots_of(optimizer).values()
+        for state, value in optimizer.state.get(slot.parameter, {}).items()
+        if (kind := kind_of(state, value, slot.parameter)) not in (None, "none")
+    }
+
+
+def _laid_out(optimizer: Optimizer, slot: Slot) -> dict[str, Tensor]:
+    found = {}
+    for state, value in optimizer.state.get(slot.parameter, {}).items():
+        kind = kind_of(state, value, slot.parameter)
+        if kind == "number":
+            found[state] = torch.tensor([value], dtype=NUMBERS[type(value)])
+        elif kind != "none":
+            found[state] = _whole(value, whole_of(slot.parameter))
+    return found
+
+
+def _whole(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a state as a checkpoint has it."""
+    if value.dim() == 0:
+        return value.view(1)
+    return value if isinstance(value, DTensor) else laid_out_as(value, parameter)
+
+
+def _entries_by_fqn(metadata: Metadata) -> dict[str, Sequence[tuple[str, torch.dtype]]]:
+    found: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for key, entry in tensor_entries(metadata, OPTIMIZER_PREFIX).items():
+        state, _, fqn = key.removeprefix(OPTIMIZER_PREFIX).partition(".")
+        found.setdefault(fqn, []).append((state, entry.properties.dtype))
+    return dict(found)

@@ -1,0 +1,180 @@
+"""The checkpoints of a program that has a loop of its own: format and safety are those of a run's."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from meshtrain.checkpoint.description import write_description
+from meshtrain.checkpoint.directory import (
+    FormatError,
+    Manifest,
+    Retention,
+    SavedOptimizer,
+    is_checkpoint,
+    read_manifest,
+)
+from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.parallelized import weights_manifest
+from meshtrain.checkpoint.pretrained import original_dtype
+from meshtrain.checkpoint.reading import tensor_entries
+from meshtrain.checkpoint.store import read_table, save_checkpoint
+from meshtrain.errors import CheckpointError, UserError
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
+from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
+from meshtrain.training.state import TrainState, check_finite, load_state, saved_tensors
+
+# What the moments of a run's checkpoint belong to.
+RUN_OPTIMIZER = "AdamW"
+
+
+def save_state(
+    root: Location,
+    pipeline: Pipeline,
+    state: TrainState,
+    *,
+    keep: int,
+    origin: Path | None = None,
+    forward_passes: int = 0,
+) -> Location:
+    """Write a checkpoint of `state.step` under `root`. Collective.
+
+    Args:
+        pipeline: of `state.model`.
+        keep: so many of the newest checkpoints stay.
+        origin: the directory that the model came from, with its tokenizer; None: what its configuration says.
+        forward_passes: in training, so far.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: the same on all processes: it cannot be written, or there is something in the state that a
+            checkpoint does not hold.
+        TrainingStopped: the same on all processes: something is not finite.
+    """
+    problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
+    raise_together(problems, CheckpointError)
+    step, values = agreed_step_and_values(state)
+    _reshard(pipeline)
+    optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
+    tensors = saved_tensors(pipeline, state.optimizer)
+    check_finite(step, tensors)
+    own = {"optimizer": optimizer, "values": values, "forward_passes": forward_passes}
+    manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
+    description = partial(
+        write_description,
+        model=pipeline.stages[0].model,
+        tokenizer=None,
+        dtype=original_dtype(pipeline),
+        origin=origin,
+    )
+    return save_checkpoint(root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep))
+
+
+def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, missing_ok: bool) -> Manifest | None:
+    """Fill `state` in place from a checkpoint that was saved on any mesh. Collective.
+
+    Args:
+        where: a checkpoint, or the directory above: of those there the newest that is whole.
+        pipeline: of `state.model`.
+        missing_ok: whether it is all right that there is none yet: the state stays as it is.
+
+    Returns:
+        What the checkpoint says of itself; None if there is none.
+
+    Raises:
+        CheckpointError: the same on all processes: there is none, it is damaged, or holds something else.
+    """
+    checkpoint = _find(where)
+    if checkpoint is None:
+        if missing_ok:
+            return None
+        raise CheckpointError(
+            f"{where} has no checkpoint: no step-N directory with a manifest; give one, or missing_ok"
+        )
+    manifest = _read_manifest(checkpoint)
+    _reshard(pipeline)
+    here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
+    there = manifest.optimizer
+    if there is None and tensor_entries(read_table(checkpoint), OPTIMIZER_PREFIX):
+        # Of a run. Its options are in the run file, and its groups may be any.
+        there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
+    if problems := _optimizer_problems(there, here):
+        raise CheckpointError(f"{checkpoint}: {problem}" for problem in problems)
+    load_state(checkpoint, pipeline, state.optimizer, there)
+    if state.optimizer is not None and manifest.optimizer is not None:
+        restore_options(state.optimizer, manifest.optimizer)
+    state.step, state.values = manifest.step, json.loads(manifest.values)
+    return manifest
+
+
+def agreed_step_and_values(state: TrainState) -> tuple[int, str]:
+    """Return step and values as JSON. Collective.
+
+    Raises:
+        CheckpointError: if they are not JSON, or others elsewhere.
+    """
+    advice = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
+    problems = [f"{problem}; {advice}" for problem in not_json(state.values, "state.values")]
+    raise_together(problems[:1], CheckpointError)
+    here = (state.step, json.dumps(state.values))
+    for rank, there in enumerate(answers := gather_objects(here)):
+        for what, first, other in zip(("step", "values"), answers[0], there, strict=True):
+            if first != other:
+                raise CheckpointError(
+                    f"state.{what} is {other} on rank {rank} and {first} on rank 0; it is saved once, so it must be "
+                    "the same on all of them: gather what is not"
+                )
+    return here
+
+
+def _reshard(pipeline: Pipeline) -> None:
+    # After a forward pass without a backward pass parameters would be gathered over dp_shard.
+    for stage in pipeline.stages:
+        reshard(stage.model)
+
+
+def _find(where: Location) -> Location | None:
+    answer: tuple[bool, tuple[str, ...]] = (False, ())
+    try:
+        answer = (is_checkpoint(where), ())
+    except CheckpointError as error:
+        answer = (False, error.problems)
+    # Not all machines may see it at once: the first decides.
+    is_one, problems = gather_objects(answer)[0]
+    if problems:
+        raise CheckpointError(problems)
+    if not is_one:
+        return newest_whole_checkpoint(where)
+    if damage := find_damage(where):
+        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+    return where
+
+
+def _read_manifest(checkpoint: Location) -> Manifest:
+    manifest, problems = None, []
+    try:
+        manifest = read_manifest(checkpoint)
+    except FormatError:
+        raise
+    except UserError as error:
+        problems = list(error.problems)
+    raise_together(problems, CheckpointError)
+    assert manifest is not None
+    return manifest
+
+
+def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | None) -> list[str]:
+    if there is not None and here is not None:
+        return optimizer_problems(there, here)
+    if there is None and here is None:
+        return []
+    advice = "give both the same, or load the weights alone with load_weights"
+    if here is None:
+        assert there is not None
+        return [f"it holds what {there.name} remembers, and the state has no optimizer; {advice}"]
+    return [f"it holds nothing of an optimizer, and the state has {here.name}; {advice}"]

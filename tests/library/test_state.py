@@ -1,0 +1,125 @@
+"""A program with a loop of its own stops and goes on, on another mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import meshtrain
+from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.errors import CheckpointError, ModelError
+from tests.ranks import run_on_ranks
+
+SIZES = {"vocab_size": 101, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+CONFIG = GPT2Config(**SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
+PLAN = {"precision": {"parameters": "float64", "compute": "float64", "reduce": "float64"}}
+
+
+def build(seed: int | None) -> GPT2LMHeadModel:
+    """Return the stock model; without a seed on meta."""
+    if seed is None:
+        return meshtrain.build_model(CONFIG, dtype=torch.float64)
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(CONFIG).double()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(101, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Any, state: meshtrain.TrainState, scheduler: StepLR, last_step: int) -> list[float]:
+    losses = []
+    while state.step < last_step:
+        ids = batch(state.step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        scheduler.step()
+        state.step += 1
+        losses.append(loss.item())
+    return losses
+
+
+def program(mesh: dict[str, int], directory: Path, seed: int | None, last_step: int) -> list[float]:
+    """Start, or go on, to `last_step`; save there."""
+    model = meshtrain.parallelize(build(seed), {"mesh": mesh, **PLAN})
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    meshtrain.rebind(optimizer)
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    state = meshtrain.load_checkpoint(directory, meshtrain.TrainState(model, optimizer), missing_ok=seed is not None)
+    if state.values:
+        scheduler.load_state_dict(state.values["scheduler"])
+    losses = train(model, state, scheduler, last_step)
+    state.values = {"scheduler": scheduler.state_dict()}
+    # Parameters are gathered for it, and not used up by a backward pass.
+    with torch.no_grad():
+        model(input_ids=batch(0))
+    assert meshtrain.save_checkpoint(directory, state, keep=1) == directory / f"step-{last_step}"
+    return losses
+
+
+def alone() -> list[float]:
+    model = build(0)
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    state = meshtrain.TrainState(model, optimizer)
+    return train(model, state, StepLR(optimizer, step_size=2, gamma=0.5), 7)
+
+
+def test_a_loop_of_ones_own_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    (wanted,) = run_on_ranks(1, alone)
+    parts = [
+        run_on_ranks(2, program, {"tp": 2}, tmp_path, 0, 2),
+        run_on_ranks(2, program, {"dp_shard": 2}, tmp_path, None, 4),
+        run_on_ranks(1, program, {"tp": 1}, tmp_path, 1, 6),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
+    for (begin, end), ranks in zip(((0, 2), (2, 4), (4, 6)), parts, strict=True):
+        for losses in ranks:
+            assert losses == pytest.approx(wanted[begin:end], rel=1e-12)
+    export_checkpoint(tmp_path, tmp_path.with_name("exported"))
+    exported = GPT2LMHeadModel.from_pretrained(tmp_path.with_name("exported"), dtype=torch.float64)
+    with torch.no_grad():
+        assert exported(batch(6), labels=batch(6)).loss.item() == pytest.approx(wanted[6], rel=1e-12)
+
+
+def with_dropout(directory: Path, *stops: int) -> list[float]:
+    """Train to each step in a program of its own."""
+    losses = []
+    for last_step in stops:
+        torch.manual_seed(0)
+        stock = GPT2LMHeadModel(GPT2Config(**SIZES)).double()
+        model = meshtrain.parallelize(stock, {"mesh": {"tp": 2}, **PLAN}, seed=3)
+        optimizer = SGD(model.parameters(), lr=0.5)
+        meshtrain.rebind(optimizer)
+        state = meshtrain.load_checkpoint(directory, meshtrain.TrainState(model, optimizer), missing_ok=True)
+        losses += train(model, state, StepLR(optimizer, step_size=9), last_step)
+        meshtrain.save_checkpoint(directory, state)
+    return losses
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, other = run_on_ranks(2, with_dropout, tmp_path / "whole", 4)
+    stopped, _ = run_on_ranks(2, with_dropout, tmp_path / "stopped", 2, 4)
+    assert whole == other == stopped
+    assert len(set(whole)) == 4
+
+
+def refusals(directory: Path) -> None:
+    stock = build(0)
+    with pytest.raises(ModelError, match=r"a GPT2LMHeadModel is no parallel model; give what meshtrain\.parallelize"):
+        meshtrain.save_checkpoint(directory, meshtrain.TrainState(stock))
+    model = meshtrain.parallelize(build(None), {"mesh": {"tp": 1}, **PLAN})
+    with pytest.raises(ModelError, match="the parameters of this model have no values yet"):
+        meshtrain.save_checkpoint(directory, meshtrain.TrainState(model))
+    with pytest.raises(CheckpointError, match=r"has no checkpoint: no step-N directory with a manifest"):
+        meshtrain.load_checkpoint(directory, meshtrain.TrainState(model))
+
+
+def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+    run_on_ranks(1, refusals, tmp_path)

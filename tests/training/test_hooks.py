@@ -1,0 +1,342 @@
+"""A user's hook next to the built-in ones: it is told the same, and what it asks for is done on all ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshtrain
+from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
+from meshtrain.config.toml import dump_toml
+from meshtrain.errors import ConfigError, TrainingStopped
+from meshtrain.training.hooks import Hook, Metrics, RunState, check_hooks
+from meshtrain.training.optim import build_optimizer
+from meshtrain.training.saving import restore_state
+from meshtrain.training.state import TrainState
+from tests.chaos.stops import torchrun
+from tests.parallel.steps import start
+from tests.parity import Case
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run, read_checkpoint, read_metrics, train_here
+from tests.training.test_metrics import evaluated_run
+from tests.training.test_resume import without_torchrun
+
+# Of one rank.
+TIMES = ("seconds", "_per_second", "memory_bytes")
+Call = dict[str, Any]
+
+
+class Recorder(Hook):
+    """Keeps everything it is told, and talks to its like on the other ranks at every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def _note(self, moment: str, state: RunState, metrics: Metrics) -> None:
+        is_over = moment == "end" and state.failure is not None
+        steps = [0] * dist.get_world_size()
+        if not is_over:
+            dist.all_gather_object(steps, state.step)
+            assert set(steps) == {state.step}
+        norm = sum(
+            float(p.detach().to_local().sum()) if hasattr(p, "to_local") else float(p.detach().sum())
+            for _, p in state.model.named_parameters()
+        )
+        self.calls.append(
+            {
+                "moment": moment,
+                "step": state.step if state.saved is None else state.saved.step,
+                "metrics": dict(metrics),
+                "note": dict(state.note),
+                "saved": state.saved.directory.name if state.saved is not None else None,
+                "exists": state.saved is not None and state.saved.directory.is_dir(),
+                "epoch_ends": state.epoch_ends,
+                "ending": (state.stopped_by, type(state.failure).__name__),
+                "parameters": norm,
+            }
+        )
+
+    def on_start(self, state: RunState, metrics: Metrics) -> None:
+        self._note("start", state, metrics)
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        self._note("step", state, metrics)
+
+    def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
+        self._note("evaluation", state, metrics)
+
+    def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
+        self._note("checkpoint", state, metrics)
+
+    def on_end(self, state: RunState, metrics: Metrics) -> None:
+        self._note("end", state, metrics)
+
+
+def train_with(config: RunConfig, *hooks: Hook) -> tuple[str, str]:
+    """Train on this rank; return what was shown and why it was stopped."""
+    said = ""
+    with redirect_stdout(StringIO()) as shown:
+        try:
+            train_here(config, hooks)
+        except TrainingStopped as stopped:
+            said = str(stopped)
+    return shown.getvalue(), said
+
+
+def record(config: RunConfig) -> tuple[list[Call], str]:
+    recorder = Recorder()
+    return recorder.calls, train_with(config, recorder)[0]
+
+
+def rows_of(calls: list[Call]) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl should hold beside the averages of epochs."""
+    rows = []
+    for call in calls:
+        if call["moment"] != "end":
+            rows += [{"step": call["step"], **values} for values in (call["metrics"], call["note"]) if values]
+    return rows
+
+
+def without_times(calls: list[Call]) -> list[Call]:
+    kept = {"moment", "step", "note", "saved", "exists", "epoch_ends", "ending"}
+    return [
+        {key: call[key] for key in kept}
+        | {"metrics": {name: value for name, value in call["metrics"].items() if not name.endswith(TIMES)}}
+        for call in calls
+    ]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_users_hook_is_told_what_the_files_are_written_from(tmp_path: Path, in_background: bool) -> None:
+    config = evaluated_run(tmp_path / "out", (2, 1, 1, 1))
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=3, in_background=in_background)})
+    (calls, shown), (others, nothing) = run_on_ranks(2, record, config, joins=False)
+
+    written = [row for row in read_metrics(tmp_path / "out") if "epoch_steps" not in row]
+    assert [list(row.items()) for row in rows_of(calls)] == [list(row.items()) for row in written]
+    assert without_times(calls) == without_times(others)
+    assert nothing == ""
+    moments = [call["moment"] for call in calls if call["moment"] != "checkpoint"]
+    steps = ["step", "step", "evaluation", "step", "step", "evaluation", "step", "step", "evaluation"]
+    assert moments == ["start", *steps, "end"]
+    assert [call["step"] for call in calls if call["epoch_ends"]] == [3, 6]
+    saved = [call for call in calls if call["saved"]]
+    assert [(call["saved"], call["exists"]) for call in saved] == [("step-3", True), ("step-6", True)]
+    begun = [call["step"] for call in calls if call["moment"] == "checkpoint" and not call["saved"]]
+    assert begun == ([3, 6] if in_background else [])
+    assert [line for line in shown.splitlines() if line.startswith("Saved")] == [
+        f"Saved {tmp_path}/out/checkpoints/step-{step}" for step in (3, 6)
+    ]
+    latest = {**saved[-1]["metrics"], **calls[-1]["metrics"]}
+    assert latest == calls[-1]["metrics"]
+    assert latest["eval_loss"] == next(
+        call["metrics"]["eval_loss"] for call in reversed(calls) if "eval_loss" in call["metrics"]
+    )
+    assert len({call["parameters"] for call in calls if call["moment"] == "step"}) == 6
+
+
+class StopsEarly(Hook):
+    """Ends when the evaluation is done `patience` times; what it counts survives a restart."""
+
+    def __init__(self, patience: int, rank: int) -> None:
+        self.patience, self.rank = patience, rank
+
+    def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
+        state.values["best"] = min(metrics["eval_loss"], state.values.get("best", float("inf")))
+        state.values["seen"] = state.values.get("seen", 0) + 1
+        if state.values["seen"] >= self.patience and dist.get_rank() == self.rank:
+            state.request_stop()
+
+
+def test_one_rank_stops_early_and_all_end_with_it(tmp_path: Path) -> None:
+    config = evaluated_run(tmp_path / "out", (2, 1, 1, 1))
+    (shown, _), _ = run_on_ranks(2, train_with, config, StopsEarly(1, 1), joins=False)
+    assert shown.splitlines()[-2:] == [
+        f"Saved {tmp_path}/out/checkpoints/step-2",
+        "Stopped by a hook: 2 of 6 steps are done; the same command goes on from there",
+    ]
+    (shown, _), _ = run_on_ranks(2, train_with, config, StopsEarly(2, 0), joins=False)
+    assert shown.splitlines()[-1].startswith("Stopped by a hook: 4 of 6 steps are done")
+    seen = [row["eval_loss"] for row in read_metrics(tmp_path / "out") if "eval_loss" in row]
+    assert run_on_ranks(1, values_of, tmp_path / "out" / "checkpoints") == [{"best": min(seen), "seen": 2}]
+
+
+def values_of(root: Path) -> dict[str, Any]:
+    """Read a run's checkpoint in a program of one's own."""
+    pipeline = start(
+        Case("gpt2-tied", (1, 1, 1, 1)), model=build_run(root / "x", "gpt2", build_plan((1, 1, 1, 1))).model
+    )
+    state = TrainState(pipeline, build_optimizer(pipeline, OptimizerConfig()))
+    restore_state(root, pipeline, state, missing_ok=False)
+    return state.values
+
+
+class SavesAside(Hook):
+    """Keeps what the last step has left, in a place of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_start(self, state: RunState, metrics: Metrics) -> None:
+        state.values["name"] = "aside"
+
+    def on_end(self, state: RunState, metrics: Metrics) -> None:
+        meshtrain.save_checkpoint(self.directory, state)
+
+
+def test_the_state_of_a_hook_is_one_that_can_be_saved(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((2, 1, 1, 1)), steps=2)
+    run_on_ranks(2, train_with, config, SavesAside(tmp_path / "aside"), joins=False)
+    ours, theirs = read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "aside")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert run_on_ranks(1, values_of, tmp_path / "aside") == [{"name": "aside"}]
+
+
+class Unlucky(Hook):
+    """Has a problem after a step, or raises, on one rank."""
+
+    def __init__(self, step: int, *, problem: str | None = None) -> None:
+        self.step, self.problem = step, problem
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        if state.step == self.step and dist.get_rank() == 1:
+            if self.problem is None:
+                raise ValueError("a mistake of the user's")
+            state.report_problem(self.problem)
+
+
+def record_beside(config: RunConfig, hook: Hook) -> tuple[list[Call], str, str]:
+    recorder = Recorder()
+    shown, said = train_with(config, recorder, hook)
+    return recorder.calls, shown, said
+
+
+def test_a_problem_of_one_rank_stops_all_in_a_line(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 2, 1, 1)))
+    answers = run_on_ranks(2, record_beside, config, Unlucky(2, problem="no room; make some"), joins=False)
+    for calls, shown, said in answers:
+        assert said == "no room; make some"
+        assert [call["moment"] for call in calls] == ["start", "step", "step", "end"]
+        assert calls[-1]["ending"] == (None, "TrainingStopped")
+        assert "Done" not in shown
+
+
+def rewound(config: RunConfig) -> tuple[list[Call], str]:
+    """Train on this rank; the gradient of step 4 is not finite, the first time."""
+    from meshtrain.training import step as step_module
+
+    finish, times = step_module.finish_gradients, []
+
+    def finish_poisoned(pipeline: Any) -> None:
+        times.append(1)
+        if len(times) == 4:
+            next(p for _, p in pipeline.named_parameters() if p.dim() == 2).grad.view(-1)[:1] = torch.nan
+        finish(pipeline)
+
+    step_module.finish_gradients = finish_poisoned
+    return record(config)
+
+
+@pytest.mark.parametrize("policy", ["rewind", "skip"])
+def test_bad_steps_are_told_with_a_note(tmp_path: Path, policy: Any) -> None:
+    config = build_run(
+        tmp_path / "out",
+        "gpt2",
+        build_plan((1, 1, 1, 1)),
+        steps=5,
+        checkpoint=CheckpointConfig(every=2),
+        bad_steps=BadStepsConfig(policy=policy),
+    )
+    ((calls, _),) = run_on_ranks(1, rewound, config, joins=False)
+    told = [
+        (call["moment"], call["step"], call["note"].get("answer")) for call in calls if call["moment"] != "checkpoint"
+    ]
+    first = [("start", 0, None), ("step", 1, None), ("step", 2, None), ("step", 3, None)]
+    if policy == "rewind":
+        assert told == [
+            *first,
+            ("start", 2, "rewind"),
+            ("step", 3, None),
+            ("step", 4, None),
+            ("step", 5, None),
+            ("end", 5, None),
+        ]
+        # What was told of step 3 before does not count.
+        calls = calls[:3] + calls[next(index for index, call in enumerate(calls) if call["note"].get("answer")) :]
+        del calls[0]["note"]["parameters_checksum"]
+    else:
+        assert told == [*first, ("step", 4, "skip"), ("step", 5, None), ("end", 5, None)]
+    notes = [row for row in read_metrics(tmp_path / "out") if "bad_step" in row]
+    assert [{"step": call["step"], **call["note"]} for call in calls if "answer" in call["note"]] == notes
+    assert len(notes) == 1
+
+
+PROGRAM = """
+import sys
+import meshtrain
+
+class Greets(meshtrain.Hook):
+    def on_step(self, state, metrics):
+        if state.is_first_rank:
+            print(f"hook: step {state.step} of {state.num_steps}, loss {metrics['loss']:.3f}", flush=True)
+        if sys.argv[2] == "raises" and state.step == 2 and not state.is_first_rank:
+            raise ValueError("a mistake of the user's")
+
+print(meshtrain.train(meshtrain.load_run(sys.argv[1]), hooks=[Greets()]))
+"""
+
+
+@pytest.mark.parametrize("what", ["greets", "raises"])
+def test_a_program_with_a_hook_trains_a_run_file(tmp_path: Path, what: str) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 2, 1, 1)), steps=3)
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = torchrun(str(tmp_path / "program.py"), str(tmp_path / "run.toml"), what)
+    environment = {**without_torchrun(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
+    said = [line for line in done.stdout.splitlines() if line.startswith("hook: ")]
+    assert said[:2] == [f"hook: step {step} of 3, loss {losses[step - 1]:.3f}" for step in (1, 2)]
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step 1/3")]) == 1
+    if what == "greets":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Ending.DONE") == 2
+    else:
+        assert done.returncode != 0
+        assert "ValueError: a mistake of the user's" in done.stderr
+        assert "in on_step" in done.stderr
+        assert "rank 0 stops: " in done.stderr
+        assert len(losses) <= 3
+        assert "Ending" not in done.stdout
+
+
+def join_before(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as raised:
+        meshtrain.train(config)
+    return str(raised.value)
+
+
+def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
+    assert run_on_ranks(1, join_before, config) == [
+        "train joins the process group by itself, and this program has joined one already; call it in a program of its "
+        "own, or leave that group with torch.distributed.destroy_process_group()"
+    ]
+    with pytest.raises(
+        ConfigError, match=r"^hooks\[1\] is the class Recorder; give an object of a subclass of meshtrain\.Hook$"
+    ):
+        check_hooks([Recorder(), Recorder])
+    with pytest.raises(ConfigError, match=r"^hooks\[0\] is a function; give an object"):
+        meshtrain.train(config, hooks=[join_before])
+    hook, metrics = Hook(), json.loads("{}")
+    for moment in ("start", "step", "evaluation", "checkpoint", "end"):
+        assert getattr(hook, f"on_{moment}")(None, metrics) is None
