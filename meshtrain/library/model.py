@@ -14,9 +14,10 @@ from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
-from meshtrain.library.saving import save_pretrained
+from meshtrain.library.saving import save_parallelized, save_pretrained
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
 
 MOVES = ("cuda", "cpu", "xpu", "half", "float", "double", "bfloat16")
 
@@ -44,11 +45,30 @@ class ParallelModel:
         stock: Any = super()
         if generation_config is not None:
             options["generation_config"] = generation_config
-        return generate_on_mesh(pipeline_of(self), inputs, stock=stock.generate, **options)
+        handle = handle_of(self)
+        handle.is_generating = True
+        try:
+            return generate_on_mesh(handle.pipeline, inputs, stock=stock.generate, **options)
+        finally:
+            handle.is_generating = False
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
         save_pretrained(self, save_directory, **kwargs)
+
+    def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_parallelized`. Collective."""
+        save_parallelized(self, save_directory, **kwargs)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every global batch this rank reads: 0 to `num_data_ranks`, excluded."""
+        return data_rank(pipeline_of(self).mesh)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """In how many parts a global batch is read."""
+        return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the rows lie on several processes, with optimizer states beside them.

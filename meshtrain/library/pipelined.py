@@ -14,7 +14,7 @@ from meshtrain.library.handle import ATTRIBUTE, Handle
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.pipeline import check_microbatches
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 
@@ -52,6 +52,16 @@ class PipelinedModel:
     def has_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self._pipeline.has_last_stage
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every global batch this rank reads: 0 to `num_data_ranks`, excluded."""
+        return data_rank(self._pipeline.mesh)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """In how many parts a global batch is read."""
+        return axis_size(self._pipeline.mesh, *DATA_AXES)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what lies on this rank, under the names of the stock model; a fused projection in its parts."""
