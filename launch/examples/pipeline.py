@@ -14,11 +14,8 @@ import meshtrain
 
 FOLDER, TEXT, OUT, RANK = *sys.argv[1:4], int(os.environ["RANK"])
 STEPS, SAVE_EVERY, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LEN = 20, 10, 16, 2, 128
-PLAN = {
-    "mesh": {"pp": 2, "dp_shard": -1},  # 2 stages x as many data-parallel ranks as are left
-    "pipeline": {"schedule": "1F1B"},
-    "recompute": {"mode": "full"},
-}
+# 2 stages x as many data-parallel ranks as are left
+PLAN = {"mesh": {"pp": 2, "dp_shard": -1}, "pipeline": {"schedule": "1F1B"}, "recompute": {"mode": "full"}}
 
 # From meta: every rank reads only the weights of its own stages.
 model = meshtrain.parallelize(meshtrain.build_model(FOLDER), PLAN, micro_batch_size=MICRO_BATCH_SIZE)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.optim import Adam
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +21,7 @@ PROMPT = "I don't want a lot for Christmas. There is just one thing"
 model = AutoModelForCausalLM.from_pretrained(NAME)
 tokenizer = AutoTokenizer.from_pretrained(NAME)
 tokenizer.pad_token = tokenizer.eos_token  # GPT-2's tokenizer has none
-optimizer = Adam(model.parameters(), lr=3e-5)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-5)
 
 
 def write(model):
@@ -50,9 +49,9 @@ for step, lines in zip(range(1, TRAIN_STEP + 1), loader, strict=False):
     loss.backward()
     optimizer.step()
     if step % SAVE_INTERVAL == 0:
-        say(f"step {step} loss {loss.item():.6f}")
-        model.save_parallelized(f"{OUT}/step-{step}", tokenizer=tokenizer)  # a file for each rank
         saved = f"{OUT}/step-{step}"
+        model.save_parallelized(saved, tokenizer=tokenizer)  # a file for each rank
+        say(f"step {step} loss {loss.item():.6f}")
 
 # Another program may do this on any number of processes: the model from meta, every rank reads what it keeps.
 again = meshtrain.parallelize(meshtrain.build_model(saved), {"mesh": {"tp": TENSOR_PARALLEL_SIZE}}).eval()
