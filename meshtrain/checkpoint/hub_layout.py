@@ -5,7 +5,6 @@ back (`revert_weight_conversion`), for a whole model at once. Here it is taken g
 come from, one another belong to a group, and no more than a group is in memory.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -62,12 +61,6 @@ class HubLayout:
     groups: tuple[Group, ...]
     convert: Callable[[Tensors], Tensors]
     num_parameters: int | None = None
-
-
-def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a stock model on meta; the configuration is not changed."""
-    with torch.device("meta"):
-        return kind._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None = None) -> HubLayout:
