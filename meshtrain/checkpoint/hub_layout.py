@@ -93,7 +93,9 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
         groups.append(Group(tuple(names), tuple(written)))
         tensors |= {name: _alone(tensor) for name, tensor in written.items()}
     # In the order of the whole, in which transformers splits it into files.
-    order = convert(stock)
+    order = list(convert(stock))
+    places = {name: place for place, name in enumerate(order)}
+    groups.sort(key=lambda group: min(places[name] for name in group.hub))
     return HubLayout(
         {name: tensors[name] for name in order},
         {name: tensor.dtype for name, tensor in stock.items()},
