@@ -221,10 +221,10 @@ def peak_growth(num_layers: int, folder: Path) -> int:
     pipeline = tiny_pipeline(config, MeshPlan(dp_shard=1, tp=2))
     for _, parameter in pipeline.named_parameters():
         torch.nn.init.ones_(parameter)
-    # What the code itself takes is there after a first time.
-    save_pretrained(pipeline, folder / "first")
     # glibc keeps freed memory up to a size that it raises as it goes; here freed means given back.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    # What the code itself takes is there after a first time.
+    save_pretrained(pipeline, folder / "first")
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     save_pretrained(pipeline, folder / "second")
