@@ -32,7 +32,6 @@ from meshtrain.checkpoint.hub_layout import (
     plain_layout,
     plan_files,
     stock_class_named,
-    stock_model,
 )
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, as_local, shown_location
@@ -41,6 +40,7 @@ from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index, wri
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
+from meshtrain.models.build import stock_model
 
 ORIGINAL = "original"
 

@@ -5,7 +5,6 @@ back (`revert_weight_conversion`), for a whole model at once. Here it is taken g
 come from, one another belong to a group, and no more than a group is in memory.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -64,12 +63,6 @@ class HubLayout:
     num_parameters: int | None = None
 
 
-def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a stock model on meta; the configuration is not changed."""
-    with torch.device("meta"):
-        return kind._from_config(copy.deepcopy(config), dtype=dtype)
-
-
 def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None = None) -> HubLayout:
     """Return how a stock model on meta is written in the number format that it was built in.
 
@@ -100,7 +93,9 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
         groups.append(Group(tuple(names), tuple(written)))
         tensors |= {name: _alone(tensor) for name, tensor in written.items()}
     # In the order of the whole, in which transformers splits it into files.
-    order = convert(stock)
+    order = list(convert(stock))
+    places = {name: place for place, name in enumerate(order)}
+    groups.sort(key=lambda group: min(places[name] for name in group.hub))
     return HubLayout(
         {name: tensors[name] for name in order},
         {name: tensor.dtype for name, tensor in stock.items()},

@@ -28,6 +28,7 @@ from meshtrain.checkpoint.safetensors_folder import (
 from meshtrain.checkpoint.stock_tensors import Shape, StockTensor
 from meshtrain.errors import CheckpointError, UserError
 from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.process import LONGEST_COLLECTIVE
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,42 @@ class LiveTensors:
         stock: stock name -> how it is made of ours, for what lies on this process.
         shapes: stock name -> shape, of the whole model.
         owners: stock name -> the rank that gathers it: the first process of a pipeline stage that holds it.
-        group: of all processes, over gloo, for messages.
+        groups: of all processes.
     """
 
     held: Mapping[str, Tensor]
     stock: Mapping[str, StockTensor]
     shapes: Mapping[str, Shape]
     owners: Mapping[str, int]
-    group: ProcessGroup
+    groups: "Groups"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of all processes that work in host memory, whatever the training uses, and wait as long as a disk takes.
+
+    Attributes:
+        messages: from one process to another; collectives must not be counted with them.
+        agreement: for collectives.
+    """
+
+    messages: ProcessGroup
+    agreement: ProcessGroup
 
 
 @contextmanager
-def gloo_group() -> Iterator[ProcessGroup]:
-    """Give a group of all processes that sends from host memory, whatever the training uses. Collective.
-
-    It is for messages alone: collectives must not be counted with them.
-    """
-    group = dist.new_group(backend="gloo")
+def groups_for_saving() -> Iterator[Groups]:
+    """Create groups for as long as a save takes. Collective."""
+    messages, agreement = (dist.new_group(backend="gloo", timeout=LONGEST_COLLECTIVE) for _ in range(2))
     try:
-        yield group
+        yield Groups(messages, agreement)
     finally:
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(messages)
+        dist.destroy_process_group(agreement)
 
 
 def find_live_tensors(
-    held: Mapping[str, Tensor], stock: Mapping[str, StockTensor], leader: int, group: ProcessGroup
+    held: Mapping[str, Tensor], stock: Mapping[str, StockTensor], leader: int, groups: Groups
 ) -> LiveTensors:
     """Let all processes know what there is. Collective.
 
@@ -71,16 +83,16 @@ def find_live_tensors(
         held: our name -> what lies on this process.
         stock: stock name -> how it is made of ours, for what lies on this process.
         leader: the rank that gathers what lies here.
-        group: of all processes, over gloo, for messages.
+        groups: of all processes.
     """
     mine = {name: tensor.shape for name, tensor in stock.items()} if leader == dist.get_rank() else {}
     shapes: dict[str, Shape] = {}
     owners: dict[str, int] = {}
-    for rank, answer in enumerate(gather_objects(mine)):
+    for rank, answer in enumerate(gather_objects(mine, groups.agreement)):
         for name, shape in answer.items():
             owners.setdefault(name, rank)
             shapes[name] = shape
-    return LiveTensors(held, stock, shapes, owners, group)
+    return LiveTensors(held, stock, shapes, owners, groups)
 
 
 def write_live_folder(
@@ -97,12 +109,12 @@ def write_live_folder(
     Raises:
         CheckpointError: the same on all processes: the folder has something in it, or cannot be written.
     """
-    draft = draft_of(folder)
+    draft, agreement = draft_of(folder), live.groups.agreement
     try:
-        _on_first_rank(partial(_begin, folder, draft, describe), folder)
+        _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
         problem = _Writing(draft, layout, plan, live).run(folder)
-        raise_together([problem] if problem else [], CheckpointError)
-        _on_first_rank(partial(_finish, folder, draft, layout, plan), folder)
+        raise_together([problem] if problem else [], CheckpointError, agreement)
+        _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, agreement)
     finally:
         if is_first_rank():
             remove_draft(draft)
@@ -121,7 +133,7 @@ def _finish(folder: Path, draft: Path, layout: HubLayout, plan: FilePlan) -> Non
     publish_folder(draft, folder)
 
 
-def _on_first_rank(work: Callable[[], None], folder: Path) -> None:
+def _on_first_rank(work: Callable[[], None], folder: Path, agreement: ProcessGroup) -> None:
     problems: Iterable[str] = ()
     if is_first_rank():
         try:
@@ -130,7 +142,7 @@ def _on_first_rank(work: Callable[[], None], folder: Path) -> None:
             problems = error.problems
         except OSError as error:
             problems = [cannot_write(folder, error)]
-    raise_together(problems, CheckpointError)
+    raise_together(problems, CheckpointError, agreement)
 
 
 @contextmanager
@@ -195,7 +207,7 @@ class _Writing:
                 self._guard(partial(self._files.write, name, tensor))
                 advance(tensor.nbytes)
             elif owner == self._rank:
-                send(made.pop(name), writer, self._live.group)
+                send(made.pop(name), writer, self._live.groups.messages)
 
     def _gather(self, name: str, owner: int) -> Tensor | None:
         tensor, dtype = self._live.stock[name], self._layout.dtypes[name]
@@ -203,14 +215,14 @@ class _Writing:
         views = tensor.views(whole) if whole is not None else {}
         for part in tensor.parts:
             gather_block_by_block(
-                self._live.held[part], views.get(part), dtype=dtype, leader=owner, group=self._live.group
+                self._live.held[part], views.get(part), dtype=dtype, leader=owner, group=self._live.groups.messages
             )
         return whole
 
     def _receive(self, name: str, owner: int) -> Tensor:
         wanted = self._layout.tensors[name]
         tensor = torch.empty(wanted.shape, dtype=wanted.dtype)
-        receive(tensor, owner, self._live.group)
+        receive(tensor, owner, self._live.groups.messages)
         return tensor
 
     def _guard(self, work: Callable[[], None]) -> None:

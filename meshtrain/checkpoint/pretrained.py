@@ -6,20 +6,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from meshtrain import console
 from meshtrain.checkpoint.description import Tokenizer, name_of, write_description
-from meshtrain.checkpoint.hub_layout import (
-    MAX_SHARD_SIZE,
-    check_names,
-    layout_of,
-    plan_files,
-    stock_model,
-)
-from meshtrain.checkpoint.live import LiveTensors, find_live_tensors, gloo_group, write_live_folder
+from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE, check_names, layout_of, plan_files
+from meshtrain.checkpoint.live import Groups, LiveTensors, find_live_tensors, groups_for_saving, write_live_folder
 from meshtrain.checkpoint.stock_tensors import stock_tensors
-from meshtrain.models.build import stock_class
+from meshtrain.models.build import stock_like
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import is_first_rank
@@ -53,12 +46,12 @@ def save_pretrained(
     """
     model = pipeline.stages[0].model
     chosen = dtype or original_dtype(pipeline)
-    stock = stock_model(stock_class(model), model.config, chosen)
+    stock = stock_like(model, chosen)
     layout = layout_of(stock)
     plan = plan_files(layout, max_shard_size)
     folder = folder.absolute()
-    with gloo_group() as group:
-        live = live_tensors(pipeline, group)
+    with groups_for_saving() as groups:
+        live = live_tensors(pipeline, groups)
         # The same on all processes, as the tensors are.
         check_names("the parallel model", live.shapes, stock)
         describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
@@ -75,23 +68,23 @@ def original_dtype(pipeline: Pipeline) -> torch.dtype:
     return dtype or getattr(torch, pipeline.plan.precision.parameters)
 
 
-def live_tensors(pipeline: Pipeline, group: ProcessGroup) -> LiveTensors:
+def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
     """Return the tensors of a pipeline under their stock names. Collective."""
     for stage in pipeline.stages:
         # After a forward pass without a backward pass they would be gathered over dp_shard.
         reshard(stage.model)
     held = owned_tensors(pipeline)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    return find_live_tensors(held, stock_tensors(shapes, pipeline.fused), _leader(pipeline), group)
+    return find_live_tensors(held, stock_tensors(shapes, pipeline.fused), leader_of(pipeline), groups)
 
 
 def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
     """Return our FQN -> parameter or persistent buffer: over all processes, all that belongs to the weights."""
-    return {**pipeline.owned_parameters(), **pipeline.owned_buffers()}
+    return {**pipeline.owned_parameters(), **dict(pipeline.saved_buffers())}
 
 
-def _leader(pipeline: Pipeline) -> int:
-    """Return the first rank of this process's place on the pp axis."""
+def leader_of(pipeline: Pipeline) -> int:
+    """Return the rank that gathers what lies on this process: the first of its place on the pp axis."""
     ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank("pp")]
     assert dist.get_rank() in ranks
     return int(ranks.flatten()[0])

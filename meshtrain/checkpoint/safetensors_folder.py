@@ -6,6 +6,7 @@ place in the file, and shapes and number formats are known before. Format: githu
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,10 +112,12 @@ class FileWriter:
         stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Finish the last file."""
+        """Finish the last file: it is on the disk."""
         if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+            with self._stream as stream:
+                self._stream = None
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def _open(self, name: str) -> BinaryIO:
         if name != self._name or self._stream is None:

@@ -99,10 +99,19 @@ def _is_mixed_in(kind: type) -> bool:
     return kind is FSDPModule or kind.__module__.startswith("meshtrain.")
 
 
-def stock_like(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a whole, unchanged model on meta of the class and configuration of one that was cut or sharded."""
+def stock_like(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return a whole, unchanged model on meta of the class and configuration of one that was cut or sharded.
+
+    Args:
+        dtype: in which it is built; None: that of `model`.
+    """
+    return stock_model(stock_class(model), model.config, dtype or model.dtype)
+
+
+def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model of any class of transformers on meta; the configuration is not changed."""
     with torch.device("meta"):
-        stock: PreTrainedModel = stock_class(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        stock: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
     return stock
 
 

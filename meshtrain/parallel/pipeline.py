@@ -93,7 +93,10 @@ class Pipeline:
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield of the buffers of this process those that belong to the weights, such as the bias of a router."""
+        """Yield of the buffers of this process those that belong to the weights, such as the bias of a router.
+
+        One outside of the layers is there on every stage, and comes once for each that this process holds.
+        """
         for stage in self.stages:
             for owner, module in stage.model.named_modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -116,19 +119,6 @@ class Pipeline:
                 if fqn in held:
                     owned[fqn] = parameter
         return owned
-
-    def owned_buffers(self) -> dict[str, Tensor]:
-        """Return FQN -> buffer that belongs to the weights (a router's bias), and not to what can be computed again.
-
-        A buffer outside of the layers is there on every stage.
-        """
-        return {
-            f"{path}.{name}" if path else name: buffer
-            for stage in self.stages
-            for path, module in stage.model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
 
     def forward_backward(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
         """Run all microbatches of a step, forward and backward; gradients are summed over microbatches and dp.

@@ -46,7 +46,8 @@ def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, 
     """Return what this process adds to a checkpoint, by name; the far copy of a tied weight is left out."""
     owned = pipeline.owned_parameters()
     weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
-    return {**weights, **state_tensors(optimizer, owned), **_buffers(pipeline)}
+    buffers = {key: buffer for entry in _buffers(pipeline) for key, buffer in entry.items()}
+    return {**weights, **state_tensors(optimizer, owned), **buffers}
 
 
 @torch.no_grad()
@@ -64,7 +65,7 @@ def load_state(
     fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
-    wanted, twins = _without_twins([*models, *state.tensors, _buffers(pipeline)])
+    wanted, twins = _without_twins([*models, *state.tensors, *_buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_twins(twins)
     state.keep()
@@ -80,13 +81,13 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     fqns = pipeline.canonical_names()
     parameters = pipeline.named_parameters()
     weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
-    wanted, twins = _without_twins([*weights, _buffers(pipeline)])
+    wanted, twins = _without_twins([*weights, *_buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_twins(twins)
 
 
-def _buffers(pipeline: Pipeline) -> dict[str, Tensor]:
-    return {f"{MODEL_PREFIX}{name}": buffer for name, buffer in pipeline.owned_buffers().items()}
+def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:
+    return [{f"{MODEL_PREFIX}{name}": buffer} for name, buffer in pipeline.saved_buffers()]
 
 
 def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from meshtrain.checkpoint.hub_layout import layout_of, plan_files, stock_model
+from meshtrain.checkpoint.hub_layout import layout_of, plan_files
 from meshtrain.checkpoint.pretrained import save_pretrained
 from meshtrain.config.plan import MeshPlan
 from meshtrain.errors import CheckpointError
-from meshtrain.models.build import stock_class
+from meshtrain.models.build import stock_like
 from meshtrain.verify.parallel import fill as fill_parameters
 from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline
@@ -81,7 +81,7 @@ def save_families(weights: list[Path], folders: Path) -> None:
         pipeline = tiny_pipeline(small_config(*FAMILIES[number]), MeshPlan(dp_shard=1, tp=2))
         names = {entry.name for entry in pipeline.fused} | pipeline.parameter_names
         fill_parameters(pipeline, {name: value for name, value in values.items() if name in names})
-        for name, buffer in pipeline.owned_buffers().items():
+        for name, buffer in pipeline.saved_buffers():
             buffer.copy_(values[name])
         save_pretrained(pipeline, folders / f"{number}")
 
@@ -118,7 +118,7 @@ def saved_buffers(model: PreTrainedModel) -> list[Tensor]:
 def test_experts_lie_apart_and_what_transformers_keeps_in_float32_stays(tmp_path: Path) -> None:
     config = tiny_config("deepseek_v3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    layout = layout_of(stock_model(stock_class(model), config, torch.bfloat16))
+    layout = layout_of(stock_like(model, torch.bfloat16))
     assert "model.layers.1.mlp.experts.0.gate_proj.weight" in layout.tensors
     assert not any("gate_up_proj" in name for name in layout.tensors)
     assert {name for name, tensor in layout.tensors.items() if tensor.dtype == torch.float32} == {
@@ -221,10 +221,10 @@ def peak_growth(num_layers: int, folder: Path) -> int:
     pipeline = tiny_pipeline(config, MeshPlan(dp_shard=1, tp=2))
     for _, parameter in pipeline.named_parameters():
         torch.nn.init.ones_(parameter)
-    # What the code itself takes is there after a first time.
-    save_pretrained(pipeline, folder / "first")
     # glibc keeps freed memory up to a size that it raises as it goes; here freed means given back.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    # What the code itself takes is there after a first time.
+    save_pretrained(pipeline, folder / "first")
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     save_pretrained(pipeline, folder / "second")

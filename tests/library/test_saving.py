@@ -53,13 +53,16 @@ def classifier() -> OPTForSequenceClassification:
 
 def save_classifier(folder: Path) -> None:
     model = meshtrain.parallelize(classifier(), {"mesh": {"dp_shard": 2}})
-    meshtrain.save_pretrained(model, folder)
+    meshtrain.save_pretrained(model, folder / "first")
+    meshtrain.load_weights(model, folder / "first")
+    meshtrain.save_pretrained(model, folder / "second")
 
 
-def test_another_head_is_saved_too(tmp_path: Path) -> None:
-    run_on_ranks(2, save_classifier, tmp_path / "out", joins=False)
+def test_another_head_is_saved_too_and_loaded_again(tmp_path: Path) -> None:
+    run_on_ranks(2, save_classifier, tmp_path, joins=False)
     classifier().save_pretrained(tmp_path / "stock")
-    assert_same(tmp_path / "out", tmp_path / "stock")
+    for name in ("first", "second"):
+        assert_same(tmp_path / name, tmp_path / "stock")
 
 
 def test_a_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
