@@ -56,11 +56,8 @@ def different(folder: Path, degrees: dict[str, int]) -> list[str]:
     load_pretrained(pipeline, folder)
     wanted = split_parts(wanted, pipeline.fused)
     held = {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())}
-    return [
-        name
-        for name, tensor in held.items()
-        if not torch.equal(local_tensor(tensor), wanted[name][local_ranges(tensor)])
-    ]
+    parts = {name: wanted[name][local_ranges(tensor)] for name, tensor in held.items()}
+    return [name for name, tensor in held.items() if not torch.equal(local_tensor(tensor), parts[name])]
 
 
 def compare(folder: Path, types: Sequence[str], meshes: Sequence[str]) -> dict[tuple[str, str], list[str]]:
