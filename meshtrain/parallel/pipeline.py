@@ -92,14 +92,6 @@ class Pipeline:
         """Yield of `named_parameters` those that are not frozen."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
-    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield of the buffers of this process those that belong to the weights, such as the bias of a router."""
-        for stage in self.stages:
-            for owner, module in stage.model.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    if name not in module._non_persistent_buffers_set:
-                        yield f"{owner}.{name}" if owner else name, buffer
-
     def canonical_names(self) -> dict[str, str]:
         """Return name -> FQN that the checkpoint knows: they differ for the far copy of a tied weight only."""
         tied = {copy: source for stage in self.stages for copy, source in stage.tied.items()}

@@ -22,7 +22,7 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
     for stage in pipeline.stages:
         restore_buffers(stage.model)
     load_weights(
-        {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())},
+        {**dict(pipeline.named_parameters()), **pipeline.owned_buffers()},
         source,
         fused=pipeline.fused,
         stock=stock_like(pipeline.stages[0].model),
