@@ -142,7 +142,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.toml", "model.config.vocab_size=280"],
         [
             "the tokenizer has 300 tokens, the model's vocabulary has room for 280; set model.config.vocab_size = 300 "
-            "or more for a new model, or use the tokenizer that belongs to it"
+            "or more for a new model, model.enlarge_vocabulary = true for a pretrained one, or use the tokenizer that "
+            "belongs to it"
         ],
     ),
     "a run directory inside of a file": (

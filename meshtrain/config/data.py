@@ -15,6 +15,9 @@ class TokenizerConfig(Words):
     """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
     vocab_size: Annotated[int, Field(ge=258)] | None = None
     """Train a byte-level BPE of this size (256 bytes, 2 special tokens, merges) on the training data, once."""
+    special_tokens: list[Annotated[str, Field(min_length=1)]] = []
+    """Tokens to add to the tokenizer at `path`, such as those of a chat template (`<|im_start|>`, ...); what it has
+    already is left as it is. `model.enlarge_vocabulary` gives them rows in a pretrained model."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -22,6 +25,8 @@ class TokenizerConfig(Words):
             raise ValueError(
                 "both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one"
             )
+        if self.special_tokens and self.path is None:
+            raise ValueError("`special_tokens` are added to an existing tokenizer; give its `path`")
         return self
 
 

@@ -52,6 +52,9 @@ class ModelConfig(Words):
     """Values of the Hugging Face configuration that differ from its defaults (or from `path`)."""
     weights: Literal["random", "pretrained"] = "random"
     """`pretrained`: start from the weights that `path` holds."""
+    enlarge_vocabulary: bool = False
+    """Where the tokenizer (`data.tokenizer.path`) has more tokens than the pretrained model, as after
+    `data.tokenizer.special_tokens`: give the new ones rows in embedding and head, the mean of the others."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """The attention implementation of transformers."""
     trust_remote_code: bool = False
@@ -66,6 +69,11 @@ class ModelConfig(Words):
             raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
             raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
+        if self.enlarge_vocabulary and self.weights != "pretrained":
+            raise ValueError(
+                '`enlarge_vocabulary` = true adds rows to pretrained weights; set `weights` = "pretrained", or for a '
+                "new model `config` = { vocab_size = ... }"
+            )
         if self.path is not None and "://" in self.path:
             raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and give that")
         return self
@@ -200,6 +208,15 @@ class RunConfig(Words):
             raise ValueError(
                 f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; give a "
                 "local directory, and the URL as `checkpoint.directory`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_to_enlarge_by(self) -> Self:
+        if self.model.enlarge_vocabulary and self.data.tokenizer.path is None:
+            raise ValueError(
+                "`model.enlarge_vocabulary` = true, but there is no `data.tokenizer.path` that says how many tokens "
+                "there are; name the tokenizer of the model"
             )
         return self
 

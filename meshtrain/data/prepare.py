@@ -21,7 +21,7 @@ from meshtrain.data.open_tokens import open_token_file
 from meshtrain.data.sources import SourceFile
 from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
 from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokenizer import TokenizerFiles, open_tokenizer
 from meshtrain.data.tokenizer_training import train_tokenizer
 from meshtrain.errors import DataError
 
@@ -143,7 +143,7 @@ def _record_form(name: str, source: MixedSourceConfig, config: DataConfig) -> Re
 
 def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Cache) -> TokenizerFiles:
     if config.tokenizer.path is not None:
-        return find_tokenizer(config.tokenizer.path, cache)
+        return open_tokenizer(config.tokenizer, cache)
     if config.tokenizer.vocab_size is not None:
         if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
             raise DataError(

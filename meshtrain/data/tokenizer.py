@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from meshtrain.config.data import TokenizerConfig
 from meshtrain.config.paths import is_hub_id
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.errors import DataError, name_some
@@ -102,6 +103,29 @@ def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path")
         )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "eos_token": end_token}
     text = file.read_text(encoding="utf-8")
+    name = f"tokenizers/{identity_of(text, settings)}"
+    cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
+    return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
+
+
+def open_tokenizer(config: TokenizerConfig, cache: Cache) -> TokenizerFiles:
+    """Find the existing tokenizer of a run, with the special tokens that the run adds to it.
+
+    Raises:
+        DataError: if it is missing or broken, or has no end token.
+    """
+    assert config.path is not None
+    found = find_tokenizer(config.path, cache)
+    tokenizer = found.load()
+    added = [token for token in dict.fromkeys(config.special_tokens) if tokenizer.token_to_id(token) is None]
+    if not added:
+        return found
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added])
+    settings, text = _settings(found.directory), tokenizer.to_str()
+    # Where transformers keeps the special tokens that have no role; it was a list by another name before its version 5.
+    known = settings.pop("additional_special_tokens", None) or settings.get("extra_special_tokens") or []
+    if isinstance(known, list):
+        settings["extra_special_tokens"] = [*known, *added]
     name = f"tokenizers/{identity_of(text, settings)}"
     cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
     return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from meshtrain.errors import name_some
 from meshtrain.models.block_reader import BlockReader
 from meshtrain.models.moves import Ranges
 from meshtrain.models.origins import NotRecordedError, Origin, origin_in_file
@@ -86,15 +87,16 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
         try:
             outputs = _convert(stock, first, group, in_work)
         except _MISFITS as error:
-            outputs = {}
-            layout.misfits.append(f"{first} cannot be made of them: {error}")
+            if not _note_incomplete(stock, first, state, group, layout):
+                layout.misfits.append(f"{first} cannot be made of {name_some(group.names, 3)}: {error}")
+            continue
         for name, origin in outputs.items():
             if name not in state:
                 layout.unexpected += group.names
-            elif _is_complete(stock, name, origin, state, group, layout):
+            elif origin.shape == state[name].shape or not _note_incomplete(stock, name, state, group, layout):
                 layout.origins[name] = origin
     _tie(layout, stock.all_tied_weights_keys)
-    _note_missing(stock, state, layout)
+    _note_missing(stock, state, groups, layout)
     return layout
 
 
@@ -192,21 +194,23 @@ class _Computed:
         out.copy_(self._work.values(reader)[self._name][tuple(ranges)])
 
 
-def _is_complete(
-    stock: PreTrainedModel, name: str, origin: Origin, state: dict[str, Tensor], group: _Group, layout: Layout
+def _note_incomplete(
+    stock: PreTrainedModel, name: str, state: dict[str, Tensor], group: _Group, layout: Layout
 ) -> bool:
     """Note the tensors that are too few or too many to make up one of the model: an expert of eight, say."""
-    if origin.shape == state[name].shape:
-        return True
     expected = _hub_names(stock, name, state)
     missing, unexpected = expected - {*group.names}, {*group.names} - expected
     layout.missing += sorted(missing, key=dot_natural_key)
     layout.unexpected += sorted(unexpected, key=dot_natural_key)
-    return not missing and not unexpected
+    return bool(missing or unexpected)
 
 
 def _hub_names(stock: PreTrainedModel, name: str, state: dict[str, Tensor]) -> set[str]:
-    return {*revert_weight_conversion(stock, {name: state[name]})}
+    try:
+        return {*revert_weight_conversion(stock, {name: state[name]})}
+    except _MISFITS:
+        # Not every conversion can be reverted (NotImplementedError is a RuntimeError); then the model's name must do.
+        return {name}
 
 
 def _tie(layout: Layout, ties: Mapping[str, str]) -> None:
@@ -221,11 +225,14 @@ def _tie(layout: Layout, ties: Mapping[str, str]) -> None:
             origins.setdefault(copy, origins[source])
 
 
-def _note_missing(stock: PreTrainedModel, state: dict[str, Tensor], layout: Layout) -> None:
-    noted = {*layout.missing, *layout.unexpected}
+def _note_missing(
+    stock: PreTrainedModel, state: dict[str, Tensor], groups: Mapping[str, _Group], layout: Layout
+) -> None:
+    """Note what nothing in the files belongs to; of what is there in part, it has been said before."""
+    there = {name for group in groups.values() for name in group.names}
     # Buffers that are missing keep what the model computes for them: transformers too takes them for optional.
     for name, _ in stock.named_parameters():
         if name not in layout.origins:
             names = _hub_names(stock, name, state) if layout.is_converted else {name}
-            if not names & noted:
+            if not names & there:
                 layout.missing += sorted(names, key=dot_natural_key)

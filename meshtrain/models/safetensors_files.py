@@ -90,9 +90,13 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
                 raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
             header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no table")
         header.pop("__metadata__", None)
         return _parse(path, header, 8 + length, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise ModelError(f"{path} cannot be read (a tensor has no {error}): download it again") from error
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path} cannot be read ({error}): is it cut short? Download it again") from error
 
 

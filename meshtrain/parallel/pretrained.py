@@ -21,10 +21,14 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
     """
     for stage in pipeline.stages:
         restore_buffers(stage.model)
+    buffers = dict(pipeline.saved_buffers())
     load_weights(
-        {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())},
+        {**dict(pipeline.named_parameters()), **buffers},
         source,
         fused=pipeline.fused,
         stock=stock_like(pipeline.stages[0].model),
         enlarge_vocabulary=enlarge_vocabulary,
     )
+    for name, buffer in pipeline.saved_buffers():
+        # One outside of the layers is on every stage.
+        buffer.copy_(buffers[name])

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -9,12 +10,14 @@ from meshtrain import console
 from meshtrain.config.plan import AXES, ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
+from meshtrain.data.cache import Cache
+from meshtrain.data.tokenizer import open_tokenizer
 from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.directory import check_directory
 from meshtrain.training.optim import build_learning_rate
 
@@ -48,7 +51,7 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
     """
     # Before anything is prepared: what the schedule refuses, it refuses for every length.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, config.steps or ANY_NUMBER)
-    hf_config = load_hf_config(config.model)
+    hf_config = hf_config_of(config)
     if config.data.tokenizer.vocab_size is not None:
         check_vocabulary(config.data.tokenizer.vocab_size, hf_config)
     plan = with_family(config.plan, hf_config.model_type)
@@ -60,6 +63,24 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
     )
     _check_documents(config, model)
     return Resolved(hf_config, model, resolve_plan(plan, model, batch_shape(config), world_size))
+
+
+def hf_config_of(config: RunConfig, *, end_id: int | None = None) -> PretrainedConfig:
+    """Return the Hugging Face configuration of a run's model, with room for every token if the run asks for it.
+
+    Args:
+        end_id: token that ends a document, for a new model that does not say its own.
+
+    Raises:
+        UserError: if there is no such model, or no such tokenizer.
+    """
+    hf_config = load_hf_config(config.model, end_id=end_id)
+    if config.model.enlarge_vocabulary:
+        cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
+        text_config = hf_config.get_text_config()
+        needed = open_tokenizer(config.data.tokenizer, cache).vocab_size
+        text_config.vocab_size = max(text_config.vocab_size, needed)
+    return hf_config
 
 
 def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
@@ -80,7 +101,8 @@ def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
     if needed > room:
         raise DataError(
             f"the tokenizer has {needed:,} tokens, the model's vocabulary has room for {room:,}; set "
-            f"model.config.vocab_size = {needed} or more for a new model, or use the tokenizer that belongs to it"
+            f"model.config.vocab_size = {needed} or more for a new model, model.enlarge_vocabulary = true for a "
+            "pretrained one, or use the tokenizer that belongs to it"
         )
 
 

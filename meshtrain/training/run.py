@@ -21,8 +21,8 @@ from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.loader import Batch, build_loader
 from meshtrain.data.order import place_in_data
 from meshtrain.data.prepare import PreparedData, prepare_data
-from meshtrain.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError, name_some
-from meshtrain.models.build import load_hf_config, local_directory
+from meshtrain.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingStopped, UserError, name_some
+from meshtrain.models.build import local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.account import account, flops_per_token
@@ -47,6 +47,7 @@ from meshtrain.training.report import (
     batch_equation,
     batch_shape,
     check_vocabulary,
+    hf_config_of,
     resolve_run,
     show_plan_table,
     show_shares,
@@ -86,7 +87,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
     feed = build_feed(data, global_batch_size=config.global_batch_size, seed=config.seed)
     num_steps = _num_steps(config, feed)
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
-    hf_config = load_hf_config(config.model, end_id=data.tokenizer.end_id)
+    hf_config = hf_config_of(config, end_id=data.tokenizer.end_id)
     identity = Identity(config, data, resolved, hf_config)
     with run_process(Path(config.run_directory), Limits(**config.watchdog.model_dump())) as process:
         if config.stop_after is not None:
@@ -295,11 +296,17 @@ def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
     assert config.model.path is not None
     if (Path(config.model.path) / MANIFEST_NAME).is_file():
+        if config.model.enlarge_vocabulary:
+            raise ModelError(
+                f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint; export it, and give the "
+                "Hugging Face directory that comes of it as model.path"
+            )
         for stage in pipeline.stages:
             restore_buffers(stage.model)
         load_weights_of(Path(config.model.path), pipeline)
         return
-    load_pretrained(pipeline, local_directory(config.model.path))
+    folder = local_directory(config.model.path)
+    load_pretrained(pipeline, folder, enlarge_vocabulary=config.model.enlarge_vocabulary)
 
 
 def _save(

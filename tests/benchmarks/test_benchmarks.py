@@ -45,6 +45,13 @@ def test_the_loading_benchmark_finds_reads_and_waits() -> None:
         assert any(line.startswith(begin) for line in lines), lines
 
 
+def test_the_benchmark_of_loading_weights_measures_time_and_memory() -> None:
+    _, tp, shard, *bounds = run_benchmark("tests.benchmarks.loading_weights")
+    assert [" ".join(row[:2]) for row in (tp, shard)] == ["meshtrain tp=2", "meshtrain dp_shard=2"]
+    assert all(float(number) > 0 for row in (tp, shard) for number in row[2:])
+    assert [row[-1] for row in bounds] == ["within", "within"]
+
+
 def test_the_checkpoint_benchmark_measures_every_contender() -> None:
     _, *rows, hashing, stall = run_benchmark("tests.benchmarks.checkpoints", "--repeat", "1")
     names = [" ".join(word for word in row if word.isalpha()) for row in rows]

@@ -74,3 +74,34 @@ def test_a_resolved_mixture_can_be_read_again(write, tmp_path):
     (tmp_path / "again.toml").write_text(dump_toml(config))
 
     assert load_run(tmp_path / "again.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ['data.tokenizer.special_tokens=["<a>"]'],
+            "data.tokenizer: `special_tokens` are added to an existing tokenizer; give its `path`",
+        ),
+        (
+            ["model.enlarge_vocabulary=true", "data.tokenizer.path=tok"],
+            '`enlarge_vocabulary` = true adds rows to pretrained weights; set `weights` = "pretrained", or for a new '
+            "model `config` = { vocab_size = ... }",
+        ),
+    ],
+)
+def test_of_new_tokens(write, overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(), overrides)
+    assert any(found.endswith(problem) for found in caught.value.problems), caught.value.problems
+
+
+def test_a_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
+    model = 'model = { path = "m", weights = "pretrained", enlarge_vocabulary = true }'
+    path = write(text=f'run_directory = "out"\nsteps = 1\nglobal_batch_size = 8\n{model}\n', whole=False)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, ["data.tokenizer.vocab_size=300"])
+    assert caught.value.problems[0].endswith(
+        "`model.enlarge_vocabulary` = true, but there is no `data.tokenizer.path` that says how many tokens there are; "
+        "name the tokenizer of the model"
+    )

@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer
 
+from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import find_tokenizer, use_all_cores
+from meshtrain.data.tokenizer import find_tokenizer, open_tokenizer, use_all_cores
 from meshtrain.data.tokenizer_training import END_TOKEN, PAD_TOKEN, train_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import open_corpus, random_texts, write_lines
@@ -89,6 +90,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path, cache):
 TRAIN_ELSEWHERE = """
 import sys
 from pathlib import Path
+from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokenizer_training import train_tokenizer
 from tests.data.corpora import open_corpus
@@ -232,6 +234,7 @@ def test_broken_settings(tmp_path, cache):
 FIND_IN_HUB_CACHE = """
 import sys
 from pathlib import Path
+from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokenizer import find_tokenizer
 from meshtrain.errors import DataError
@@ -274,3 +277,24 @@ def test_the_environment_is_left_as_it_was(monkeypatch, before):
         assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+def test_special_tokens_are_added_after_those_that_are_there(tmp_path, cache):
+    source = write_tokenizer(tmp_path / "t", eos_token="</s>", additional_special_tokens=["<pad>"])
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    config = TokenizerConfig(path=str(source), special_tokens=["<a>", "</s>", "<b>", "<a>", "cat"])
+    files = open_tokenizer(config, cache)
+    assert (files.vocab_size, files.end_id) == (8, 4)
+    loaded = AutoTokenizer.from_pretrained(files.directory)
+    assert loaded.encode("the<a>cat<b>", add_special_tokens=False) == [0, 6, 1, 7]
+    assert loaded.decode([0, 6, 1, 7], skip_special_tokens=True) == "the cat"
+    assert loaded.extra_special_tokens == ["<pad>", "<a>", "<b>"]
+    assert loaded.chat_template == "{{ messages }}"
+    assert open_tokenizer(config, cache) == files
+    assert find_tokenizer(str(source), cache).vocab_size == 6, "the tokenizer itself is left as it is"
+
+
+def test_a_tokenizer_that_has_all_special_tokens_is_taken_as_it_is(tmp_path, cache):
+    source = write_tokenizer(tmp_path / "t", eos_token="</s>")
+    config = TokenizerConfig(path=str(source), special_tokens=["<pad>"])
+    assert open_tokenizer(config, cache) == find_tokenizer(str(source), cache)

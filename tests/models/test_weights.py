@@ -158,6 +158,48 @@ def test_a_tied_head_and_old_buffers_in_the_file_are_left_out(source: Path, gpt2
     assert all(torch.equal(parameters[name], wanted[name]) for name in wanted)
 
 
+def load_contested(source: Path, values: dict[str, Tensor]) -> tuple[str, ...]:
+    held = {"transformer.wte.weight": values["transformer.wte.weight"]}
+    if dist.get_rank() == 1:
+        held = {"lm_head.weight": values["transformer.wte.weight"]}
+    return raised(lambda: load_gpt2(source, {name: torch.zeros_like(value) for name, value in held.items()}))
+
+
+def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(source: Path, gpt2: GPT2LMHeadModel) -> None:
+    path, values = source / "model.safetensors", parameters_of(gpt2)
+    head = values["transformer.wte.weight"].clone()
+    head[-1, -1] += 1
+    save_file(load_file(path) | {"lm_head.weight": head}, path, metadata={"format": "pt"})
+    untied = GPT2LMHeadModel.from_pretrained(source)
+    assert torch.equal(untied.lm_head.weight, head), "transformers does not tie it either"
+    first, second = run_on_ranks(2, load_contested, source, values)
+    assert first == second
+    assert first == (
+        f"{source} has other values for lm_head.weight than for transformer.wte.weight, but the configuration ties "
+        "them; from_pretrained would not tie them: set tie_word_embeddings = false (model.config in a run file)",
+    )
+    parameters = {name: torch.zeros_like(value) for name, value in untied.named_parameters()}
+    config = GPT2Config(**{**GPT2.to_dict(), "tie_word_embeddings": False})
+    load_weights(parameters, source, fused=(), stock=meta_gpt2(config))
+    assert all(torch.equal(parameters[name], value) for name, value in untied.named_parameters())
+
+
+def test_the_other_end_of_a_tie_will_do(source: Path, gpt2: GPT2LMHeadModel) -> None:
+    path, wanted = source / "model.safetensors", parameters_of(gpt2)
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    parameters = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    load_gpt2(source, parameters)
+    assert all(torch.equal(parameters[name], wanted[name]) for name in wanted)
+    assert torch.equal(GPT2LMHeadModel.from_pretrained(source).transformer.wte.weight, wanted["transformer.wte.weight"])
+    del tensors["lm_head.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert raised(lambda: load_gpt2(source, parameters))[0] == (
+        f"{source} lacks weights of the model (1): transformer.wte.weight"
+    )
+
+
 def test_a_number_is_read(tmp_path: Path) -> None:
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     parameters = {"scale": torch.zeros(())}

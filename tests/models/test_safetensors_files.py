@@ -1,0 +1,96 @@
+"""The table of a safetensors file, and files that are none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meshtrain.errors import ModelError
+from meshtrain.models.block_reader import BlockReader
+from meshtrain.models.safetensors_files import DTYPES, read_header
+
+ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def write(path: Path, header: object, num_bytes: int = 24, length: int | None = None) -> Path:
+    text = json.dumps(header).encode().ljust(92)
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(num_bytes))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        read_header(path)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_every_number_format_is_found_where_safetensors_has_put_it(tmp_path: Path) -> None:
+    values = {code: (torch.rand(3, 5) * 100).to(dtype) for code, dtype in DTYPES.items()}
+    save_file({**values, "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = read_header(tmp_path / "model.safetensors")
+    assert tensors.pop("empty").shape == (0, 4)
+    with BlockReader() as reader:
+        for name, tensor in tensors.items():
+            found = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            reader.read(tensor, [slice(0, 3), slice(0, 5)], found)
+            assert torch.equal(found, values[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_bytes", "reason"),
+    [
+        ({}, 20, "a of shape (2, 3) is said to lie in bytes 100 to 124 of 120"),
+        ({}, 25, "its tensors end at byte 124 of 125"),
+        ({"shape": [2, 4]}, 24, "a of shape (2, 4) is said to lie in bytes 100 to 124 of 124"),
+        ({"data_offsets": [4, 28]}, 28, "a of shape (2, 3) is said to lie in bytes 104 to 128 of 128"),
+        ({"data_offsets": [0, -2]}, 24, "a of shape (2, 3) is said to lie in bytes 100 to 98 of 124"),
+        ({"data_offsets": 3}, 24, "'int' object is not"),
+    ],
+)
+def test_a_tensor_that_cannot_lie_there_is_refused(
+    tmp_path: Path, changes: dict[str, Any], num_bytes: int, reason: str
+) -> None:
+    path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, **changes}}, num_bytes)
+    assert refusal(path).startswith(f"{path} cannot be read ({reason}")
+    assert refusal(path).endswith("): is it cut short? Download it again")
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "reason"),
+    [
+        ({}, 1000, "its header has 1,000 bytes, the file 100"),
+        ({}, 2**63, "its header has 9,223,372,036,854,775,808 bytes, the file 100"),
+        ([], None, "its header is no table"),
+        ({"a": {"dtype": "F32"}}, None, "a tensor has no 'data_offsets'"),
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, header: object, length: int | None, reason: str) -> None:
+    path = write(tmp_path / "model.safetensors", header, 0, length)
+    assert refusal(path).startswith(f"{path} cannot be read ({reason})")
+
+
+def test_what_is_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    assert "its header has" in refusal(tmp_path / "model.safetensors")
+
+
+def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "F8_E4M3"}})
+    assert refusal(path) == (
+        f"{path} holds a in F8_E4M3: quantised weights, which need their scales; dequantise the model first, or take "
+        "the bfloat16 version of it"
+    )
+    path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "C64"}})
+    assert refusal(path).startswith(f"{path} holds a in C64, which is not read; known are F64, F32,")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", {"a": ENTRY})
+    tensor = read_header(path)["a"]
+    path.write_bytes(b"")
+    with BlockReader() as reader, pytest.raises(ModelError, match="became shorter while it was read"):
+        reader.read(tensor, [slice(0, 2), slice(0, 3)], torch.zeros(2, 3))
