@@ -92,7 +92,7 @@ class _Stages:
             received = input_ids
             if not stage.is_first:
                 received = borders.receive(stage.index, hidden_like(self.pipeline, input_ids, input_ids.device))
-            output = stage.model(received, past_key_values=cache, **inputs)
+            output = stage.model(received, **inputs, **({} if cache is None else {"past_key_values": cache}))
             if not stage.is_last:
                 borders.hand_on(stage.index, output)
             if cache is not None:
