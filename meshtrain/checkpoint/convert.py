@@ -16,7 +16,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError
-from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.build import DTYPES, build_model, load_hf_config, stock_class
 from meshtrain.models.safetensors_files import INDEX_NAME
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -76,7 +76,7 @@ def _import(folder: Path, root: Location) -> None:
             huggingface=lambda directory: _copy_beside_weights(folder, directory),
             retention=Retention(newest=1),
         )
-    console.line(f"{checkpoint} holds the weights of {type(model).__name__}; train from it with model.path")
+    console.line(f"{checkpoint} holds the weights of {stock_class(model).__name__}; train from it with model.path")
 
 
 def _copy_beside_weights(folder: Path, directory: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from meshtrain.errors import ModelError, UserError, name_some
+from meshtrain.models.build import stock_class
 from meshtrain.parallel.borders import Borders
 from meshtrain.parallel.collectives import gather_vocabulary
 from meshtrain.parallel.cut import Stage
@@ -36,7 +36,7 @@ def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
     """
     stage = pipeline.stages[0].model
     # Made past the class: FSDP2 would build another model, and its hooks belong to the stage.
-    stock: Any = next(kind for kind in type(stage).__mro__ if not issubclass(kind, FSDPModule))
+    stock = stock_class(stage)
     model: PreTrainedModel = object.__new__(stock)
     model.__dict__.update(vars(stage))
     for name in vars(stage):
@@ -92,7 +92,7 @@ class _Stages:
             received = input_ids
             if not stage.is_first:
                 received = borders.receive(stage.index, hidden_like(self.pipeline, input_ids, input_ids.device))
-            output = stage.model(received, past_key_values=cache, **inputs)
+            output = stage.model(received, **inputs, **({} if cache is None else {"past_key_values": cache}))
             if not stage.is_last:
                 borders.hand_on(stage.index, output)
             if cache is not None:

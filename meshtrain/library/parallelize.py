@@ -82,7 +82,9 @@ def parallelize(
         # Whoever calls the model looks at its logits.
         tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
         resolved = resolved.model_copy(update={"tensor": tensor})
-    stock.to(getattr(torch, resolved.precision.parameters))
+    for parameter in stock.parameters():
+        # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
+        parameter.data = parameter.data.to(getattr(torch, resolved.precision.parameters))
     training = stock.training
     pipeline = parallelize_stock(
         stock,

@@ -20,7 +20,7 @@ from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import plan_hash
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, name_some
-from meshtrain.models.build import load_hf_config
+from meshtrain.models.build import load_hf_config, stock_class
 from meshtrain.models.fused import FusedParameter
 from meshtrain.training.directory import differences
 from meshtrain.training.history import StepHistory
@@ -73,7 +73,7 @@ class Identity:
             mesh={axis: getattr(self.plan.mesh, axis) for axis in AXES},
             plan_hash=plan_hash(self.plan),
             model_type=self.hf_config.model_type,
-            architecture=type(self.resolved.model).__name__,
+            architecture=stock_class(self.resolved.model).__name__,
             data_identity=self.data.identity,
             streams=streams,
             dtype=self.plan.precision.parameters,

@@ -35,6 +35,7 @@ def test_from_a_folder_to_a_checkpoint_and_back(folder: Path, tmp_path: Path) ->
     checkpoint = tmp_path / "checkpoint" / "step-0"
     assert find_damage(checkpoint) == []
     assert read_manifest(checkpoint).dtype == "bfloat16"
+    assert read_manifest(checkpoint).architecture == "GPT2LMHeadModel"
     assert (checkpoint / "huggingface" / "tokenizer_config.json").is_file()
     assert not list((checkpoint / "huggingface").glob("*.safetensors*"))
     convert(checkpoint, tmp_path / "back")

@@ -175,6 +175,17 @@ def test_processes_of_one_model_must_be_given_the_same() -> None:
     assert "rank 0 and rank 3 hold one model together, but were given different max_new_tokens" in said[2]
 
 
+def test_what_is_no_key_and_no_value_stays_on_one_stage() -> None:
+    mesh = (2, 1, 1, 1)
+    for family, what in (("mamba", "MambaForCausalLM keeps a cache of its own"), ("lfm2", "LinearAttentionLayer")):
+        said = run_on_ranks(2, ask, Place(family, mesh), [{}])
+        assert what in said[0]
+        assert said[1].endswith("can lie on several stages; pass use_cache=False, or use a mesh with pp = 1")
+    stock = run_on_ranks(1, stock_texts, ["mamba", "lfm2"], ["no cache"])[0]
+    for answers in run_on_ranks(2, mesh_texts, places(mesh, ("mamba", "lfm2")), ["no cache"]):
+        assert [texts["no cache"] for texts in answers] == [*stock.values()]
+
+
 def test_a_pipeline_says_what_it_cannot_give() -> None:
     place = Place("llama", (2, 1, 1, 1))
     for name in ("output_attentions", "output_hidden_states"):

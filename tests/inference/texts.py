@@ -39,6 +39,12 @@ FAMILIES = {
     "gpt_neox": Family("gpt_neox", DEEP),
 }
 
+# What these keep is not all keys and values.
+OTHERS = {
+    "mamba": Family("mamba", DEEP | {"state_size": 4}),
+    "lfm2": Family("lfm2", DEEP | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
+}
+
 
 @dataclass(frozen=True)
 class Text:
@@ -63,7 +69,7 @@ class Place:
 def stock_model(family: str) -> PreTrainedModel:
     """Build a model whose text is more than a few tokens over and over."""
     model = AutoModelForCausalLM.from_config(
-        FAMILIES[family].hf_config(), dtype=torch.float64, attn_implementation="eager"
+        (FAMILIES | OTHERS)[family].hf_config(), dtype=torch.float64, attn_implementation="eager"
     )
     stream = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -88,16 +94,16 @@ def prompts(seed: int = 5) -> dict[str, Tensor]:
     return {"inputs": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-def stock_texts(families: list[str]) -> dict[tuple[str, str], Text]:
+def stock_texts(families: list[str], modes: Sequence[str] = tuple(MODES)) -> dict[tuple[str, str], Text]:
     """Let the stock models write, one after the other."""
     texts = {}
     for family in families:
         model = stock_model(family)
         widths = watch(model)
-        for mode, options in MODES.items():
+        for mode in modes:
             torch.manual_seed(SEED)
             with Float64():
-                tokens = model.generate(**prompts(), **options, max_new_tokens=NEW_TOKENS, pad_token_id=0)
+                tokens = model.generate(**prompts(), **MODES[mode], max_new_tokens=NEW_TOKENS, pad_token_id=0)
             texts[family, mode] = Text(tokens.tolist(), list(widths))
             widths.clear()
     return texts
@@ -113,7 +119,7 @@ def build(place: Place) -> Pipeline:
         precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
         compile=CompilePlan(enabled=place.compiled, backend="aot_eager"),
     )
-    model = build_model(FAMILIES[place.family].hf_config(), dtype=torch.float64, attention="eager")
+    model = build_model((FAMILIES | OTHERS)[place.family].hf_config(), dtype=torch.float64, attention="eager")
     plan = resolve_plan(plan, model, BatchShape(8 * dp_replicate * dp_shard, 1, 12), pp * dp_replicate * dp_shard * tp)
     pipeline = parallelize(
         model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
