@@ -34,6 +34,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         path: the file.
         overrides: `key=value` in TOML; later ones win. `plan=name` starts from another plan, wherever it stands.
 
+    Returns:
+        The run with its plan, checked and frozen.
+
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
@@ -52,6 +55,9 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
         path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as "families/gpt2"; None: the
             overrides say all.
         overrides: `key=value` in TOML, such as `mesh.tp=4`; later ones win.
+
+    Returns:
+        The plan, checked and frozen.
 
     Raises:
         ConfigError: with every problem of all files and overrides.

@@ -69,6 +69,9 @@ def parallelize(
         ConfigError: if the plan is wrong.
         PlanError: if it does not fit the model or the number of processes.
         ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
+
+    Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
+    ZeRO (arXiv:1910.02054) for dp_shard.
     """
     stock = _check_stock(model)
     device = join_for_script()

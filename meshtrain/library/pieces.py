@@ -129,6 +129,11 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
 
     Returns:
         () float64, the norm before, the same on every rank.
+
+    Raises:
+        ModelError: if the model is no parallel one.
+
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
     """
     pipeline = handle_of(model).pipeline
     (norm,) = gradient_norm(pipeline)
