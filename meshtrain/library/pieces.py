@@ -1,5 +1,6 @@
 """The pieces of a parallel model, for who puts them together: mesh, model on meta, values, norm."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,11 @@ def build_model(
     config = source
     if not isinstance(config, PretrainedConfig):
         config = load_hf_config(ModelConfig(path=str(source), trust_remote_code=trust_remote_code))
-    return build_stock(config, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    original = config.dtype
+    model = build_stock(copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    # What `save_pretrained` writes unless it is told otherwise: training in float32 changes no model for good.
+    model.config.dtype = dtype if original is None else original
+    return model
 
 
 def initialize(model: Any, seed: int = 0) -> None:

@@ -1,6 +1,5 @@
 """Dropout and the generators of a program; labels that are few; scripts under torchrun."""
 
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import meshtrain
+from tests.library.folders import byte_tokenizer
 from tests.library.programs import own_part, padded_batches, parallel, stock_model
 from tests.ranks import run_on_ranks
 
@@ -63,35 +63,26 @@ def test_a_data_rank_without_a_label_adds_nothing() -> None:
         assert found == pytest.approx(want, rel=1e-12)
 
 
-SCRIPT = """
-import meshtrain, torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("model")
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-model = meshtrain.parallelize(model, "plan.json")
-meshtrain.rebind(optimizer)
-batch = torch.arange(24).view(2, 12)
-for step in range(3):
-    loss = model(batch, labels=batch).loss
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    print(f"loss {loss.item():.6f}", flush=True)
-"""
-
-
-def test_ten_lines_under_torchrun_need_no_process_group_of_their_own(tmp_path: Path) -> None:
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    """It has no process group of its own, no guard around its lines, and an optimizer from before."""
+    root = Path(meshtrain.__file__).parents[1]
+    program = re.findall(r"```python\n(import meshtrain.*?)```", (root / "README.md").read_text(), flags=re.DOTALL)[0]
+    assert len(program.splitlines()) <= 15
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    (tmp_path / "plan.json").write_text(json.dumps({"mesh": {"tp": 2}}))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(meshtrain.__file__).parents[1])}
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "lines.txt").write_text("one line\nand another line\nand a third\n")
+    (tmp_path / "program.py").write_text(program.replace('"tp": 4', '"tp": 2'))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # Two ranks may write into one line.
-    losses = re.findall(r"loss \d+\.\d{6}", done.stdout)
-    assert len(losses) == 6
-    assert len({*losses}) == 3
+    tuned = GPT2LMHeadModel.from_pretrained(tmp_path / "tuned")
+    start = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
+    assert not torch.equal(tuned.transformer.wte.weight, start.transformer.wte.weight)
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
