@@ -29,7 +29,8 @@ def generate_on_mesh(
         inputs: token ids (batch, seq), left-padded, the same on all processes of one model (its tp and pp axes); those
             that differ on a dp axis may have other prompts, of other shapes.
         stock: the `generate` of the model itself, where that has been replaced by this function.
-        options: what transformers' `generate` takes, `attention_mask` (batch, seq) for example.
+        options: what transformers' `generate` takes, `attention_mask` (batch, seq) for example; a `streamer` may be
+            given to one process alone.
 
     Returns:
         What transformers' `generate` returns, the same on all processes of one model: token ids (batch, seq + new).
@@ -38,14 +39,17 @@ def generate_on_mesh(
         UserError: if the processes of one model were given different things, or for what a pipeline cannot give.
         ModelError: under a pipeline, for a cache that holds something else than keys and values.
     """
-    agree(pipeline.mesh, {"inputs": inputs, **options}, torch.device(pipeline.mesh.device_type))
+    # Whoever shows the text as it comes is one process.
+    given = {name: value for name, value in options.items() if name != "streamer"}
+    agree(pipeline.mesh, {"inputs": inputs, **given}, torch.device(pipeline.mesh.device_type))
     if axis_size(pipeline.mesh, "dp_shard") > 1:
         # All gather each other's shards at every forward pass, so all must make as many.
         options.setdefault("synced_gpus", True)
     models = [stage.model for stage in pipeline.stages]
     with _at_rest(models), ExitStack() as stack:
-        if pipeline.plan.compile.enabled:
-            # The cache has another length at every token, and would be compiled anew.
+        if pipeline.plan.compile.enabled or pipeline.mesh.device_type == "cuda":
+            # A layer would be compiled anew at every token, as the cache has another length; and what transformers
+            # compiles by itself, where a cache has a fixed length, has messages between processes in it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
         return (stock or model.generate)(inputs, **options)

@@ -49,8 +49,6 @@ def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
         return run(input_ids, **inputs)
 
     model.__dict__["forward"] = forward
-    # Messages between processes cannot be compiled with the rest.
-    model.__dict__["_valid_auto_compile_criteria"] = lambda *_: False
     return model
 
 

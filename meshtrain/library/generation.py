@@ -21,7 +21,8 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
             pp axes) give the same, and draw what the first of them would draw by itself; on other dp ranks there may
             be other prompts, of other shapes.
         options: what transformers' `generate` takes: `attention_mask` (batch, seq), `max_new_tokens`, `do_sample`,
-            `num_beams`, a `generation_config`, stopping criteria and so on.
+            `num_beams`, a `generation_config`, stopping criteria and so on; a `streamer` on one process alone, if you
+            like.
 
     Returns:
         Token ids (batch, seq + new tokens), the same as the stock model gives, on every process; or what else
