@@ -14,7 +14,7 @@ from torch import Tensor
 from meshtrain.errors import ModelError
 from meshtrain.models.safetensors_files import FileTensor
 
-BOUNCE_BYTES = 16 * 2**20
+BOUNCE_BYTES = 4 * 2**20
 # Shorter runs are read together with what lies between them: a call for each would cost more than the bytes.
 SHORTEST_RUN_BYTES = 256 * 2**10
 # Linux reads no more at once.

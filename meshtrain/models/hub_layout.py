@@ -88,7 +88,8 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
             outputs = _convert(stock, first, group, in_work)
         except _MISFITS as error:
             if not _note_incomplete(stock, first, state, group, layout):
-                layout.misfits.append(f"{first} cannot be made of {name_some(group.names, 3)}: {error}")
+                reason = " ".join(str(error).split())
+                layout.misfits.append(f"{first} cannot be made of {name_some(group.names, 3)}: {reason}")
             continue
         for name, origin in outputs.items():
             if name not in state:
