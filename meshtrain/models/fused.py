@@ -177,7 +177,7 @@ def _take_part(module: nn.Linear | Conv1D, dim: int, start: int, width: int) -> 
     part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     for kind, parameter in module.named_parameters():
         values = parameter.detach().narrow(dim if kind == "weight" else 0, start, width).clone()
-        part.register_parameter(kind, nn.Parameter(values))
+        part.register_parameter(kind, nn.Parameter(values, requires_grad=parameter.requires_grad))
     if isinstance(part, nn.Linear):
         part.out_features = width
     else:

@@ -118,6 +118,6 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied
 
 def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
     """Return what a stage holds of the ties that span two stages, not of those within one, as a head and its bias."""
-    held = {name: p for name, p in stage.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    held = dict(stage.model.named_parameters(remove_duplicate=False))
     spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
     return [held[source if source_is_here else copy] for copy, source in spanning]
