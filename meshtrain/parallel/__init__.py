@@ -1,11 +1,16 @@
 """From a stock model to a parallel one. The order is the correctness; it is all on this page."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.models.adapters import adapter_parameters, put_on_adapters, unfuse_adapters
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
@@ -19,6 +24,7 @@ from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
+from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import DATA_AXES, axis_rank, axis_size, data_rank, new_group_along
 
@@ -32,6 +38,7 @@ def parallelize(
     seed: int,
     device: torch.device,
     stock_loss: bool = False,
+    adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Pipeline:
     """Make a pipeline of a stock model, with memory for its parameters but no values yet.
 
@@ -44,6 +51,7 @@ def parallelize(
         device: where to compute.
         stock_loss: whether the loss is that of the model's own forward pass, which then has the auxiliary one of its
             routers in it; only without a pipeline.
+        adapters: LoRA layers that `take_off_adapters` has taken off the model.
 
     Returns:
         The stages of this process. Follow with `initialize` or `load_weights`.
@@ -55,14 +63,19 @@ def parallelize(
     tp = axis_size(mesh, "tp")
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
+    fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
+    parameter_names |= adapter_parameters(adapters).keys()
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
+    if tp > 1:
+        check_adapters(model, adapters, rules, in_parts=plan.tensor.sequence_parallel)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
     for stage in stages:
         if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules)
+            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules, adapters)
+        put_on_adapters(stage.model, adapters)
         apply_recompute(stage, plan.recompute)
         router_loss.watch(stage)
         apply_compile(stage, plan)
@@ -118,6 +131,6 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied
 
 def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
     """Return what a stage holds of the ties that span two stages, not of those within one, as a head and its bias."""
-    held = dict(stage.model.named_parameters(remove_duplicate=False))
+    held = dict(stage.named_parameters(remove_duplicate=False))
     spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
     return [held[source if source_is_here else copy] for copy, source in spanning]

@@ -88,7 +88,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of this process once, under its FQN; the far copy of a tied weight under its own."""
         for stage in self.stages:
-            yield from stage.model.named_parameters()
+            yield from stage.named_parameters()
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield of `named_parameters` those that are not frozen."""
@@ -114,8 +114,8 @@ class Pipeline:
         """Return FQN -> parameter without the far copies of tied weights: over all processes, each exactly once."""
         owned = {}
         for stage in self.stages:
-            held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
-            for name, parameter in stage.model.named_parameters():
+            held = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+            for name, parameter in stage.named_parameters():
                 # Both ends of a tie may lie on this stage, and the copy may come first.
                 fqn = stage.tied.get(name, name)
                 if fqn in held:

@@ -1,0 +1,201 @@
+"""LoRA adapters beside sharded projections: base(x) + B(A(dropout(x))) * scaling, with A and B cut as the base is.
+
+Beside a column-wise projection A is whole and B is cut by rows, as the base is; beside a row-wise one A is cut by
+columns, its few outputs are summed over tp, and B is whole. So an adapter costs at most one collective on a few numbers
+per token (its rank), and what it adds lies as what the base gives.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshtrain.errors import PlanError
+from meshtrain.models.adapters import adapters_of
+from meshtrain.models.fused import UnfusedProjection
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.randomness import own_stream
+from meshtrain.parallel.rules import TensorRules
+from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
+from meshtrain.parallel.tensor.region import Edge, nothing
+from meshtrain.parallel.tensor.styles import Place
+
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
+ROWS = ("rowwise", "rowwise_split_input")
+WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+
+
+def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, in_parts: bool) -> None:
+    """Find adapters that cannot be cut as their base is.
+
+    Args:
+        model: unfused, with the adapters taken off.
+        layers: these.
+        rules: of the model.
+        in_parts: whether the sequence lies in parts between the blocks of a layer (sequence parallelism).
+
+    Raises:
+        PlanError: one line for each pattern of modules.
+    """
+    problems: dict[str, None] = {}
+    for name, layer in layers.items():
+        parts = _parts(name, model.get_submodule(name))
+        styles = {rules.styles[part] for part, _ in parts}
+        what = f"{as_pattern(name)} has a LoRA adapter and the tensor style {' and '.join(map(repr, sorted(styles)))}"
+        follows = styles <= {*COLUMNS} or (len(styles) == 1 and styles <= {*WHOLE})
+        if not follows and not (len(parts) == 1 and styles <= {*ROWS}):
+            problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
+        elif in_parts and drops_out(layer) and styles & {"rowwise_split_input", *WHOLE} - {"sequence_parallel"}:
+            problems[
+                f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
+                "lora_dropout = 0, or tensor.sequence_parallel = false"
+            ] = None
+    if problems:
+        raise PlanError(problems)
+
+
+def drops_out(layer: nn.Module) -> bool:
+    """Tell whether an adapter of a layer has dropout."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+
+
+def shard_adapters(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    place_of: Callable[[str, nn.Module], Place],
+) -> set[str]:
+    """Shard the adapters of the modules that a stage holds, in place.
+
+    Args:
+        model: of the stage, with its own modules sharded.
+        layers: all adapters of the whole model, taken off, unfused.
+        mesh: the 1-D tp mesh.
+        place_of: where a module of the stage stands.
+
+    Returns:
+        The names of the parameters whose gradients are partial over tp.
+    """
+    modules = dict(model.named_modules())
+    partial_parameters: set[str] = set()
+    for name, layer in layers.items():
+        base = modules.get(name)
+        if base is None or not any(True for _ in base.parameters()):
+            continue
+        place = place_of(name, base)
+        style = place.rules.styles[_parts(name, base)[0][0]]
+        for adapter, down, up in adapters_of(layer):
+            assert isinstance(down, nn.Linear)
+            if style in COLUMNS:
+                names = _beside_columns(layer, adapter, down, base, place, mesh)
+            elif style in ROWS:
+                names = _beside_rows(layer, adapter, down, up, base, place, mesh)
+            else:
+                names = _beside_whole(adapter, up, style, place)
+            partial_parameters |= {f"{name}.{kind}" for kind in names}
+    return partial_parameters
+
+
+def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if isinstance(module, UnfusedProjection):
+        return [(f"{name}.{part}", child) for part, child in module.named_children()]
+    return [(name, module)]
+
+
+def _beside_columns(
+    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: Place, mesh: DeviceMesh
+) -> list[str]:
+    """Cut B by rows. The gradient of what A gives is a sum over tp."""
+    up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
+    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, mesh)]
+    drops = place.entered and in_parts and drops_out(layer)
+    if drops:
+        # The random streams are those of the parts of the sequence.
+        layer.lora_dropout[adapter] = PartOfSequenceDropout(layer.lora_dropout[adapter], place.region.group)
+    if drops or not place.entered:
+        # Where the stream crosses into the shards, the outputs of A do so instead: there are fewer of them.
+        _give_edges(down, nothing, place.region.enter)
+    if place.entered or in_parts:
+        names.append(f"lora_A.{adapter}.weight")
+    return names
+
+
+def _shard_up(up: nn.Module, base: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Shard B, or its parts, beside the base, and return the names of its parameters whose gradients stay partial."""
+    names: list[str] = []
+    for (kind, mine), (_, theirs) in zip(_parts("", up), _parts("", base), strict=True):
+        assert isinstance(mine, nn.Linear)
+        if isinstance(theirs, ReplicatedHeadsLinear):
+            mine.__class__ = ReplicatedHeadsLinear
+            mine.enter, mine.rows = nothing, theirs.rows  # type: ignore[assignment]
+            names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
+        else:
+            _shard(mine, 0, mesh)
+            _give_edges(mine, nothing, theirs.leave)  # type: ignore[arg-type]
+    return names
+
+
+def _beside_rows(
+    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: Place, mesh: DeviceMesh
+) -> list[str]:
+    """Cut A by columns, and sum what it gives over tp."""
+    _shard(down, 1, mesh)
+    _give_edges(down, base.enter, place.region.leave)
+    if drops_out(layer) and place.rules.styles[place.name] == "rowwise":
+        layer.lora_dropout[adapter] = OwnStreamDropout(layer.lora_dropout[adapter], place.region.group.rank())
+    return _names_up(adapter, up) if place.region.sequence_parallel else []
+
+
+def _beside_whole(adapter: str, up: nn.Module, style: str, place: Place) -> list[str]:
+    if style == "replicated_with_grad_allreduce" or (style == "sequence_parallel" and place.region.sequence_parallel):
+        return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
+    return []
+
+
+def _names_up(adapter: str, up: nn.Module) -> list[str]:
+    return [f"lora_B.{adapter}.{kind}" for kind, _ in up.named_parameters()]
+
+
+def _shard(module: nn.Linear, dim: int, mesh: DeviceMesh) -> None:
+    for kind, parameter in list(module.named_parameters()):
+        shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
+
+
+def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
+    become_sharded(module)
+    assert isinstance(module, ShardedLinear)
+    module.enter, module.leave, module.bias_is_whole = enter, leave, False
+
+
+class OwnStreamDropout(nn.Module):
+    """Dropout of features of which every process has its own: each drops by a random stream of its own."""
+
+    def __init__(self, dropout: nn.Module, coordinate: int) -> None:
+        super().__init__()
+        self.dropout, self.coordinate = dropout, coordinate
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop some of (batch, seq, features/tp)."""
+        if not self.training:
+            return x
+        with own_stream(self.coordinate):
+            return self.dropout(x)
+
+
+class PartOfSequenceDropout(nn.Module):
+    """Dropout of this process's part of a sequence that every process has whole."""
+
+    def __init__(self, dropout: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.dropout, self.group = dropout, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (batch, seq/tp, features) of (batch, seq, features), and drop some of it."""
+        # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
+        return self.dropout(x.chunk(self.group.size(), 1)[self.group.rank()])
