@@ -70,6 +70,22 @@ class ParallelModel:
         """In how many parts a global batch is read."""
         return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
+    @property
+    def peft_config(self) -> Any:
+        """The configurations of the LoRA adapters that the model had when it became parallel.
+
+        Raises:
+            ModelError: if it had none: peft asks for them before it adapts a model, and then it is too late.
+        """
+        configs = vars(self).get("peft_config")
+        if configs is None:
+            _refuse_adapters()
+        return configs
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        _refuse_adapters()
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the rows lie on several processes, with optimizer states beside them.
 
@@ -80,6 +96,13 @@ class ParallelModel:
             "the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings(...) before "
             "meshtrain.parallelize, or meshtrain.load_weights(model, folder, enlarge_vocabulary=True) for one on meta"
         )
+
+
+def _refuse_adapters() -> NoReturn:
+    raise ModelError(
+        "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first: "
+        "meshtrain.parallelize(peft.get_peft_model(model, config), plan)"
+    )
 
 
 def _refuse_move(what: str) -> NoReturn:

@@ -9,7 +9,7 @@ Source: Low-Rank Adaptation, Hu et al. (arXiv:2106.09685).
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -43,13 +43,34 @@ def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def put_on_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Undo `take_off_adapters`, as far as the model holds the modules: of another stage it has stubs only."""
-    modules = dict(model.named_modules())
+    """Undo `take_off_adapters`."""
     for name, layer in layers.items():
-        base = modules.get(name)
-        if base is not None and any(True for _ in base.parameters()):
-            setattr(layer, BASE, base)
-            _put(model, name, layer)
+        setattr(layer, BASE, model.get_submodule(name))
+        _put(model, name, layer)
+
+
+def adapters_held_by(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers of the modules that a stage holds: of those of other stages it has stubs without parameters."""
+    modules = dict(model.named_modules())
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if name in modules and any(True for _ in modules[name].parameters())
+    }
+
+
+def forbid_changes(layers: Mapping[str, nn.Module]) -> None:
+    """Let peft's functions fail that would compute with shards as if they were whole, or add what is not sharded."""
+    for layer in layers.values():
+        for method in ("merge", "update_layer", "delete_adapter", "unload_and_optionally_merge_module"):
+            setattr(layer, method, _refuse_change)
+
+
+def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place; do it before "
+        "meshtrain.parallelize. meshtrain.save_pretrained(model, folder, merge_adapters=True) writes them merged"
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """From a stock model to a parallel one. The order is the correctness; it is all on this page."""
 
+import copy
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -10,7 +11,13 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.models.adapters import adapter_parameters, put_on_adapters, unfuse_adapters
+from meshtrain.models.adapters import (
+    adapter_parameters,
+    adapters_held_by,
+    forbid_changes,
+    put_on_adapters,
+    unfuse_adapters,
+)
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
@@ -51,7 +58,7 @@ def parallelize(
         device: where to compute.
         stock_loss: whether the loss is that of the model's own forward pass, which then has the auxiliary one of its
             routers in it; only without a pipeline.
-        adapters: LoRA layers that `take_off_adapters` has taken off the model.
+        adapters: LoRA layers that `take_off_adapters` has taken off the model; without a pipeline they go on it again.
 
     Returns:
         The stages of this process. Follow with `initialize` or `load_weights`.
@@ -73,9 +80,13 @@ def parallelize(
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
     for stage in stages:
+        own = adapters_held_by(stage.model, adapters)
+        if stage.num_stages > 1:
+            own = copy.deepcopy(own)
         if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules, adapters)
-        put_on_adapters(stage.model, adapters)
+            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules, own)
+        put_on_adapters(stage.model, own)
+        forbid_changes(own)
         apply_recompute(stage, plan.recompute)
         router_loss.watch(stage)
         apply_compile(stage, plan)

@@ -38,7 +38,8 @@ def apply_tensor_parallel(
         mesh: the 1-D tp mesh.
         plan: its switches.
         rules: of the whole model.
-        adapters: LoRA layers by the FQN of the stock module, which is in its place; they are sharded as it is.
+        adapters: LoRA layers of the stage by the FQN of the stock module, which is in its place; they are sharded as
+            it is.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.

@@ -73,19 +73,16 @@ def shard_adapters(
 
     Args:
         model: of the stage, with its own modules sharded.
-        layers: all adapters of the whole model, taken off, unfused.
+        layers: adapters of these modules, taken off and in parts as they are.
         mesh: the 1-D tp mesh.
         place_of: where a module of the stage stands.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
-    modules = dict(model.named_modules())
     partial_parameters: set[str] = set()
     for name, layer in layers.items():
-        base = modules.get(name)
-        if base is None or not any(True for _ in base.parameters()):
-            continue
+        base = model.get_submodule(name)
         place = place_of(name, base)
         style = place.rules.styles[_parts(name, base)[0][0]]
         for adapter, down, up in adapters_of(layer):
