@@ -16,10 +16,11 @@ from torch import nn
 
 from meshtrain.errors import ModelError, name_some
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
+from meshtrain.models.patterns import as_pattern
 from meshtrain.models.tiles import fill_tiles
 
 BASE = "base_layer"
-ADVICE = "use LoraConfig on Linear and Conv1D modules, with no variant of it"
+ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
 
 
 def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
@@ -182,30 +183,35 @@ def _fill_down(weight: nn.Parameter, kind: Any, key: str, name: str) -> None:
 
 def _check_supported(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None:
     inside = {id(part) for layer in adapted.values() for name, part in layer.named_modules() if not _is_base(name)}
-    kinds = {
-        type(module).__name__: name
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("peft.") and id(module) not in inside
-    }
-    problems = [f"{name} is peft's {kind}, which cannot be made parallel; {ADVICE}" for kind, name in kinds.items()]
+    problems: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft.") and id(module) not in inside:
+            what = f"{_shown(name)} is peft's {type(module).__name__}, which cannot be made parallel"
+            problems[f"{what}; {ADVICE}"] = None
     tied = {owner.rpartition(".")[0] for pair in _ties(model) for owner in pair}
     for name, layer in adapted.items():
-        base = getattr(layer, BASE)
-        if is_adapted(base) or type(layer).__name__ != "Linear":
-            problems.append(f"{name} has peft's {type(layer).__name__} around a {type(base).__name__}; {ADVICE}")
-        elif variants := getattr(layer, "lora_variant", None):
-            names = name_some([type(variant).__name__ for variant in variants.values()])
-            problems.append(f"{name} has a LoRA variant ({names}), which cannot be made parallel; {ADVICE}")
-        elif getattr(layer, "merged_adapters", None):
-            problems.append(f"the adapter of {name} is merged into its weight; call unmerge_adapter() first")
-        elif name in tied:
-            problems.append(
-                f"{name} has an adapter, but is tied to another module, which would go without; leave it out of "
-                "target_modules"
-            )
+        if problem := _problem_of(layer, name in tied):
+            problems[f"{_shown(name)} {problem}"] = None
     if problems:
-        # Of every layer the same is said once.
-        raise ModelError(problems[:5])
+        raise ModelError(problems)
+
+
+def _problem_of(layer: nn.Module, is_tied: bool) -> str | None:
+    base, kind = getattr(layer, BASE), type(layer).__name__
+    if is_adapted(base) or kind != "Linear":
+        return f"has peft's {kind} around a {type(base).__name__}, which cannot be made parallel; {ADVICE}"
+    if variants := getattr(layer, "lora_variant", None):
+        names = name_some(sorted({type(variant).__name__ for variant in variants.values()}))
+        return f"has a variant of LoRA ({names}), which cannot be made parallel; {ADVICE}"
+    if getattr(layer, "merged_adapters", None):
+        return "has an adapter that is merged into its weight; call unmerge_adapter() first"
+    if is_tied:
+        return "has an adapter, but is tied to another module, which would go without; leave it out of target_modules"
+    return None
+
+
+def _shown(name: str) -> str:
+    return as_pattern(stock_name(name).removesuffix(f".{BASE}"))
 
 
 def _is_base(name: str) -> bool:

@@ -5,8 +5,8 @@ columns, its few outputs are summed over tp, and B is whole. So an adapter costs
 per token (its rank), and what it adds lies as what the base gives.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from meshtrain.config.plan import Style
 from meshtrain.errors import PlanError
 from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
@@ -22,11 +23,13 @@ from meshtrain.parallel.randomness import own_stream
 from meshtrain.parallel.rules import TensorRules
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, nothing
-from meshtrain.parallel.tensor.styles import Place
+from meshtrain.parallel.tensor.styles import Place, share_rotary_key
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
 ROWS = ("rowwise", "rowwise_split_input")
-WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
+# Every process has the whole weight, and the gradient of it for its own heads.
+SHARED = "replicated_with_grad_allreduce"
+WHOLE = ("replicate", "sequence_parallel", "mla_kv_a_proj", SHARED)
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, in_parts: bool) -> None:
@@ -43,13 +46,12 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
     """
     problems: dict[str, None] = {}
     for name, layer in layers.items():
-        parts = _parts(name, model.get_submodule(name))
-        styles = {rules.styles[part] for part, _ in parts}
-        what = f"{as_pattern(name)} has a LoRA adapter and the tensor style {' and '.join(map(repr, sorted(styles)))}"
-        follows = styles <= {*COLUMNS} or (len(styles) == 1 and styles <= {*WHOLE})
-        if not follows and not (len(parts) == 1 and styles <= {*ROWS}):
+        styles = [rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))]
+        words = " and ".join(map(repr, sorted({*styles})))
+        what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
+        if cut is None:
             problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
-        elif in_parts and drops_out(layer) and styles & {"rowwise_split_input", *WHOLE} - {"sequence_parallel"}:
+        elif in_parts and drops_out(layer) and cut != "columns" and styles[0] not in ("rowwise", "sequence_parallel"):
             problems[
                 f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
                 "lora_dropout = 0, or tensor.sequence_parallel = false"
@@ -84,17 +86,28 @@ def shard_adapters(
     for name, layer in layers.items():
         base = model.get_submodule(name)
         place = place_of(name, base)
-        style = place.rules.styles[_parts(name, base)[0][0]]
+        styles = [place.rules.styles[part] for part, _ in _parts(name, base)]
+        cut = _cut_of(styles)
         for adapter, down, up in adapters_of(layer):
             assert isinstance(down, nn.Linear)
-            if style in COLUMNS:
+            if cut == "columns":
                 names = _beside_columns(layer, adapter, down, base, place, mesh)
-            elif style in ROWS:
+            elif cut == "rows":
                 names = _beside_rows(layer, adapter, down, up, base, place, mesh)
             else:
-                names = _beside_whole(adapter, up, style, place)
+                names = _beside_whole(adapter, up, styles[0], place)
             partial_parameters |= {f"{name}.{kind}" for kind in names}
     return partial_parameters
+
+
+def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "whole"] | None:
+    """Return what an adapter must follow beside a projection, whose parts have these styles; None: it cannot."""
+    kinds = {*styles}
+    if kinds & {*COLUMNS} and kinds <= {*COLUMNS, SHARED}:
+        return "columns"
+    if len(styles) == 1 and kinds <= {*ROWS}:
+        return "rows"
+    return "whole" if len(kinds) == 1 and kinds <= {*WHOLE} else None
 
 
 def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -108,7 +121,7 @@ def _beside_columns(
 ) -> list[str]:
     """Cut B by rows. The gradient of what A gives is a sum over tp."""
     up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
-    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, mesh)]
+    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
     drops = place.entered and in_parts and drops_out(layer)
     if drops:
         # The random streams are those of the parts of the sequence.
@@ -121,16 +134,18 @@ def _beside_columns(
     return names
 
 
-def _shard_up(up: nn.Module, base: nn.Module, mesh: DeviceMesh) -> list[str]:
+def _shard_up(up: nn.Module, base: nn.Module, place: Place, mesh: DeviceMesh) -> list[str]:
     """Shard B, or its parts, beside the base, and return the names of its parameters whose gradients stay partial."""
     names: list[str] = []
-    for (kind, mine), (_, theirs) in zip(_parts("", up), _parts("", base), strict=True):
+    for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(place.name, base), strict=True):
         assert isinstance(mine, nn.Linear)
+        is_whole = place.rules.styles[part] in (SHARED, "replicated_heads")
+        if is_whole:
+            names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
         if isinstance(theirs, ReplicatedHeadsLinear):
             mine.__class__ = ReplicatedHeadsLinear
             mine.enter, mine.rows = nothing, theirs.rows  # type: ignore[assignment]
-            names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
-        else:
+        elif not is_whole:
             _shard(mine, 0, mesh)
             _give_edges(mine, nothing, theirs.leave)  # type: ignore[arg-type]
     return names
@@ -147,8 +162,10 @@ def _beside_rows(
     return _names_up(adapter, up) if place.region.sequence_parallel else []
 
 
-def _beside_whole(adapter: str, up: nn.Module, style: str, place: Place) -> list[str]:
-    if style == "replicated_with_grad_allreduce" or (style == "sequence_parallel" and place.region.sequence_parallel):
+def _beside_whole(adapter: str, up: nn.Module, style: Style, place: Place) -> list[str]:
+    if style == "mla_kv_a_proj":
+        share_rotary_key(up, place)
+    if style == SHARED or (style == "sequence_parallel" and place.region.sequence_parallel):
         return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
     return []
 
