@@ -15,7 +15,7 @@ from meshtrain.config.toml import read_plan, with_family
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle, find_handle
-from meshtrain.library.model import become_parallel
+from meshtrain.library.model import become_adapted, become_parallel
 from meshtrain.library.pipelined import PipelinedModel
 from meshtrain.library.rebind import leave_heirs
 from meshtrain.library.values import check_equal_on_all, put, put_buffers, take
@@ -114,6 +114,8 @@ def parallelize(
         put_on_adapters(stock, adapters)
         return PipelinedModel(handle)
     become_parallel(stock, handle, WholeGradients(pipeline))
+    if adapted is not None:
+        become_adapted(adapted, pipeline)
     return model
 
 
@@ -138,6 +140,11 @@ def _inside_of_adapter(model: Any) -> Any:
     if others := [kind for kind in kinds if kind != "LORA"]:
         raise ModelError(
             f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the whole model"
+        )
+    if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
+        raise ModelError(
+            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
+            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases that shall train'
         )
     return model.get_base_model()
 
