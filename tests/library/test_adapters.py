@@ -9,15 +9,16 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
 
 import meshtrain
-from meshtrain.checkpoint.adapters import gather_adapters, save_adapters
+from meshtrain.checkpoint.adapters import gather_adapters
 from meshtrain.errors import ModelError
-from meshtrain.library.handle import handle_of, pipeline_of
+from meshtrain.library.handle import pipeline_of
 from meshtrain.models.adapters import is_adapter_parameter, stock_name
 from meshtrain.models.build import load_hf_config
 from meshtrain.verify.casts import lift_float32_casts
-from tests.library.programs import Batch, own_part, padded_batches, stock_model, whole_parameters
+from tests.library.programs import Batch, own_part, padded_batches, stock_model
 from tests.parity import MODELS
 from tests.ranks import run_on_ranks
 
@@ -87,9 +88,8 @@ def on_a_mesh(name: str, plan: dict[str, Any], options: dict[str, Any], folder: 
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder))
     else:
-        save_adapters(handle_of(model).adapted, pipeline_of(model), folder)
-    tensors, _ = gather_adapters(pipeline_of(model))
-    return losses, tensors, without_adapters(model)
+        meshtrain.save_pretrained(model, folder)
+    return losses, gather_adapters(pipeline_of(model)), without_adapters(model)
 
 
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
@@ -131,24 +131,27 @@ def values_in(model: PeftModel) -> dict[str, Tensor]:
     return {stock_name(name): value.detach() for name, value in parameters if is_adapter_parameter(name)}
 
 
-def merge_on_a_mesh(name: str, plan: dict[str, Any]) -> dict[str, Tensor]:
-    model = meshtrain.parallelize(adapted(name), plan)
-    weights, (tensors, adapters) = whole_parameters(model), gather_adapters(pipeline_of(model))
-    return {adapter.weight: adapter.added_to(weights[adapter.weight], tensors) for adapter in adapters}
+def merge_on_a_mesh(name: str, mesh: dict[str, int], folder: Path) -> None:
+    model = meshtrain.parallelize(adapted(name), {"mesh": mesh})
+    meshtrain.save_pretrained(model, folder, dtype=torch.float64, merge_adapters=True)
 
 
-def merge_in_one_process(name: str) -> dict[str, Tensor]:
-    return dict(adapted(name).merge_and_unload().named_parameters())
+def merge_in_one_process(name: str, folders: list[Path]) -> list[str]:
+    """Return which weights of the stock model, loaded from the folders, are not those that peft merges."""
+    merged = dict(adapted(name).merge_and_unload().named_parameters())
+    different = []
+    for folder in folders:
+        loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).named_parameters())
+        assert loaded.keys() == merged.keys()
+        different += [f"{folder}: {key}" for key, value in merged.items() if not torch.equal(loaded[key], value)]
+    return different
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_merged_weights_are_those_of_peft_bit_for_bit(name: str) -> None:
-    (wanted,) = run_on_ranks(1, merge_in_one_process, name, joins=False)
-    merged, other = run_on_ranks(2, merge_on_a_mesh, name, {"mesh": {"tp": 2}}, joins=False)
-    assert merged
-    assert not other
-    for key, value in merged.items():
-        assert torch.equal(value, wanted[key]), key
+def test_merged_weights_are_those_of_peft_bit_for_bit(name: str, tmp_path: Path) -> None:
+    run_on_ranks(2, merge_on_a_mesh, name, {"tp": 2}, tmp_path / "tp", joins=False)
+    run_on_ranks(2, merge_on_a_mesh, name, {"pp": 2}, tmp_path / "pp", joins=False)
+    assert run_on_ranks(1, merge_in_one_process, name, [tmp_path / "tp", tmp_path / "pp"], joins=False) == [[]]
 
 
 def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tensor]]:
@@ -160,7 +163,7 @@ def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tens
     meshtrain.initialize(model, seed=5)
     batch = own_part(model, padded_batches()[0])
     loss = model(**batch).loss if isinstance(model, PeftModel) else model.evaluate(batch)
-    return loss.item(), gather_adapters(pipeline_of(model))[0]
+    return loss.item(), gather_adapters(pipeline_of(model))
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [(True, {"tp": 2}), ("gaussian", {"pp": 2})])
@@ -197,6 +200,12 @@ def refuse(what: str) -> None:
         meshtrain.parallelize(model, {})
     elif what == "too late":
         get_peft_model(meshtrain.parallelize(stock_model(name), {}), LoraConfig(**lora))
+    elif what == "nothing to merge":
+        meshtrain.save_pretrained(meshtrain.parallelize(stock_model(name), {}), "nowhere", merge_adapters=True)
+    elif what == "add_adapter":
+        model = stock_model(name)
+        model.add_adapter(LoraConfig(**lora))
+        meshtrain.save_pretrained(meshtrain.parallelize(model, {}), "nowhere")
     elif what == "pissa":
         model = get_peft_model(
             meshtrain.build_model(load_hf_config(MODELS[name])), LoraConfig(**lora, init_lora_weights=True)
@@ -210,6 +219,8 @@ def refuse(what: str) -> None:
             "merge_and_unload": model.merge_and_unload,
             "second": lambda: model.add_adapter("second", LoraConfig(**lora)),
             "half": model.half,
+            "rank by rank": lambda: meshtrain.save_parallelized(model, "nowhere"),
+            "cast adapters": lambda: meshtrain.save_pretrained(model, "nowhere", dtype=torch.bfloat16),
         }[what]()
 
 
@@ -227,6 +238,10 @@ MESSAGES = {
     "merge": "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
     "merge_and_unload": "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
     "second": "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
+    "rank by rank": "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained",
+    "cast adapters": "dtype and tokenizer are for a whole model, not for adapters; add merge_adapters=True",
+    "nothing to merge": "merge_adapters = True, but the model has no LoRA adapters; leave it out",
+    "add_adapter": "the adapters were put on the model by its own add_adapter, which cannot save them",
     "half": "a parallel model cannot be moved (to cpu, torch.float16)",
 }
 
