@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,10 +18,11 @@ from meshtrain.errors import PlanError
 from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.collectives import SEQUENCE_DIM
 from meshtrain.parallel.randomness import own_stream
 from meshtrain.parallel.rules import TensorRules
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
-from meshtrain.parallel.tensor.region import Edge, nothing
+from meshtrain.parallel.tensor.region import Edge, Region, nothing
 from meshtrain.parallel.tensor.styles import Place, share_rotary_key
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
@@ -125,7 +125,7 @@ def _beside_columns(
     drops = place.entered and in_parts and drops_out(layer)
     if drops:
         # The random streams are those of the parts of the sequence.
-        layer.lora_dropout[adapter] = PartOfSequenceDropout(layer.lora_dropout[adapter], place.region.group)
+        layer.lora_dropout[adapter] = PartOfSequenceDropout(layer.lora_dropout[adapter], place.region)
     if drops or not place.entered:
         # Where the stream crosses into the shards, the outputs of A do so instead: there are fewer of them.
         _give_edges(down, nothing, place.region.enter)
@@ -205,11 +205,14 @@ class OwnStreamDropout(nn.Module):
 class PartOfSequenceDropout(nn.Module):
     """Dropout of this process's part of a sequence that every process has whole."""
 
-    def __init__(self, dropout: nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, dropout: nn.Module, region: Region) -> None:
         super().__init__()
-        self.dropout, self.group = dropout, group
+        self.dropout, self.region = dropout, region
 
     def forward(self, x: Tensor) -> Tensor:
         """Take (batch, seq/tp, features) of (batch, seq, features), and drop some of it."""
+        if not self.region.in_parts():
+            return self.dropout(x)
         # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
-        return self.dropout(x.chunk(self.group.size(), 1)[self.group.rank()])
+        group = self.region.group
+        return self.dropout(x.chunk(group.size(), SEQUENCE_DIM)[group.rank()])
