@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from meshtrain.checkpoint.description import Tokenizer, write_tokenizer
 from meshtrain.checkpoint.stock_tensors import StockTensor
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
@@ -99,17 +100,20 @@ def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: value for answer in answers or () for name, value in answer.items()}
 
 
-def save_adapters(adapted: Any, pipeline: Pipeline, folder: str | Path, **options: Any) -> None:
+def save_adapters(
+    adapted: Any, pipeline: Pipeline, folder: str | Path, *, tokenizer: Tokenizer = None, **options: Any
+) -> None:
     """Write the adapters of a parallel model as peft writes those of a stock one. Collective.
 
     Args:
         adapted: the PeftModel.
         pipeline: of the model inside.
         folder: gets adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
+        tokenizer: to write beside them; None: none, as peft.
         options: of `PeftModel.save_pretrained`.
 
     Raises:
-        CheckpointError: on all ranks alike, if the folder cannot be written.
+        CheckpointError: on all ranks alike, if the folder cannot be written, or there is no such tokenizer.
         ModelError: if there is no PeftModel.
     """
     if adapted is None:
@@ -118,7 +122,7 @@ def save_adapters(adapted: Any, pipeline: Pipeline, folder: str | Path, **option
             "peft.get_peft_model(model, config), or meshtrain.save_pretrained(model, folder, merge_adapters=True)"
         )
     tensors = gather_adapters(pipeline)
-    problems = []
+    problems: list[str] = []
     if is_first_rank():
         state = {f"base_model.model.{name}": value for name, value in tensors.items()}
         try:
@@ -128,6 +132,10 @@ def save_adapters(adapted: Any, pipeline: Pipeline, folder: str | Path, **option
                 type(adapted).save_pretrained(
                     adapted, str(folder), state_dict=state, save_embedding_layers=False, **options
                 )
+            if tokenizer is not None:
+                write_tokenizer(Path(folder), tokenizer, Path())
+        except CheckpointError as error:
+            problems += error.problems
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             problems.append(f"cannot write adapters into {folder}: {reason}; make room or save elsewhere")

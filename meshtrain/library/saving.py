@@ -57,9 +57,9 @@ def save_pretrained(
     if merge_adapters and not has_adapters:
         raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
     if has_adapters and not merge_adapters:
-        if dtype is not None or tokenizer is not None:
-            raise ModelError("dtype and tokenizer are for a whole model, not for adapters; add merge_adapters=True")
-        save_adapters(handle.adapted, handle.pipeline, folder)
+        if dtype is not None:
+            raise ModelError("dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True")
+        save_adapters(handle.adapted, handle.pipeline, folder, tokenizer=tokenizer)
         return
     write_pretrained(
         handle.pipeline,

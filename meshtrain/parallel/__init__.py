@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
     adapter_parameters,
     adapters_held_by,
@@ -77,6 +78,8 @@ def parallelize(
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     if tp > 1:
         check_adapters(model, adapters, rules, in_parts=plan.tensor.sequence_parallel)
+    if needs_fsdp(plan):
+        _check_formats(model, adapters)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
     for stage in stages:
@@ -110,6 +113,17 @@ def parallelize(
         router_loss=router_loss,
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
+
+
+def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
+    parameters = {**dict(model.named_parameters()), **adapter_parameters(adapters)}
+    formats = {str(p.dtype).removeprefix("torch."): name for name, p in parameters.items() if p.requires_grad}
+    if len(formats) > 1:
+        found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
+        raise ModelError(
+            f"what trains is in several number formats, {found}, whose gradients cannot be reduced together; cast the "
+            "model or its adapters to one, or freeze what need not train"
+        )
 
 
 def _layers_per_stage(plan: ParallelPlan) -> list[int]:

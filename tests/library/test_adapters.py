@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import meshtrain
 from meshtrain.checkpoint.adapters import gather_adapters
-from meshtrain.errors import ModelError
+from meshtrain.errors import UserError
 from meshtrain.library.handle import pipeline_of
 from meshtrain.models.adapters import is_adapter_parameter, stock_name
 from meshtrain.models.build import load_hf_config
@@ -179,7 +179,7 @@ def test_adapters_from_meta_begin_alike_on_every_mesh(kind: Any, mesh: dict[str,
     assert all(not value.any() for key, value in wanted.items() if ".lora_B." in key)
 
 
-def refuse(what: str) -> None:
+def refuse(what: str, folder: Path) -> None:
     torch.manual_seed(0)
     name = "gpt2-tied"
     lora = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
@@ -202,6 +202,10 @@ def refuse(what: str) -> None:
         get_peft_model(meshtrain.parallelize(stock_model(name), {}), LoraConfig(**lora))
     elif what == "nothing to merge":
         meshtrain.save_pretrained(meshtrain.parallelize(stock_model(name), {}), "nowhere", merge_adapters=True)
+    elif what == "two formats":
+        model = get_peft_model(stock_model(name).bfloat16(), LoraConfig(**lora))
+        model.get_base_model().transformer.ln_f.requires_grad_()
+        meshtrain.parallelize(model, {})
     elif what == "add_adapter":
         model = stock_model(name)
         model.add_adapter(LoraConfig(**lora))
@@ -220,6 +224,8 @@ def refuse(what: str) -> None:
             "second": lambda: model.add_adapter("second", LoraConfig(**lora)),
             "half": model.half,
             "rank by rank": lambda: meshtrain.save_parallelized(model, "nowhere"),
+            "no tokenizer": lambda: meshtrain.save_pretrained(model, folder, tokenizer="nowhere"),
+            "no folder": lambda: meshtrain.save_pretrained(model, "/dev/null/adapters"),
             "cast adapters": lambda: meshtrain.save_pretrained(model, "nowhere", dtype=torch.bfloat16),
         }[what]()
 
@@ -239,26 +245,29 @@ MESSAGES = {
     "merge_and_unload": "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
     "second": "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
     "rank by rank": "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained",
-    "cast adapters": "dtype and tokenizer are for a whole model, not for adapters; add merge_adapters=True",
+    "cast adapters": "dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True",
     "nothing to merge": "merge_adapters = True, but the model has no LoRA adapters; leave it out",
     "add_adapter": "the adapters were put on the model by its own add_adapter, which cannot save them",
+    "no tokenizer": "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself",
+    "no folder": "cannot write adapters into /dev/null/adapters: Not a directory; make room or save elsewhere",
+    "two formats": "what trains is in several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
     "half": "a parallel model cannot be moved (to cpu, torch.float16)",
 }
 
 
-def refuse_all() -> dict[str, tuple[str, ...]]:
+def refuse_all(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return what is said of each mistake."""
     warnings.simplefilter("ignore")
     told = {}
     for what in MESSAGES:
-        with pytest.raises(ModelError) as error:
-            refuse(what)
+        with pytest.raises(UserError) as error:
+            refuse(what, folder)
         told[what] = error.value.problems
     return told
 
 
-def test_what_cannot_be_made_parallel_is_told() -> None:
-    (told,) = run_on_ranks(1, refuse_all, joins=False)
+def test_what_cannot_be_made_parallel_is_told(tmp_path: Path) -> None:
+    (told,) = run_on_ranks(1, refuse_all, tmp_path, joins=False)
     for what, message in MESSAGES.items():
         assert len(told[what]) == 1
         assert message in told[what][0]
