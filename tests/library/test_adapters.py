@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import meshtrain
 from meshtrain.checkpoint.adapters import gather_adapters
+from meshtrain.checkpoint.convert import convert
 from meshtrain.errors import UserError
 from meshtrain.library.handle import pipeline_of
 from meshtrain.models.adapters import is_adapter_parameter, stock_name
@@ -45,8 +46,12 @@ def train(model: Any, part: Any) -> list[float]:
     optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, eps=1e-4)
     if not isinstance(part, type(None)):
         meshtrain.rebind(optimizer)
+    return steps(model, optimizer, padded_batches(), part)
+
+
+def steps(model: Any, optimizer: AdamW, batches: list[Batch], part: Any) -> list[float]:
     losses = []
-    for batch in padded_batches():
+    for batch in batches:
         optimizer.zero_grad()
         rows: Batch = batch if part is None else part(batch)
         if isinstance(model, PeftModel):
@@ -129,6 +134,36 @@ def values_in(model: PeftModel) -> dict[str, Tensor]:
     """Return the adapters of a stock model."""
     parameters = model.get_base_model().named_parameters()
     return {stock_name(name): value.detach() for name, value in parameters if is_adapter_parameter(name)}
+
+
+def half_of_a_training(name: str, plan: dict[str, Any], folder: Path, half: str) -> list[float]:
+    """Train for two of four steps, and save; or load, and train for the others."""
+    model = meshtrain.parallelize(adapted(name), plan)
+    optimizer = AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-2, eps=1e-4)
+    meshtrain.rebind(optimizer)
+    state = meshtrain.TrainState(model, optimizer)
+    batches = padded_batches()
+    if half == "second":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        meshtrain.load_checkpoint(folder, state)
+        batches = batches[2:]
+    losses = steps(model, optimizer, batches[:2], lambda batch: own_part(model, batch))
+    if half == "first":
+        state.step = 2
+        meshtrain.save_checkpoint(folder, state)
+    return losses
+
+
+def test_a_checkpoint_holds_base_and_adapters_for_any_mesh(tmp_path: Path) -> None:
+    name, run = "gpt2-tied", tmp_path / "run"
+    ((losses, _, _),) = run_on_ranks(1, in_one_process, name, {}, tmp_path / "one", joins=False)
+    first = run_on_ranks(2, half_of_a_training, name, {"mesh": {"tp": 2}}, run, "first", joins=False)
+    second = run_on_ranks(2, half_of_a_training, name, {"mesh": {"pp": 2}}, run, "second", joins=False)
+    assert [first[0] + second[0]] == [pytest.approx(losses, rel=1e-12)]
+    with pytest.raises(UserError, match="holds LoRA adapters, which are no part of an ordinary model; load it into"):
+        convert(run, tmp_path / "model")
 
 
 def merge_on_a_mesh(name: str, mesh: dict[str, int], folder: Path) -> None:
