@@ -21,6 +21,10 @@ from meshtrain.models.tiles import fill_tiles
 
 BASE = "base_layer"
 ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
+MODULES_ADVICE = (
+    "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the module "
+    "itself train by requires_grad_(True)"
+)
 
 
 def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
@@ -186,8 +190,9 @@ def _check_supported(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None
     problems: dict[str, None] = {}
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft.") and id(module) not in inside:
-            what = f"{_shown(name)} is peft's {type(module).__name__}, which cannot be made parallel"
-            problems[f"{what}; {ADVICE}"] = None
+            kind = type(module).__name__
+            advice = MODULES_ADVICE if kind == "ModulesToSaveWrapper" else ADVICE
+            problems[f"{_shown(name)} is peft's {kind}, which cannot be made parallel; {advice}"] = None
     tied = {owner.rpartition(".")[0] for pair in _ties(model) for owner in pair}
     for name, layer in adapted.items():
         if problem := _problem_of(layer, name in tied):

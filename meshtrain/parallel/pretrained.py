@@ -28,7 +28,7 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
     load_weights(
         {**_stock_parameters(pipeline), **buffers},
         source,
-        fused=pipeline.fused,
+        fused=[entry for entry in pipeline.fused if not is_adapter_parameter(entry.name)],
         stock=stock_like(pipeline.stages[0].model),
         enlarge_vocabulary=enlarge_vocabulary,
     )

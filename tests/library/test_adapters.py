@@ -18,6 +18,7 @@ from meshtrain.errors import UserError
 from meshtrain.library.handle import pipeline_of
 from meshtrain.models.adapters import is_adapter_parameter, stock_name
 from meshtrain.models.build import load_hf_config
+from meshtrain.models.layout import local_tensor
 from meshtrain.verify.casts import lift_float32_casts
 from tests.library.programs import Batch, own_part, padded_batches, stock_model
 from tests.parity import MODELS
@@ -214,6 +215,33 @@ def test_adapters_from_meta_begin_alike_on_every_mesh(kind: Any, mesh: dict[str,
     assert all(not value.any() for key, value in wanted.items() if ".lora_B." in key)
 
 
+def load_base(folder: Path, mesh: dict[str, int]) -> tuple[float, bool]:
+    """Return the loss of an adapted model whose base comes from files, and whether its A is drawn, and its B zero."""
+    lift_float32_casts()
+    model = meshtrain.build_model(folder, dtype=torch.float64)
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    model = meshtrain.parallelize(get_peft_model(model, config), {"mesh": mesh}, seed=3)
+    meshtrain.load_weights(model, folder)
+    values = {name: bool(local_tensor(value.detach()).any()) for name, value in pipeline_of(model).named_parameters()}
+    as_drawn = all(value == (".lora_A." in name) for name, value in values.items() if is_adapter_parameter(name))
+    model.eval()
+    with torch.no_grad():
+        return model(**own_part(model, padded_batches()[0])).loss.item(), as_drawn
+
+
+def save_base(folder: Path) -> float:
+    model = stock_model("gpt2-tied").eval()
+    model.save_pretrained(folder)
+    return model(**padded_batches()[0]).loss.item()
+
+
+def test_the_base_of_an_adapted_model_comes_from_files(tmp_path: Path) -> None:
+    (loss,) = run_on_ranks(1, save_base, tmp_path, joins=False)
+    for found, as_drawn in run_on_ranks(2, load_base, tmp_path, {"tp": 2}, joins=False):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert as_drawn
+
+
 def refuse(what: str, folder: Path) -> None:
     torch.manual_seed(0)
     name = "gpt2-tied"
@@ -271,7 +299,7 @@ MESSAGES = {
     "prompt": "peft's PROMPT_TUNING cannot be made parallel; use LoraConfig",
     "embedding": "transformer.wte has peft's Embedding around a Embedding, which cannot be made parallel",
     "head": "lm_head has an adapter, but is tied to another module, which would go without; leave it out",
-    "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel",
+    "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel; leave modules_to",
     "bias": "bias = 'all' of the LoraConfig: peft would save biases",
     "merged": "transformer.h.*.attn.c_attn has an adapter that is merged into its weight; call unmerge_adapter() first",
     "too late": "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first",
