@@ -148,19 +148,31 @@ def _stock_model(model: str) -> PreTrainedModel:
     return build_stock(load_hf_config(MODELS[model]))
 
 
-def reference(model: str, rows: Rows) -> Trace:
+def reference(model: str, rows: Rows, change: Callable[[PreTrainedModel], None] = lambda _: None) -> Trace:
     """Train the stock model in one process, with nothing of meshtrain's parallel code."""
     lift_float32_casts()
     stock = _stock_model(model)
+    change(stock)
     load_weights(stock, stock_weights(model))
     return train_model(stock, batches(rows))
 
 
-def build(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
-    """Build the pipeline of a case on the ranks, materialised but without values."""
+def build(
+    case: Case,
+    *,
+    model: ModelConfig | None = None,
+    seed: int = 0,
+    change: Callable[[PreTrainedModel], None] = lambda _: None,
+) -> Pipeline:
+    """Build the pipeline of a case on the ranks, materialised but without values.
+
+    Args:
+        change: is done to the stock model before it is made parallel.
+    """
     plan = case.plan()
     model = model or MODELS[case.model]
     stock = build_model(load_hf_config(model), dtype=DTYPES[case.precision.parameters], attention=model.attention)
+    change(stock)
     mesh = build_mesh(plan.mesh, "cpu")
     micro = max(1, GLOBAL_BATCH // (case.mesh[1] * case.mesh[2]) // 4)
     return parallelize(stock, mesh, plan, micro_batch_size=micro, seed=seed, device=torch.device("cpu"))

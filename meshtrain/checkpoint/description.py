@@ -51,7 +51,7 @@ def write_description(
         raise CheckpointError(
             f"transformers refuses to write the configuration of this model: {str(error).splitlines()[0]}"
         ) from error
-    _write_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
+    write_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -59,7 +59,17 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
+    """Write a tokenizer into a directory.
+
+    Args:
+        directory: exists.
+        tokenizer: what to write; None: what lies in `origin`, if anything.
+        origin: where the model came from.
+
+    Raises:
+        CheckpointError: if there is no tokenizer where one should be.
+    """
     if tokenizer is None:
         # Path("") is the current directory.
         if origin != Path() and origin.is_dir():

@@ -40,6 +40,7 @@ from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index, wri
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some
+from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
 
 ORIGINAL = "original"
@@ -96,6 +97,11 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
         key.removeprefix(MODEL_PREFIX): tuple(entry.size)
         for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
     }
+    if any(map(is_adapter_parameter, shapes)):
+        raise CheckpointError(
+            f"{source} holds LoRA adapters, which are no part of an ordinary model; load it into the adapted model "
+            "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)"
+        )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
         raise CheckpointError(
             f"{source} lacks parts that its manifest names: {name_some(absent)}; use another checkpoint"

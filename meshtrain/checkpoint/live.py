@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain import console
+from meshtrain.checkpoint.adapters import Merging
 from meshtrain.checkpoint.directory import check_new
 from meshtrain.checkpoint.gathering import gather_block_by_block, receive, send
 from meshtrain.checkpoint.hub_layout import FilePlan, Group, HubLayout
@@ -41,6 +42,7 @@ class LiveTensors:
         shapes: stock name -> shape, of the whole model.
         owners: stock name -> the rank that gathers it: the first process of a pipeline stage that holds it.
         groups: of all processes.
+        merging: the adapters that are added to what lies on this process.
     """
 
     held: Mapping[str, Tensor]
@@ -48,6 +50,7 @@ class LiveTensors:
     shapes: Mapping[str, Shape]
     owners: Mapping[str, int]
     groups: "Groups"
+    merging: Merging
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ def groups_for_saving() -> Iterator[Groups]:
 
 
 def find_live_tensors(
-    held: Mapping[str, Tensor], stock: Mapping[str, StockTensor], leader: int, groups: Groups
+    held: Mapping[str, Tensor],
+    stock: Mapping[str, StockTensor],
+    leader: int,
+    groups: Groups,
+    merging: Merging,
 ) -> LiveTensors:
     """Let all processes know what there is. Collective.
 
@@ -84,6 +91,7 @@ def find_live_tensors(
         stock: stock name -> how it is made of ours, for what lies on this process.
         leader: the rank that gathers what lies here.
         groups: of all processes.
+        merging: adapters on what lies on this process.
     """
     mine = {name: tensor.shape for name, tensor in stock.items()} if leader == dist.get_rank() else {}
     shapes: dict[str, Shape] = {}
@@ -92,7 +100,7 @@ def find_live_tensors(
         for name, shape in answer.items():
             owners.setdefault(name, rank)
             shapes[name] = shape
-    return LiveTensors(held, stock, shapes, owners, groups)
+    return LiveTensors(held, stock, shapes, owners, groups, merging)
 
 
 def write_live_folder(
@@ -210,7 +218,22 @@ class _Writing:
                 send(made.pop(name), writer, self._live.groups.messages)
 
     def _gather(self, name: str, owner: int) -> Tensor | None:
-        tensor, dtype = self._live.stock[name], self._layout.dtypes[name]
+        tensor, dtype, merging = self._live.stock[name], self._layout.dtypes[name], self._live.merging
+        adapters = merging.adapters.get(name)
+        if adapters is None:
+            return self._gather_one(tensor, dtype, owner)
+        # Added before anything is rounded.
+        whole = self._gather_own(tensor, owner)
+        for adapter in adapters:
+            down, up = (self._gather_own(merging.factors[factor], owner) for factor in (adapter.down, adapter.up))
+            if whole is not None and down is not None and up is not None:
+                whole = adapter.added_to(whole, down, up)
+        return None if whole is None else whole.to(dtype)
+
+    def _gather_own(self, tensor: StockTensor, owner: int) -> Tensor | None:
+        return self._gather_one(tensor, self._live.held[tensor.parts[0]].dtype, owner)
+
+    def _gather_one(self, tensor: StockTensor, dtype: torch.dtype, owner: int) -> Tensor | None:
         whole = torch.empty(tensor.shape, dtype=dtype) if owner == self._rank else None
         views = tensor.views(whole) if whole is not None else {}
         for part in tensor.parts:

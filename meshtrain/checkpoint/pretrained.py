@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
+from meshtrain.checkpoint.adapters import Merging, active_adapters
 from meshtrain.checkpoint.description import Tokenizer, name_of, write_description
 from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE, check_names, layout_of, plan_files
 from meshtrain.checkpoint.live import Groups, LiveTensors, find_live_tensors, groups_for_saving, write_live_folder
 from meshtrain.checkpoint.stock_tensors import stock_tensors
+from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
@@ -27,7 +29,7 @@ def save_pretrained(
     tokenizer: Tokenizer = None,
     origin: Path | None = None,
 ) -> None:
-    """Write the model as a folder that stock `from_pretrained` loads. Collective.
+    """Write the model as a folder that stock `from_pretrained` loads, LoRA adapters merged into it. Collective.
 
     The files are those of stock `save_pretrained`, whatever the mesh. The first process of every pipeline stage writes
     what lies on that stage, tensor by tensor, and holds one of them whole; the others hold a copy of their part of it.
@@ -69,13 +71,17 @@ def original_dtype(pipeline: Pipeline) -> torch.dtype:
 
 
 def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
-    """Return the tensors of a pipeline under their stock names. Collective."""
+    """Return the tensors of a pipeline under their stock names, with adapters to be merged into them. Collective."""
     for stage in pipeline.stages:
         # After a forward pass without a backward pass they would be gathered over dp_shard.
         reshard(stage.model)
     held = owned_tensors(pipeline)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    return find_live_tensors(held, stock_tensors(shapes, pipeline.fused), leader_of(pipeline), groups)
+    stock = stock_tensors(shapes, pipeline.fused)
+    merging = Merging(
+        active_adapters(pipeline), {name: stock.pop(name) for name in [*stock] if is_adapter_parameter(name)}
+    )
+    return find_live_tensors(held, stock, leader_of(pipeline), groups, merging)
 
 
 def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:

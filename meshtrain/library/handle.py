@@ -21,6 +21,7 @@ class Handle:
         device: where.
         source: the local directory that the model came from, if it is known.
         has_values: whether the parameters have been filled; a model from meta has none at first.
+        adapted: the PeftModel around the model, if there is one.
         num_forwards: training steps so far, for the streams of dropout.
         is_generating: whether forward passes follow each other with the same parameters.
     """
@@ -31,6 +32,7 @@ class Handle:
     has_values: bool = True
     num_forwards: int = 0
     is_generating: bool = False
+    adapted: Any = None
 
     def check_values(self) -> None:
         """Check that there is something to compute with.

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
@@ -16,6 +18,7 @@ from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.library.saving import save_parallelized, save_pretrained
 from meshtrain.library.streams import ProgramStreams
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
 
@@ -70,6 +73,31 @@ class ParallelModel:
         """In how many parts a global batch is read."""
         return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # So a module around this one (PeftModel) moves it, past `to`.
+        model: Any = self
+        before = torch.empty(0, dtype=model.dtype, device=handle_of(self).device)
+        after = fn(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            _refuse_move(f"to {after.device}, {after.dtype}")
+        return self
+
+    @property
+    def peft_config(self) -> Any:
+        """The configurations of the LoRA adapters that the model had when it became parallel.
+
+        Raises:
+            ModelError: if it had none: peft asks for them before it adapts a model, and then it is too late.
+        """
+        configs = vars(self).get("peft_config")
+        if configs is None:
+            _refuse_adapters()
+        return configs
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        _refuse_adapters()
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the rows lie on several processes, with optimizer states beside them.
 
@@ -80,6 +108,18 @@ class ParallelModel:
             "the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings(...) before "
             "meshtrain.parallelize, or meshtrain.load_weights(model, folder, enlarge_vocabulary=True) for one on meta"
         )
+
+
+def become_adapted(model: Any, pipeline: Pipeline) -> None:
+    """Let a PeftModel around a parallel model save what lies on all ranks."""
+    model.save_pretrained = partial(save_adapters, model, pipeline)
+
+
+def _refuse_adapters() -> NoReturn:
+    raise ModelError(
+        "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first: "
+        "meshtrain.parallelize(peft.get_peft_model(model, config), plan)"
+    )
 
 
 def _refuse_move(what: str) -> NoReturn:

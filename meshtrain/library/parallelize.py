@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan, with_family
-from meshtrain.errors import ModelError, PlanError
+from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle, find_handle
-from meshtrain.library.model import become_parallel
+from meshtrain.library.model import become_adapted, become_parallel
 from meshtrain.library.pipelined import PipelinedModel
 from meshtrain.library.rebind import leave_heirs
 from meshtrain.library.values import check_equal_on_all, put, put_buffers, take
+from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -53,7 +54,8 @@ def parallelize(
 
     Args:
         model: any causal LM of transformers (without a pipeline also one with another head), with values that are the
-            same on every rank, or on the meta device: then follow with `initialize` or `load_weights`.
+            same on every rank, or on the meta device: then follow with `initialize` or `load_weights`. Or such a model
+            with LoRA adapters of peft, as `peft.get_peft_model` returns it.
         plan: a `ParallelPlan`, a table such as `{"mesh": {"tp": 4}}`, a .toml or .json file, or a shipped plan's name.
             What it says of precision holds; where it says nothing, the model keeps its number format.
         mesh: from `build_mesh`; None: as the plan says.
@@ -76,7 +78,8 @@ def parallelize(
     stock = _check_stock(model)
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)
-    values = take(stock)
+    adapters = take_off_adapters(stock)
+    values = take(stock, adapters)
     check_equal_on_all(values)
     if prove_unknown_class and dist.get_world_size() > 1:
         ensure_model_proven(stock, wanted)
@@ -97,16 +100,22 @@ def parallelize(
         seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],
         device=device,
         stock_loss=resolved.mesh.pp == 1,
+        adapters=adapters,
     )
     for stage in pipeline.stages:
         stage.model.train(training)
         restore_buffers(stage.model)
     put_buffers(values, pipeline)
     leave_heirs(put(values, pipeline))
-    handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta)
+    adapted = None if model is stock else model
+    handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta, adapted=adapted)
     if resolved.mesh.pp > 1:
+        # What was given stays whole, on meta: it knows how its adapters are saved.
+        put_on_adapters(stock, adapters)
         return PipelinedModel(handle)
     become_parallel(stock, handle, WholeGradients(pipeline))
+    if adapted is not None:
+        become_adapted(adapted, pipeline)
     return model
 
 
@@ -116,12 +125,28 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
             "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
             "(model.save_pretrained) and load it anew, or build it again"
         )
+    if hasattr(model, "get_base_model"):
+        model = _inside_of_adapter(model)
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"a {type(model).__name__} is no model of transformers; give one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
         what = "is quantised" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
         raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
     return model
+
+
+def _inside_of_adapter(model: Any) -> Any:
+    kinds = {str(config.peft_type.value): config for config in model.peft_config.values()}
+    if others := [kind for kind in kinds if kind != "LORA"]:
+        raise ModelError(
+            f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the whole model"
+        )
+    if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
+        raise ModelError(
+            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
+            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases that shall train'
+        )
+    return model.get_base_model()
 
 
 def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | None) -> ParallelPlan:
@@ -147,7 +172,8 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
 
 
 def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    # Adapters keep a number format of their own: peft makes float32 of them beside a bfloat16 model.
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
     name = str(next(iter(dtypes))).removeprefix("torch.")
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -16,6 +16,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
 from meshtrain.library.handle import handle_of
+from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_model as build_stock
 from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
@@ -99,7 +100,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     """Fill a parallel model from files. Collective; each rank reads only what it keeps.
 
     Args:
-        model: what `parallelize` returned, for a model on meta or one whose values are to be replaced.
+        model: what `parallelize` returned, for a model on meta or one whose values are to be replaced. LoRA adapters
+            of one on meta begin as peft draws them, with the seed of `parallelize`; others stay as they are.
         folder: a local Hugging Face directory with safetensors, what `save_parallelized` wrote, or a checkpoint of a
             run; or a hub id. Values are cast to the number format that the parameters have here.
         enlarge_vocabulary: where the model was built with a larger `vocab_size` than the Hugging Face directory has,
@@ -111,6 +113,10 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     """
     handle = handle_of(model)
     pipeline = handle.pipeline
+    if not handle.has_values:
+        for stage in pipeline.stages:
+            with without_adapters(stage.model) as adapters:
+                initialize_adapters(stage.model, adapters, seed=pipeline.streams.seed)
     if (Path(folder) / MANIFEST_NAME).is_file():
         for stage in pipeline.stages:
             restore_buffers(stage.model)

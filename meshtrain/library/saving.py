@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 
+from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.checkpoint.description import Tokenizer
 from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE
 from meshtrain.checkpoint.parallelized import save_parallelized as write_parallelized
 from meshtrain.checkpoint.pretrained import save_pretrained as write_pretrained
+from meshtrain.errors import ModelError
 from meshtrain.library.handle import Handle, handle_of
+from meshtrain.models.adapters import is_adapter_parameter
 
 
 def save_pretrained(
@@ -19,6 +22,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     tokenizer: Tokenizer = None,
+    merge_adapters: bool = False,
 ) -> None:
     """Write a parallel model as a Hugging Face folder, which stock `from_pretrained` loads bit for bit. Collective.
 
@@ -28,6 +32,8 @@ def save_pretrained(
     needs host memory for the largest tensor (for experts, which the hub keeps apart, twice that), the others for their
     own part of one.
 
+    Of a model with LoRA adapters these alone are written, as peft writes them: `PeftModel.from_pretrained` loads them.
+
     Args:
         model: what `parallelize` returned.
         folder: must not exist, or be empty; every machine must see the same one.
@@ -36,9 +42,10 @@ def save_pretrained(
         max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
         tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
             loaded from, if it was one.
+        merge_adapters: write the whole model, with its active LoRA adapters added to the weights as peft adds them.
 
     Raises:
-        ModelError: if the model is not parallel, or has no values yet.
+        ModelError: if the model is not parallel, has no values yet, or has no adapters to merge.
         CheckpointError: on all ranks alike: the folder has something in it, cannot be written or is not the same on
             all machines, there is no tokenizer where one should be, or tensors are missing or do not belong to the
             model; those are listed.
@@ -46,6 +53,14 @@ def save_pretrained(
     Source: the layout of the hub, transformers.core_model_loading.revert_weight_conversion.
     """
     handle = _ready(model)
+    has_adapters = any(map(is_adapter_parameter, handle.pipeline.parameter_names))
+    if merge_adapters and not has_adapters:
+        raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
+    if has_adapters and not merge_adapters:
+        if dtype is not None:
+            raise ModelError("dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True")
+        save_adapters(handle.adapted, handle.pipeline, folder, tokenizer=tokenizer)
+        return
     write_pretrained(
         handle.pipeline,
         Path(folder),
@@ -74,6 +89,11 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
         CheckpointError: on all ranks alike: the folder has something in it or cannot be written.
     """
     handle = _ready(model)
+    if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):
+        raise ModelError(
+            "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained(model, folder), for "
+            "the whole model with merge_adapters=True, or meshtrain.save_checkpoint"
+        )
     write_parallelized(handle.pipeline, Path(folder), tokenizer=tokenizer, origin=source_of(handle))
 
 

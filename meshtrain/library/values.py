@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from meshtrain.errors import ModelError
+from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -31,13 +33,17 @@ class Values:
     is_meta: bool
 
 
-def take(model: nn.Module) -> Values:
+def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
     """Move a model to the meta device in place, and return what it held.
+
+    Args:
+        model: a stock model.
+        adapters: that were taken off it, likewise.
 
     Raises:
         ModelError: if part of it is on meta.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | adapter_parameters(adapters)
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if not buffer.is_meta}
     on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     if on_meta and len(on_meta) < len(parameters):
@@ -46,7 +52,7 @@ def take(model: nn.Module) -> Values:
             "values; build the whole model on meta, or none of it"
         )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in replaced:

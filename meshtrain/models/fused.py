@@ -162,14 +162,29 @@ def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> It
         what = f"{total} equal parts do" if total == len(shares) else f"the shares {list(shares.values())} do"
         raise PlanError(f"{KEY}: {name} has {size} outputs, which {what} not divide")
     sizes = tuple(share * size // total for share in shares.values())
-    parts = {part: _take_part(module, dim, sum(sizes[:index]), sizes[index]) for index, part in enumerate(shares)}
+    unfused, entries = split_projection(module, name, dict(zip(shares, sizes, strict=True)))
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, UnfusedProjection(parts))
+    setattr(model.get_submodule(parent), child, unfused)
+    return entries
+
+
+def split_projection(
+    module: nn.Linear | Conv1D, name: str, widths: Mapping[str, int]
+) -> tuple[UnfusedProjection, list[FusedParameter]]:
+    """Return the parts of a projection, values included, and one entry per parameter of it.
+
+    Args:
+        name: its FQN.
+        widths: part -> number of its outputs.
+    """
+    dim, sizes = 0 if isinstance(module, nn.Linear) else 1, tuple(widths.values())
+    parts = {part: _take_part(module, dim, sum(sizes[:index]), sizes[index]) for index, part in enumerate(widths)}
+    entries = []
     for kind, _ in module.named_parameters():
-        names = tuple(f"{name}.{part}.{kind}" for part in shares)
-        yield FusedParameter(
-            f"{name}.{kind}", names, dim if kind == "weight" else 0, sizes if len({*sizes}) > 1 else ()
-        )
+        names = tuple(f"{name}.{part}.{kind}" for part in widths)
+        along = dim if kind == "weight" else 0
+        entries.append(FusedParameter(f"{name}.{kind}", names, along, sizes if len({*sizes}) > 1 else ()))
+    return UnfusedProjection(parts), entries
 
 
 def _take_part(module: nn.Linear | Conv1D, dim: int, start: int, width: int) -> nn.Module:
@@ -177,7 +192,7 @@ def _take_part(module: nn.Linear | Conv1D, dim: int, start: int, width: int) -> 
     part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     for kind, parameter in module.named_parameters():
         values = parameter.detach().narrow(dim if kind == "weight" else 0, start, width).clone()
-        part.register_parameter(kind, nn.Parameter(values))
+        part.register_parameter(kind, nn.Parameter(values, requires_grad=parameter.requires_grad))
     if isinstance(part, nn.Linear):
         part.out_features = width
     else:

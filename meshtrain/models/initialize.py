@@ -1,12 +1,9 @@
 """Random initialisation: the same values on every mesh, without a seed checkpoint.
 
-Hugging Face's own rules say which distribution each parameter gets; only the drawing is replaced. A random fill is
-drawn tile by tile: a tile is a fixed block of the *global* tensor with its own stream, keyed by (seed, FQN, tile). A
-process draws only the tiles that meet its shard, on the CPU, so that neither the mesh nor the kind of device matters.
+Hugging Face's own rules say which distribution each parameter gets; only the drawing is replaced: it is done tile by
+tile.
 """
 
-import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +16,11 @@ from transformers import PreTrainedModel, activations, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.errors import ModelError
+from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import stock_class
 from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.models.tiles import fill_tiles, seeded_stream
 
-TILE_ROWS, TILE_COLUMNS = 64, 1024
 # Their values do not depend on the shape of the tensor they fill, so a tile may be filled alone.
 TILED = ("normal_", "uniform_", "trunc_normal_")
 CONSTANT = ("constant_", "ones_", "zeros_")
@@ -62,17 +60,23 @@ def materialize(
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str, str]) -> None:
-    """Fill every parameter and buffer of a materialised model (or stage) as Hugging Face would.
+    """Fill every parameter and buffer of a materialised model (or stage) as Hugging Face would, and adapters as peft.
 
     Args:
         model: its parameters may be DTensors; stubs without parameters may stand for what lies elsewhere.
         seed: of the run.
-        names: parameter name in `model` -> FQN under which it draws; the copy of a tied weight on another stage draws
-            under the name of the original, so both are equal without communication.
+        names: parameter name in the stock model -> FQN under which it draws; the copy of a tied weight on another stage
+            draws under the name of the original, so both are equal without communication.
 
     Raises:
         ModelError: for a parameter whose rule cannot be reproduced on every mesh.
     """
+    with without_adapters(model) as adapters:
+        _initialize_stock(model, seed, names)
+        initialize_adapters(model, adapters, seed=seed)
+
+
+def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str]) -> None:
     filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
     with _replaced_init_functions(filler), _seeded_rules(model, seed), _NoShardedDraws(model):
         _apply_hf_rules(model)
@@ -240,7 +244,7 @@ def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
 
     def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_stream(f"{seed}|{names.get(id(module))}").initial_seed())
+            torch.manual_seed(seeded_stream(f"{seed}|{names.get(id(module))}").initial_seed())
             original(self, module, *args, **kwargs)
 
     PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
@@ -248,49 +252,6 @@ def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
-
-
-def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], *, key: str) -> None:
-    """Fill the local part of `tensor`, drawing each tile of the global tensor from a stream of its own.
-
-    Args:
-        tensor: any number of dimensions, plain or DTensor; written in place.
-        draw: fills a float32 CPU tile (rows, columns) from a generator.
-        key: names the tensor; streams are keyed by it and by the tile's place.
-    """
-    local = local_tensor(tensor)
-    if local.numel() == 0:
-        return
-    sizes = [1] * (2 - tensor.dim()) + list(tensor.shape)
-    indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
-    *leading, rows, columns = indices
-    target = torch.empty([len(index) for index in indices], dtype=torch.float32)
-    for place in itertools.product(*(range(len(index)) for index in leading)):
-        matrix = [int(index[i]) for index, i in zip(leading, place, strict=True)]
-        for row, local_rows in _meeting_tiles(rows, TILE_ROWS):
-            for column, local_columns in _meeting_tiles(columns, TILE_COLUMNS):
-                tile = torch.empty(
-                    min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column), dtype=torch.float32
-                )
-                draw(tile, _stream(f"{key}|{matrix}|{row}|{column}"))
-                kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
-                target[place][local_rows, local_columns] = kept
-    local.copy_(target.view(local.shape))
-
-
-def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
-    """Yield (start of tile, local slice) for the tiles that hold some of the ascending global `indices`."""
-    tiles = indices // size
-    starts, counts = torch.unique_consecutive(tiles, return_counts=True)
-    position = 0
-    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-        yield start * size, slice(position, position + count)
-        position += count
-
-
-def _stream(key: str) -> torch.Generator:
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _zero_padding_rows(model: nn.Module) -> None:

@@ -1,11 +1,24 @@
 """From a stock model to a parallel one. The order is the correctness; it is all on this page."""
 
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import ModelError
+from meshtrain.models.adapters import (
+    adapter_parameters,
+    adapters_held_by,
+    forbid_changes,
+    put_on_adapters,
+    unfuse_adapters,
+)
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
@@ -19,6 +32,7 @@ from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
+from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import DATA_AXES, axis_rank, axis_size, data_rank, new_group_along
 
@@ -32,6 +46,7 @@ def parallelize(
     seed: int,
     device: torch.device,
     stock_loss: bool = False,
+    adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Pipeline:
     """Make a pipeline of a stock model, with memory for its parameters but no values yet.
 
@@ -44,6 +59,7 @@ def parallelize(
         device: where to compute.
         stock_loss: whether the loss is that of the model's own forward pass, which then has the auxiliary one of its
             routers in it; only without a pipeline.
+        adapters: LoRA layers that `take_off_adapters` has taken off the model; without a pipeline they go on it again.
 
     Returns:
         The stages of this process. Follow with `initialize` or `load_weights`.
@@ -55,14 +71,25 @@ def parallelize(
     tp = axis_size(mesh, "tp")
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
+    fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
+    parameter_names |= adapter_parameters(adapters).keys()
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
+    if tp > 1:
+        check_adapters(model, adapters, rules, in_parts=plan.tensor.sequence_parallel)
+    if needs_fsdp(plan):
+        _check_formats(model, adapters)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
     summed_over_tp: set[str] = set()
     for stage in stages:
+        own = adapters_held_by(stage.model, adapters)
+        if stage.num_stages > 1:
+            own = copy.deepcopy(own)
         if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules)
+            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules, own)
+        put_on_adapters(stage.model, own)
+        forbid_changes(own)
         apply_recompute(stage, plan.recompute)
         router_loss.watch(stage)
         apply_compile(stage, plan)
@@ -86,6 +113,17 @@ def parallelize(
         router_loss=router_loss,
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
+
+
+def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
+    parameters = {**dict(model.named_parameters()), **adapter_parameters(adapters)}
+    formats = {str(p.dtype).removeprefix("torch."): name for name, p in parameters.items() if p.requires_grad}
+    if len(formats) > 1:
+        found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
+        raise ModelError(
+            f"what trains is in several number formats, {found}, whose gradients cannot be reduced together; cast the "
+            "model or its adapters to one, or freeze what need not train"
+        )
 
 
 def _layers_per_stage(plan: ParallelPlan) -> list[int]:
@@ -118,6 +156,6 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied
 
 def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
     """Return what a stage holds of the ties that span two stages, not of those within one, as a head and its bias."""
-    held = {name: p for name, p in stage.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    held = dict(stage.named_parameters(remove_duplicate=False))
     spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
     return [held[source if source_is_here else copy] for copy, source in spanning]

@@ -5,7 +5,7 @@ their own names. So FQNs, layer indices, masks and positions stay those of the s
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.models.adapters import stock_name
 from meshtrain.parallel.anatomy import (
     MISFITS,
     PROBE_LENGTH,
@@ -79,6 +80,11 @@ class Stage:
         if self.num_stages > 1:
             return self.model(received, **inputs)
         return self.model(input_ids=received, use_cache=False, **no_router_logits(self.model), **inputs).logits
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield its parameters under their FQNs in the stock model, and those of adapters under peft's names."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
+            yield stock_name(name), parameter
 
     def own_layers(self) -> list[nn.Module]:
         """Return the decoder layers that it really holds."""

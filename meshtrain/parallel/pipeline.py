@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Pipel
 from torch.distributed.tensor import DTensor
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import ModelError
 from meshtrain.models.fused import FusedParameter
 from meshtrain.parallel.borders import Borders
 from meshtrain.parallel.collectives import shard_width
@@ -26,6 +27,7 @@ from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_size
 from meshtrain.runtime.place import Place
 
+NOTHING_TRAINS = "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some"
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From the logits and the labels (batch, seq) of a microbatch to a () loss; the losses of a step are summed."""
 
@@ -86,7 +88,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of this process once, under its FQN; the far copy of a tied weight under its own."""
         for stage in self.stages:
-            yield from stage.model.named_parameters()
+            yield from stage.named_parameters()
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield of `named_parameters` those that are not frozen."""
@@ -112,8 +114,8 @@ class Pipeline:
         """Return FQN -> parameter without the far copies of tied weights: over all processes, each exactly once."""
         owned = {}
         for stage in self.stages:
-            held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
-            for name, parameter in stage.model.named_parameters():
+            held = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+            for name, parameter in stage.named_parameters():
                 # Both ends of a tie may lie on this stage, and the copy may come first.
                 fqn = stage.tied.get(name, name)
                 if fqn in held:
@@ -130,6 +132,9 @@ class Pipeline:
 
         Returns:
             () the sum of the losses of this process's microbatches; zero where it holds no last stage.
+
+        Raises:
+            ModelError: if every parameter is frozen.
         """
         inputs, labels = _split_off_labels(batch)
         self._set_sequence_length(labels)
@@ -172,6 +177,8 @@ def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, lo
         defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
         pipeline.place.enter("forward", stage.index, number - 1)
         loss = loss_function(stage.compute(microbatch.pop("input_ids"), **microbatch), targets)
+        if not loss.requires_grad:
+            raise ModelError(NOTHING_TRAINS)
         pipeline.place.enter("backward", stage.index, number - 1)
         loss.backward()
         total += loss.detach()
@@ -202,6 +209,11 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor, loss_function: LossFunctio
 
 
 def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
+    # A stage takes its input for something to train, even where nothing before it does: it cannot see that alone.
+    trains = [False] * axis_size(pipeline.mesh, "pp")
+    dist.all_gather_object(trains, any(True for _ in pipeline.trainable_parameters()), group=pipeline.peers)
+    if not any(trains):
+        raise ModelError(NOTHING_TRAINS)
     schedule_class = get_schedule_class(pipeline.plan.pipeline.schedule)
     stages = [_torch_stage(pipeline, stage, labels) for stage in pipeline.stages]
     return schedule_class(

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from torch import nn
+
+from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.weights import load_weights
@@ -12,7 +15,7 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
     """Fill the parameters and buffers of a pipeline from a local Hugging Face directory. Collective.
 
     Args:
-        pipeline: with memory for its parameters, on any mesh.
+        pipeline: with memory for its parameters, on any mesh; those of LoRA adapters are left alone.
         source: a directory with safetensors files, in any layout that transformers' `from_pretrained` reads.
         enlarge_vocabulary: new rows of embedding and head become the mean of those in the files.
 
@@ -23,12 +26,16 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
         restore_buffers(stage.model)
     buffers = dict(pipeline.saved_buffers())
     load_weights(
-        {**dict(pipeline.named_parameters()), **buffers},
+        {**_stock_parameters(pipeline), **buffers},
         source,
-        fused=pipeline.fused,
+        fused=[entry for entry in pipeline.fused if not is_adapter_parameter(entry.name)],
         stock=stock_like(pipeline.stages[0].model),
         enlarge_vocabulary=enlarge_vocabulary,
     )
     for name, buffer in pipeline.saved_buffers():
         # One outside of the layers is on every stage.
         buffer.copy_(buffers[name])
+
+
+def _stock_parameters(pipeline: Pipeline) -> dict[str, nn.Parameter]:
+    return {name: value for name, value in pipeline.named_parameters() if not is_adapter_parameter(name)}

@@ -24,21 +24,20 @@ class Replicas:
     token) would otherwise add its next one to another parameter.
 
     Args:
-        parameters: of this process; frozen ones are left out.
+        parameters: of this process; frozen ones are left out, as long as they are.
         group: the processes that hold the same part of the model; None if there are no copies.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup | None) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._small = [parameter for parameter in trained if not _is_large(parameter)]
-        self._large = [parameter for parameter in reversed(trained) if _is_large(parameter)]
+        self._parameters = tuple(parameters)
         self._group = group
         self._num_microbatches = 0
+        self._small: list[nn.Parameter] = []
+        self._large: list[nn.Parameter] = []
+        self._watched: set[nn.Parameter] = set()
         self._additions: dict[nn.Parameter, int] = {}
         self._works: list[dist.Work] = []
-        if group is not None:
-            for parameter in self._large:
-                parameter.register_post_accumulate_grad_hook(self._count)
+        self._find_trained()
 
     @property
     def is_needed(self) -> bool:
@@ -49,6 +48,8 @@ class Replicas:
         """Say after how many backward passes a gradient is complete."""
         self._num_microbatches = num_microbatches
         self._additions.clear()
+        # Again and again: parameters may be frozen and thawed between steps.
+        self._find_trained()
 
     def reduce_gradients(self) -> None:
         """Sum what is not yet on its way, and wait for all; every parameter must have a gradient."""
@@ -60,6 +61,17 @@ class Replicas:
         for work in self._works:
             work.wait()
         self._works.clear()
+
+    def _find_trained(self) -> None:
+        if self._group is None:
+            return
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._small = [parameter for parameter in trained if not _is_large(parameter)]
+        self._large = [parameter for parameter in reversed(trained) if _is_large(parameter)]
+        for parameter in self._large:
+            if parameter not in self._watched:
+                parameter.register_post_accumulate_grad_hook(self._count)
+                self._watched.add(parameter)
 
     def _count(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

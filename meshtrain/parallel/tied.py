@@ -32,11 +32,12 @@ class TiedCopies:
         self.add_up(local_gradient)
 
     def add_up(self, value_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Give both ends of every tie the sum of what `value_of` returns for them, in place."""
+        """Give both ends of every tie that is not frozen the sum of what `value_of` returns for them, in place."""
         if self.originals and self.copies:
-            for original, copy in zip(self.originals, self.copies, strict=True):
+            pairs = zip(self.originals, self.copies, strict=True)
+            for original, copy in (pair for pair in pairs if pair[0].requires_grad):
                 total, other = value_of(original), value_of(copy)
                 other.copy_(total.add_(other))
             return
-        for parameter in (*self.originals, *self.copies):
+        for parameter in (one for one in (*self.originals, *self.copies) if one.requires_grad):
             dist.all_reduce(value_of(parameter), group=self.group)

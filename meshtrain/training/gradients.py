@@ -30,7 +30,7 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
             parameter.grad = torch.zeros_like(parameter)
             filled.add(name)
     for stage in pipeline.stages:
-        filled |= {name for name, parameter in stage.model.named_parameters() if parameter in stage.filled}
+        filled |= {name for name, parameter in stage.named_parameters() if parameter in stage.filled}
         stage.filled.clear()
     return filled
 
@@ -47,7 +47,7 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
         Their names.
     """
     parameters = dict(pipeline.trainable_parameters())
-    device = next(iter(parameters.values())).device
+    device = _device(pipeline)
     flags = torch.tensor([name not in filled for name in parameters], dtype=torch.float32, device=device)
     used = dict(zip(parameters, all_reduce_over(flags, pipeline.mesh, ("dp_replicate", "dp_shard", "tp")), strict=True))
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -100,10 +100,10 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
         if sharded and axis_size(mesh, axis) > 1:
             sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
             squares.update(zip(sharded, sums, strict=True))
-    device = next(iter(squares.values())).device
-    total = torch.stack(
-        [torch.stack(list(squares.values())).sum(), *(value.to(device, torch.float64) for value in further)]
-    )
+    # A process whose stages are frozen has no gradient, and adds nothing.
+    device = _device(pipeline)
+    own = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
+    total = torch.stack([own, *(value.to(device, torch.float64) for value in further)])
     total = all_reduce_over(total, mesh, ["pp"])
     return total[0].sqrt(), *total[1:]
 
@@ -120,6 +120,11 @@ def scale_gradients(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     for gradients in _by_dtype(parameters).values():
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
+def _device(pipeline: Pipeline) -> torch.device:
+    """Return where parameters, and so gradients, lie between uses."""
+    return next(parameter.device for _, parameter in pipeline.named_parameters())
 
 
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:

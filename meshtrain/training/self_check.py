@@ -207,8 +207,8 @@ def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Hel
     mine = []
     for stage in pipeline.stages:
         # Both ends of a tie may lie on this stage, and the copy may come first.
-        here = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
-        for name, _ in stage.model.named_parameters():
+        here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for name, _ in stage.named_parameters():
             mine.append(Held(stage.index, name, canonical[name], canonical[name] not in here, checksums[name]))
     if pipeline.peers is None:
         return mine

@@ -10,21 +10,27 @@ head are the same in both cases. A parameter that only sees part of the sequence
 projection) or part of the heads (q_norm, k_norm) gets a partial gradient: its name goes into `summed_over_tp`.
 """
 
+from collections.abc import Callable, Mapping
+
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.randomness import separate_head_streams
+from meshtrain.parallel.randomness import has_dropout, separate_head_streams
 from meshtrain.parallel.rules import TensorRules, blocks_of, name_of
+from meshtrain.parallel.tensor.adapters import drops_out, shard_adapters
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.tensor.stream import shard_stream
 from meshtrain.parallel.tensor.styles import STYLES, Place
 
 
-def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rules: TensorRules) -> set[str]:
+def apply_tensor_parallel(
+    stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rules: TensorRules, adapters: Mapping[str, nn.Module]
+) -> set[str]:
     """Shard the modules of a stage over the tp axis, in place.
 
     Args:
@@ -32,38 +38,51 @@ def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rule
         mesh: the 1-D tp mesh.
         plan: its switches.
         rules: of the whole model.
+        adapters: LoRA layers of the stage by the FQN of the stock module, which is in its place; they are sharded as
+            it is.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
     group = mesh.get_group()
-    layers_prefix = name_of(stage.model, stage.layers) + "."
-    outside = Region(group, sequence_parallel=False)
-    inside = Region(group, sequence_parallel=plan.sequence_parallel)
-    head = stage.model.get_output_embeddings()
+    place_of = _places(stage, group, plan, rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
         style = rules.styles.get(name)
         if style is None or not any(True for _ in module.parameters()):
             continue
-        whole = any(True for _ in blocks_of(name, rules.styles, "whole_sequence"))
-        region = inside if name.startswith(layers_prefix) and not whole else outside
-        place = Place(
-            name=name,
-            region=region,
-            entered=any(True for _ in blocks_of(name, rules.styles, "shared_input")),
-            whole_logits=not (rules.logits_are_sharded and module is head),
-            rules=rules,
-            config=stage.model.config.get_text_config(),
-        )
+        place = place_of(name, module)
         parallelize_module(module, mesh, STYLES[style](place))
-        summed_over_tp |= {f"{name}.{kind}" for kind in _partial_parameters(style, module, region)}
+        summed_over_tp |= {f"{name}.{kind}" for kind in _partial_parameters(style, module, place.region)}
+    summed_over_tp |= shard_adapters(stage.model, adapters, mesh, place_of)
     apply_local_heads(stage.model, group, rules)
     if plan.sequence_parallel:
-        shard_stream(stage, group)
+        shard_stream(stage, group, draws=has_dropout(stage.model) or any(map(drops_out, adapters.values())))
     separate_head_streams(stage.model, group)
     _tie_again(stage)
     return summed_over_tp
+
+
+def _places(
+    stage: Stage, group: ProcessGroup, plan: TensorPlan, rules: TensorRules
+) -> Callable[[str, nn.Module], Place]:
+    layers_prefix = name_of(stage.model, stage.layers) + "."
+    outside = Region(group, sequence_parallel=False)
+    inside = Region(group, sequence_parallel=plan.sequence_parallel)
+    head, config = stage.model.get_output_embeddings(), stage.model.config.get_text_config()
+
+    def place_of(name: str, module: nn.Module) -> Place:
+        whole = any(True for _ in blocks_of(name, rules.styles, "whole_sequence"))
+        return Place(
+            name=name,
+            region=inside if name.startswith(layers_prefix) and not whole else outside,
+            entered=any(True for _ in blocks_of(name, rules.styles, "shared_input")),
+            whole_logits=not (rules.logits_are_sharded and module is head),
+            rules=rules,
+            config=config,
+        )
+
+    return place_of
 
 
 def _partial_parameters(style: Style, module: nn.Module, region: Region) -> list[str]:

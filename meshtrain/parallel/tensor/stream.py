@@ -12,18 +12,20 @@ from torch.distributed import ProcessGroup
 from meshtrain.errors import DataError
 from meshtrain.parallel.collectives import SEQUENCE_DIM, join_sequence, split_sequence
 from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.randomness import draw_key, has_dropout, stream_key
+from meshtrain.parallel.randomness import draw_key, stream_key
 from meshtrain.parallel.tensor.region import stream_in_parts
 
 
-def shard_stream(stage: Stage, group: ProcessGroup) -> None:
+def shard_stream(stage: Stage, group: ProcessGroup, *, draws: bool) -> None:
     """Split the sequence before the first decoder layer of the model and join it behind the last.
+
+    Args:
+        draws: whether anything random happens in training.
 
     Raises:
         DataError: in a pass with gradients, if tp does not divide the length of the sequence.
     """
     after: dict[str, int] = {}
-    draws = has_dropout(stage.model)
 
     def begin() -> None:
         if not draws:

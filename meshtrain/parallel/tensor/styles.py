@@ -198,16 +198,21 @@ class _MlaKvAProj(_Style):
     """Keep the projection whole, whose last outputs are the rotary key that the heads of all processes share."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        width = mla_rope_width(self.place.config)
-        assert width is not None, "the plan is not checked"
-        tail: int = width
-
-        def copy_tail(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            latent, rope = output.split([output.shape[-1] - tail, tail], dim=-1)
-            return torch.cat([latent, copy_to_shards(rope, self.region.group)], dim=-1)
-
-        module.register_forward_hook(copy_tail)
+        share_rotary_key(module, self.place)
         return module
+
+
+def share_rotary_key(module: nn.Module, place: Place) -> None:
+    """Let the gradient of the last outputs of a module, the rotary key, be summed over the heads of all processes."""
+    width = mla_rope_width(place.config)
+    assert width is not None, "the plan is not checked"
+    tail: int = width
+
+    def copy_tail(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        latent, rope = output.split([output.shape[-1] - tail, tail], dim=-1)
+        return torch.cat([latent, copy_to_shards(rope, place.region.group)], dim=-1)
+
+    module.register_forward_hook(copy_tail)
 
 
 class _LocalParams(_Style):

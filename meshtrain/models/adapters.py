@@ -1,0 +1,233 @@
+"""LoRA adapters of `peft`: taken off a model, so that it is the stock model again, and put back.
+
+Whatever names modules (plans, rules, cuts, checkpoints) sees the stock model. The layers of peft themselves compute:
+base(x) + B(A(dropout(x))) * scaling. peft is an optional package and not imported here: its layers are known by what
+they are made of.
+
+Source: Low-Rank Adaptation, Hu et al. (arXiv:2106.09685).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshtrain.errors import ModelError, name_some
+from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
+from meshtrain.models.patterns import as_pattern
+from meshtrain.models.tiles import fill_tiles
+
+BASE = "base_layer"
+ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
+MODULES_ADVICE = (
+    "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the module "
+    "itself train by requires_grad_(True)"
+)
+
+
+def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """Put the base layer of every adapted module back in its place, in place.
+
+    Args:
+        model: the model that peft has changed, not the PeftModel around it (that is `peft_model.get_base_model()`).
+
+    Returns:
+        FQN of the stock module -> peft's layer without its base layer; empty for a stock model.
+
+    Raises:
+        ModelError: for adapters that cannot be computed in parallel, one line for each kind.
+    """
+    adapted = {name: module for name, module in model.named_modules() if is_adapted(module)}
+    _check_supported(model, adapted)
+    for name, layer in adapted.items():
+        _put(model, name, getattr(layer, BASE))
+        delattr(layer, BASE)
+    return adapted
+
+
+def put_on_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Undo `take_off_adapters`."""
+    for name, layer in layers.items():
+        setattr(layer, BASE, model.get_submodule(name))
+        _put(model, name, layer)
+
+
+def adapters_held_by(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers of the modules that a stage holds: of those of other stages it has stubs without parameters."""
+    modules = dict(model.named_modules())
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if name in modules and any(True for _ in modules[name].parameters())
+    }
+
+
+def forbid_changes(layers: Mapping[str, nn.Module]) -> None:
+    """Let peft's functions fail that would compute with shards as if they were whole, or add what is not sharded."""
+    for layer in layers.values():
+        for method in ("merge", "update_layer", "delete_adapter", "unload_and_optionally_merge_module"):
+            setattr(layer, method, _refuse_change)
+
+
+def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place; do it before "
+        "meshtrain.parallelize. meshtrain.save_pretrained(model, folder, merge_adapters=True) writes them merged"
+    )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """Give the block the stock model, and the layers that were taken off it."""
+    layers = take_off_adapters(model)
+    try:
+        yield layers
+    finally:
+        put_on_adapters(model, layers)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Tell whether a module is one of peft's LoRA layers around a stock module."""
+    return BASE in module._modules and {"lora_A", "lora_B"} <= module._modules.keys()
+
+
+def stock_name(name: str) -> str:
+    """Return the FQN of a parameter of an adapted model: that of the stock model, or peft's own for an adapter."""
+    return name.replace(f".{BASE}.", ".")
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Tell from its FQN whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapter_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Return FQN -> parameter of layers that are taken off."""
+    return {
+        f"{name}.{kind}": parameter for name, layer in layers.items() for kind, parameter in layer.named_parameters()
+    }
+
+
+def adapters_of(layer: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Return the name, A and B of every adapter of a layer."""
+    downs, ups = layer.lora_A, _ups(layer)
+    assert isinstance(downs, nn.ModuleDict)
+    return [(name, downs[name], ups[name]) for name in downs]
+
+
+def _ups(layer: nn.Module) -> nn.ModuleDict:
+    assert isinstance(layer.lora_B, nn.ModuleDict)
+    return layer.lora_B
+
+
+def unfuse_adapters(
+    layers: Mapping[str, nn.Module], model: nn.Module, fused: Iterable[FusedParameter]
+) -> list[FusedParameter]:
+    """Give B of every adapter of a fused projection the parts that the projection has; A serves them all.
+
+    Args:
+        layers: taken off `model`; changed in place.
+        model: with its projections in parts.
+        fused: which parts these are.
+
+    Returns:
+        One entry per changed parameter.
+    """
+    by_name = {entry.name: entry for entry in fused}
+    entries = []
+    for name, layer in layers.items():
+        base = model.get_submodule(name)
+        if isinstance(base, UnfusedProjection):
+            dim = by_name[f"{name}.weight"].dim
+            widths = {part: child.get_parameter("weight").shape[dim] for part, child in base.named_children()}
+            ups = _ups(layer)
+            for adapter, up in list(ups.items()):
+                assert isinstance(up, nn.Linear)
+                ups[adapter], split = split_projection(up, f"{name}.lora_B.{adapter}", widths)
+                entries += split
+    return entries
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, layers: Mapping[str, nn.Module], *, seed: int) -> None:
+    """Fill adapters as peft does: A uniformly or from a normal distribution, B with zeros; alike on every mesh.
+
+    Args:
+        model: knows the configuration of its adapters.
+        layers: materialised.
+        seed: of the run.
+
+    Raises:
+        ModelError: for an initialisation that is computed from the weights.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    for name, layer in layers.items():
+        for adapter, down, up in adapters_of(layer):
+            kind = getattr(configs.get(adapter), "init_lora_weights", True)
+            _fill_down(down.weight, kind, f"{seed}|{name}.lora_A.{adapter}.weight", name)  # type: ignore[arg-type]
+            for parameter in up.parameters():
+                parameter.zero_()
+
+
+def _fill_down(weight: nn.Parameter, kind: Any, key: str, name: str) -> None:
+    rank, width = weight.shape
+    if kind is True:
+        bound = width**-0.5
+        fill_tiles(weight, lambda tile, stream: tile.uniform_(-bound, bound, generator=stream), key=key)
+    elif kind == "gaussian":
+        fill_tiles(weight, lambda tile, stream: tile.normal_(0.0, 1 / rank, generator=stream), key=key)
+    else:
+        raise ModelError(
+            f"init_lora_weights = {kind!r} of the adapter of {name} is computed from the weights, and there are none "
+            "yet; let peft adapt a model that has its weights"
+        )
+
+
+def _check_supported(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None:
+    inside = {id(part) for layer in adapted.values() for name, part in layer.named_modules() if not _is_base(name)}
+    problems: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft.") and id(module) not in inside:
+            kind = type(module).__name__
+            advice = MODULES_ADVICE if kind == "ModulesToSaveWrapper" else ADVICE
+            problems[f"{_shown(name)} is peft's {kind}, which cannot be made parallel; {advice}"] = None
+    tied = {owner.rpartition(".")[0] for pair in _ties(model) for owner in pair}
+    for name, layer in adapted.items():
+        if problem := _problem_of(layer, name in tied):
+            problems[f"{_shown(name)} {problem}"] = None
+    if problems:
+        raise ModelError(problems)
+
+
+def _problem_of(layer: nn.Module, is_tied: bool) -> str | None:
+    base, kind = getattr(layer, BASE), type(layer).__name__
+    if is_adapted(base) or kind != "Linear":
+        return f"has peft's {kind} around a {type(base).__name__}, which cannot be made parallel; {ADVICE}"
+    if variants := getattr(layer, "lora_variant", None):
+        names = name_some(sorted({type(variant).__name__ for variant in variants.values()}))
+        return f"has a variant of LoRA ({names}), which cannot be made parallel; {ADVICE}"
+    if getattr(layer, "merged_adapters", None):
+        return "has an adapter that is merged into its weight; call unmerge_adapter() first"
+    if is_tied:
+        return "has an adapter, but is tied to another module, which would go without; leave it out of target_modules"
+    return None
+
+
+def _shown(name: str) -> str:
+    return as_pattern(stock_name(name).removesuffix(f".{BASE}"))
+
+
+def _is_base(name: str) -> bool:
+    return name == BASE or name.startswith(f"{BASE}.")
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    return [(stock_name(copy), stock_name(source)) for copy, source in ties.items()]
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

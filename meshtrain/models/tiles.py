@@ -1,0 +1,61 @@
+"""Random numbers for a sharded tensor, the same on every mesh.
+
+A random fill is drawn tile by tile: a tile is a fixed block of the *global* tensor with its own stream, keyed by (seed,
+FQN, tile). A process draws only the tiles that meet its shard, on the CPU, so that neither the mesh nor the kind of
+device matters.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from meshtrain.models.layout import local_indices, local_tensor
+
+TILE_ROWS, TILE_COLUMNS = 64, 1024
+
+
+def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], *, key: str) -> None:
+    """Fill the local part of `tensor`, drawing each tile of the global tensor from a stream of its own.
+
+    Args:
+        tensor: any number of dimensions, plain or DTensor; written in place.
+        draw: fills a float32 CPU tile (rows, columns) from a generator.
+        key: names the tensor; streams are keyed by it and by the tile's place.
+    """
+    local = local_tensor(tensor)
+    if local.numel() == 0:
+        return
+    sizes = [1] * (2 - tensor.dim()) + list(tensor.shape)
+    indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
+    *leading, rows, columns = indices
+    target = torch.empty([len(index) for index in indices], dtype=torch.float32)
+    for place in itertools.product(*(range(len(index)) for index in leading)):
+        matrix = [int(index[i]) for index, i in zip(leading, place, strict=True)]
+        for row, local_rows in _meeting_tiles(rows, TILE_ROWS):
+            for column, local_columns in _meeting_tiles(columns, TILE_COLUMNS):
+                tile = torch.empty(
+                    min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column), dtype=torch.float32
+                )
+                draw(tile, seeded_stream(f"{key}|{matrix}|{row}|{column}"))
+                kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
+                target[place][local_rows, local_columns] = kept
+    local.copy_(target.view(local.shape))
+
+
+def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
+    """Yield (start of tile, local slice) for the tiles that hold some of the ascending global `indices`."""
+    tiles = indices // size
+    starts, counts = torch.unique_consecutive(tiles, return_counts=True)
+    position = 0
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        yield start * size, slice(position, position + count)
+        position += count
+
+
+def seeded_stream(key: str) -> torch.Generator:
+    """Return a stream of random numbers that depends on nothing but the key."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

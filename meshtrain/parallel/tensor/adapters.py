@@ -1,0 +1,218 @@
+"""LoRA adapters beside sharded projections: base(x) + B(A(dropout(x))) * scaling, with A and B cut as the base is.
+
+Beside a column-wise projection A is whole and B is cut by rows, as the base is; beside a row-wise one A is cut by
+columns, its few outputs are summed over tp, and B is whole. So an adapter costs at most one collective on a few numbers
+per token (its rank), and what it adds lies as what the base gives.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshtrain.config.plan import Style
+from meshtrain.errors import PlanError
+from meshtrain.models.adapters import adapters_of
+from meshtrain.models.fused import UnfusedProjection
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.collectives import SEQUENCE_DIM
+from meshtrain.parallel.randomness import own_stream
+from meshtrain.parallel.rules import TensorRules
+from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
+from meshtrain.parallel.tensor.region import Edge, Region, nothing
+from meshtrain.parallel.tensor.styles import Place, share_rotary_key
+
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
+ROWS = ("rowwise", "rowwise_split_input")
+# Every process has the whole weight, and the gradient of it for its own heads.
+SHARED = "replicated_with_grad_allreduce"
+WHOLE = ("replicate", "sequence_parallel", "mla_kv_a_proj", SHARED)
+
+
+def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, in_parts: bool) -> None:
+    """Find adapters that cannot be cut as their base is.
+
+    Args:
+        model: unfused, with the adapters taken off.
+        layers: these.
+        rules: of the model.
+        in_parts: whether the sequence lies in parts between the blocks of a layer (sequence parallelism).
+
+    Raises:
+        PlanError: one line for each pattern of modules.
+    """
+    problems: dict[str, None] = {}
+    for name, layer in layers.items():
+        styles = [rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))]
+        words = " and ".join(map(repr, sorted({*styles})))
+        what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
+        if cut is None:
+            problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
+        elif in_parts and drops_out(layer) and cut != "columns" and styles[0] not in ("rowwise", "sequence_parallel"):
+            problems[
+                f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
+                "lora_dropout = 0, or tensor.sequence_parallel = false"
+            ] = None
+    if problems:
+        raise PlanError(problems)
+
+
+def drops_out(layer: nn.Module) -> bool:
+    """Tell whether an adapter of a layer has dropout."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+
+
+def shard_adapters(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    place_of: Callable[[str, nn.Module], Place],
+) -> set[str]:
+    """Shard the adapters of the modules that a stage holds, in place.
+
+    Args:
+        model: of the stage, with its own modules sharded.
+        layers: adapters of these modules, taken off and in parts as they are.
+        mesh: the 1-D tp mesh.
+        place_of: where a module of the stage stands.
+
+    Returns:
+        The names of the parameters whose gradients are partial over tp.
+    """
+    partial_parameters: set[str] = set()
+    for name, layer in layers.items():
+        base = model.get_submodule(name)
+        place = place_of(name, base)
+        styles = [place.rules.styles[part] for part, _ in _parts(name, base)]
+        cut = _cut_of(styles)
+        for adapter, down, up in adapters_of(layer):
+            assert isinstance(down, nn.Linear)
+            if cut == "columns":
+                names = _beside_columns(layer, adapter, down, base, place, mesh)
+            elif cut == "rows":
+                names = _beside_rows(layer, adapter, down, up, base, place, mesh)
+            else:
+                names = _beside_whole(adapter, up, styles[0], place)
+            partial_parameters |= {f"{name}.{kind}" for kind in names}
+    return partial_parameters
+
+
+def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "whole"] | None:
+    """Return what an adapter must follow beside a projection, whose parts have these styles; None: it cannot."""
+    kinds = {*styles}
+    if kinds & {*COLUMNS} and kinds <= {*COLUMNS, SHARED}:
+        return "columns"
+    if len(styles) == 1 and kinds <= {*ROWS}:
+        return "rows"
+    return "whole" if len(kinds) == 1 and kinds <= {*WHOLE} else None
+
+
+def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if isinstance(module, UnfusedProjection):
+        return [(f"{name}.{part}", child) for part, child in module.named_children()]
+    return [(name, module)]
+
+
+def _beside_columns(
+    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: Place, mesh: DeviceMesh
+) -> list[str]:
+    """Cut B by rows. The gradient of what A gives is a sum over tp."""
+    up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
+    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
+    drops = place.entered and in_parts and drops_out(layer)
+    if drops:
+        # The random streams are those of the parts of the sequence.
+        layer.lora_dropout[adapter] = PartOfSequenceDropout(layer.lora_dropout[adapter], place.region)
+    if drops or not place.entered:
+        # Where the stream crosses into the shards, the outputs of A do so instead: there are fewer of them.
+        _give_edges(down, nothing, place.region.enter)
+    if place.entered or in_parts:
+        names.append(f"lora_A.{adapter}.weight")
+    return names
+
+
+def _shard_up(up: nn.Module, base: nn.Module, place: Place, mesh: DeviceMesh) -> list[str]:
+    """Shard B, or its parts, beside the base, and return the names of its parameters whose gradients stay partial."""
+    names: list[str] = []
+    for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(place.name, base), strict=True):
+        assert isinstance(mine, nn.Linear)
+        is_whole = place.rules.styles[part] in (SHARED, "replicated_heads")
+        if is_whole:
+            names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
+        if isinstance(theirs, ReplicatedHeadsLinear):
+            mine.__class__ = ReplicatedHeadsLinear
+            mine.enter, mine.rows = nothing, theirs.rows  # type: ignore[assignment]
+        elif not is_whole:
+            _shard(mine, 0, mesh)
+            _give_edges(mine, nothing, theirs.leave)  # type: ignore[arg-type]
+    return names
+
+
+def _beside_rows(
+    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: Place, mesh: DeviceMesh
+) -> list[str]:
+    """Cut A by columns, and sum what it gives over tp."""
+    _shard(down, 1, mesh)
+    _give_edges(down, base.enter, place.region.leave)
+    if drops_out(layer) and place.rules.styles[place.name] == "rowwise":
+        layer.lora_dropout[adapter] = OwnStreamDropout(layer.lora_dropout[adapter], place.region.group.rank())
+    return _names_up(adapter, up) if place.region.sequence_parallel else []
+
+
+def _beside_whole(adapter: str, up: nn.Module, style: Style, place: Place) -> list[str]:
+    if style == "mla_kv_a_proj":
+        share_rotary_key(up, place)
+    if style == SHARED or (style == "sequence_parallel" and place.region.sequence_parallel):
+        return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
+    return []
+
+
+def _names_up(adapter: str, up: nn.Module) -> list[str]:
+    return [f"lora_B.{adapter}.{kind}" for kind, _ in up.named_parameters()]
+
+
+def _shard(module: nn.Linear, dim: int, mesh: DeviceMesh) -> None:
+    for kind, parameter in list(module.named_parameters()):
+        shards = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(kind, nn.Parameter(shards, requires_grad=parameter.requires_grad))
+
+
+def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
+    become_sharded(module)
+    assert isinstance(module, ShardedLinear)
+    module.enter, module.leave, module.bias_is_whole = enter, leave, False
+
+
+class OwnStreamDropout(nn.Module):
+    """Dropout of features of which every process has its own: each drops by a random stream of its own."""
+
+    def __init__(self, dropout: nn.Module, coordinate: int) -> None:
+        super().__init__()
+        self.dropout, self.coordinate = dropout, coordinate
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop some of (batch, seq, features/tp)."""
+        if not self.training:
+            return x
+        with own_stream(self.coordinate):
+            return self.dropout(x)
+
+
+class PartOfSequenceDropout(nn.Module):
+    """Dropout of this process's part of a sequence that every process has whole."""
+
+    def __init__(self, dropout: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.dropout, self.region = dropout, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take (batch, seq/tp, features) of (batch, seq, features), and drop some of it."""
+        if not self.region.in_parts():
+            return self.dropout(x)
+        # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
+        group = self.region.group
+        return self.dropout(x.chunk(group.size(), SEQUENCE_DIM)[group.rank()])

@@ -1,0 +1,114 @@
+"""Frozen parameters, on every axis and under every kind of schedule, next to the stock model in one process."""
+
+import functools
+import re
+
+import pytest
+from transformers import PreTrainedModel
+
+from meshtrain.parallel import replicas
+from meshtrain.verify.casts import lift_float32_casts
+from meshtrain.verify.parallel import train_pipeline
+from meshtrain.verify.subject import Trace
+from tests.parity import Case, assert_equal_to_reference, batches, build, fill, reference, stock_weights
+from tests.ranks import RankError, run_on_ranks
+
+# Which parameters still train, by name.
+TRAINED = {
+    "gpt2-tied": {
+        "second half": r"transformer\.(h\.[23]|ln_f)",
+        "half of a projection": r"transformer\.h\.\d\.(attn\.c_attn\.weight|mlp\.c_fc\.bias)",
+    },
+    "llama-untied": {
+        "head": r"lm_head",
+        "all but the embedding": r"(?!model\.embed)",
+        "second half": r"model\.(layers\.[23]|norm)|lm_head",
+        "first half": r"model\.(embed|layers\.[01])",
+        "one norm": r"model\.layers\.2\.input_layernorm",
+    },
+}
+CASES = {
+    "pp": [Case("gpt2-tied", (2, 1, 1, 1)), Case("llama-untied", (2, 1, 1, 1))],
+    "tp": [Case("gpt2-tied", (1, 1, 1, 2)), Case("llama-untied", (1, 1, 1, 2), sequence_parallel=True)],
+    "dp_shard": [Case("gpt2-tied", (1, 1, 2, 1)), Case("llama-untied", (1, 1, 2, 1))],
+    "dp_replicate": [Case("llama-untied", (1, 2, 1, 1))],
+    "interleaved": [Case("gpt2-tied", (2, 1, 1, 1), "Interleaved1F1B", 2)],
+    "zero bubble": [
+        Case("gpt2-tied", (2, 1, 1, 1), "ZBVZeroBubble", 2),
+        Case("llama-untied", (2, 1, 1, 1), "ZBVZeroBubble", 2),
+    ],
+    "several": [
+        Case("gpt2-tied", (2, 1, 1, 2), sequence_parallel=True),
+        Case("llama-untied", (2, 1, 2, 1), recompute=1),
+    ],
+}
+
+
+def freeze(model: PreTrainedModel, trained: str) -> None:
+    """Freeze what a pattern does not match."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(trained, name) is not None)
+
+
+def train(cases: list[Case]) -> list[dict[str, Trace]]:
+    lift_float32_casts()
+    return [{what: train_one(case, trained) for what, trained in TRAINED[case.model].items()} for case in cases]
+
+
+def train_one(case: Case, trained: str) -> Trace:
+    pipeline = build(case, change=functools.partial(freeze, trained=trained))
+    fill(pipeline, stock_weights(case.model))
+    return train_pipeline(pipeline, batches())
+
+
+def train_stock() -> dict[str, dict[str, Trace]]:
+    return {
+        model: {
+            what: reference(model, "joined", functools.partial(freeze, trained=trained))
+            for what, trained in patterns.items()
+        }
+        for model, patterns in TRAINED.items()
+    }
+
+
+@functools.cache
+def stock() -> dict[str, dict[str, Trace]]:
+    return run_on_ranks(1, train_stock)[0]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_they_train_as_in_one_process(kind: str) -> None:
+    for case, ranks in zip(
+        CASES[kind], zip(*run_on_ranks(CASES[kind][0].world_size, train, CASES[kind]), strict=True), strict=True
+    ):
+        for what, expected in stock()[case.model].items():
+            assert expected.gradients[0], "something trains"
+            assert_equal_to_reference([traces[what] for traces in ranks], expected)
+
+
+def train_nothing(case: Case) -> None:
+    train_one(case, "nothing")
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 1, 1, 1)], ids=str)
+def test_a_model_without_anything_to_train_is_refused(mesh: tuple[int, int, int, int]) -> None:
+    with pytest.raises(RankError, match="every parameter is frozen, so there is nothing to train"):
+        run_on_ranks(mesh[0] * mesh[3], train_nothing, Case("llama-untied", mesh))
+
+
+def thaw(case: Case) -> tuple[Trace, Trace]:
+    """Train what is frozen and thawed after it was made parallel, and what is so from the beginning."""
+    replicas.LARGE = 1
+    lift_float32_casts()
+    half = TRAINED[case.model]["second half"]
+    late = build(case, change=functools.partial(freeze, trained=TRAINED[case.model]["first half"]))
+    for name, parameter in late.named_parameters():
+        parameter.requires_grad_(re.match(half, name) is not None)
+    fill(late, stock_weights(case.model))
+    return train_pipeline(late, batches()), train_one(case, half)
+
+
+def test_parameters_can_be_thawed_later() -> None:
+    """Copies of the model sum the gradients of what trains now, not of what trained when they were made."""
+    for late, early in run_on_ranks(2, thaw, Case("llama-untied", (1, 2, 1, 1))):
+        assert_equal_to_reference([late], early)
