@@ -22,8 +22,8 @@ from meshtrain.models.tiles import fill_tiles
 BASE = "base_layer"
 ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
 MODULES_ADVICE = (
-    "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the module "
-    "itself train by requires_grad_(True)"
+    "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the "
+    "module itself train by requires_grad_(True)"
 )
 
 
@@ -162,7 +162,8 @@ def initialize_adapters(model: nn.Module, layers: Mapping[str, nn.Module], *, se
     Raises:
         ModelError: for an initialisation that is computed from the weights.
     """
-    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    # A parallel model that was never adapted says so to whoever asks it in the usual way.
+    configs: Mapping[str, Any] = vars(model).get("peft_config", {})
     for name, layer in layers.items():
         for adapter, down, up in adapters_of(layer):
             kind = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -299,7 +299,8 @@ MESSAGES = {
     "prompt": "peft's PROMPT_TUNING cannot be made parallel; use LoraConfig",
     "embedding": "transformer.wte has peft's Embedding around a Embedding, which cannot be made parallel",
     "head": "lm_head has an adapter, but is tied to another module, which would go without; leave it out",
-    "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel; leave modules_to",
+    "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel; leave "
+    "modules_to",
     "bias": "bias = 'all' of the LoraConfig: peft would save biases",
     "merged": "transformer.h.*.attn.c_attn has an adapter that is merged into its weight; call unmerge_adapter() first",
     "too late": "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first",
