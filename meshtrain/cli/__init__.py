@@ -1,0 +1,77 @@
+"""The doors: one function per verb, and the only place that prints an error and sets an exit code.
+
+Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
+3 another process of the run failed, vanished or is stuck (all say which), 75 asked to stop (SIGTERM, SIGUSR1 or
+`stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal. Under torchrun a run that
+was asked to stop ends with 0: torchrun would take anything else for a failure, and start it again. Just that is right
+where only another process was sent SIGTERM, because its machine has to go: such a process ends with 75 there too.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+
+import typer
+
+from meshtrain import console
+from meshtrain.cli import runs, text, weights
+from meshtrain.cli.app import BUG, INTERRUPTED, USER_MISTAKE, app
+from meshtrain.errors import UserError
+
+__all__ = ["main", "runs", "text", "weights"]
+
+SECONDS_FOR_RANK_0 = 5.0
+
+
+def main() -> None:
+    """Run the command line."""
+    from meshtrain.runtime.environment import rank_from_environment
+
+    console.configure(rank=rank_from_environment())
+    code = _exit_code(sys.argv[1:] or ["--help"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        # Without Python's clean-up: to take down a process group that others have not left waits for them, or aborts.
+        os._exit(code)
+
+
+def _exit_code(arguments: list[str]) -> int:
+    # Not app(): it takes a broken pipe anywhere in the training for a closed terminal, and ends without a trace.
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("meshtrain", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.TyperException as mistake:
+        return _tell_mistake([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
+    except UserError as mistake:
+        return _tell_mistake(mistake.problems, mistake.teller)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:  # noqa: BLE001 - a bug; Python's own way out waits for process groups, or aborts
+        traceback.print_exc()
+        return BUG
+    return 0
+
+
+def _tell_mistake(problems: Iterable[str], teller: int | None = None) -> int:
+    """Print the problems, unless another rank does.
+
+    Args:
+        problems: one per line.
+        teller: the rank that prints them; None: nothing was agreed.
+    """
+    from meshtrain.runtime.environment import rank_from_environment
+
+    if teller is not None and teller != rank_from_environment():
+        return USER_MISTAKE
+    if teller is None and rank_from_environment() != 0:
+        # Almost always rank 0 finds the same and says it, and torchrun ends this process meanwhile. What rank 0 does
+        # not find (the disk of another machine, say) must not go unsaid.
+        time.sleep(SECONDS_FOR_RANK_0)
+    console.error_lines(problems)
+    return USER_MISTAKE

@@ -1,0 +1,163 @@
+"""The doors to text: corpora, tokens, tokenizers, samples."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from meshtrain.cli.app import Overrides, app, data_app, tokenizer_app
+from meshtrain.errors import ConfigError
+
+
+@app.command()
+def corpus(
+    what: Annotated[
+        Literal["run", "urls", "download", "clean", "deduplicate", "shuffle", "split", "report"],
+        typer.Argument(
+            metavar="WHAT",
+            help="All steps, one of them, or a report of what they did.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The corpus file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as clean.minimum_tokens=64."),
+    ] = None,
+    redo: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
+    ] = None,
+) -> None:
+    """Prepare a corpus, from links or raw documents, and report what happened to every document."""
+    from meshtrain.config.toml import load_corpus
+
+    config = load_corpus(file, overrides or ())
+    if what == "report" and redo is not None:
+        raise ConfigError("--redo belongs to steps, and report runs none; leave it out")
+    from meshtrain.corpus.installed import check_installed
+
+    check_installed()
+    if what == "report":
+        from meshtrain.corpus.report import report
+
+        report(config)
+    else:
+        from meshtrain.corpus.run import run_chain
+
+        run_chain(config, only=None if what == "run" else what, redo=redo)
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCES",
+        help="Files (.jsonl, .json, .txt, each also .gz or .zst; .parquet), directories, globs, or python-stdlib.",
+        show_default=False,
+    ),
+]
+TextKey = Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")]
+OnBadRecord = Annotated[
+    Literal["fail", "skip"], typer.Option(help="What to do with a record that is no text; skip counts them.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Only so many documents, from the first on.", show_default=False)
+]
+
+
+@app.command()
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="A Hugging Face directory, tokenizer.json or hub id.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    format: Annotated[
+        Literal["meshtrain", "megatron"],
+        typer.Option(
+            help="Token files of meshtrain, or .bin/.idx pairs of Megatron-LM with end tokens (--append-eod)."
+        ),
+    ] = "meshtrain",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; left out: one per core.", show_default=False)
+    ] = None,
+    validation: Annotated[
+        float, typer.Option(min=0.0, max=0.99, metavar="FRACTION", help="Keep so many of the documents aside.")
+    ] = 0.0,
+    limit: Limit = None,
+) -> None:
+    """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
+    from meshtrain.config.data import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.tokenise_to import Order, tokenise_to
+
+    order = Order(
+        sources,
+        tokenizer,
+        output,
+        text_key=text_key,
+        on_bad_record=on_bad_record,
+        format=format,
+        num_workers=workers,
+        validation=validation,
+        num_documents=limit,
+    )
+    tokenise_to(order, Cache(Path(DataConfig().cache_directory)))
+
+
+@tokenizer_app.command("train")
+def train_tokenizer_command(
+    sources: Sources,
+    vocab_size: Annotated[
+        int, typer.Option(min=258, help="256 bytes, 2 special tokens, and what is learnt.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
+    text_key: TextKey = "text",
+    on_bad_record: OnBadRecord = "fail",
+    limit: Limit = None,
+) -> None:
+    """Train a byte-level BPE. The result is a Hugging Face directory, the same on every machine."""
+    from meshtrain.data.tokenizer_training import train_tokenizer_to
+
+    train_tokenizer_to(sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit)
+
+
+@data_app.command("inspect")
+def inspect_data(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|TOKENS", help="A run file, a token file, or a pair of Megatron-LM.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(min=0, help="Of the sample, or document of a token file, as stored.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many, from there on.")] = 1,
+    part: Annotated[
+        Literal["train", "validation"] | None, typer.Option(help="Of a run; left out: train.", show_default=False)
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
+    ] = None,
+) -> None:
+    """Show samples as the model sees them: decoded, with the borders of documents and what is trained on."""
+    if target.endswith(".toml"):
+        from meshtrain.config.toml import load_run
+        from meshtrain.data.inspection import inspect_run
+
+        if tokenizer is not None:
+            raise ConfigError("--tokenizer belongs to a token file; override data.tokenizer.path of a run")
+        config = load_run(target, overrides or ())
+        inspect_run(config.data, part=part or "train", first=index, count=count, name=target)
+        return
+    if overrides or part is not None:
+        found = f"the override {overrides[0]}" if overrides else "--part"
+        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is none; leave it out")
+    from meshtrain.config.data import DataConfig
+    from meshtrain.data.cache import Cache
+    from meshtrain.data.inspection import inspect_tokens
+
+    cache = Cache(Path(DataConfig().cache_directory))
+    inspect_tokens(str(Path(target).absolute()), tokenizer, cache, first=index, count=count)
