@@ -41,6 +41,9 @@ def rebind(optimizer: Optimizer) -> None:
     The optimizers of torch that compute element by element get `LocalParameter`s; any other (Adafactor, Muon) gets
     the DTensors themselves, by which torch knows the whole.
 
+    With float16 take `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its
+    `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out.
+
     Args:
         optimizer: changed in place.
 
