@@ -80,8 +80,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "pretrained": True,
     }
     subjects = _told(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
-    with _hidden_program():
-        _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS)
+    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS)
 
 
 @contextmanager
@@ -97,8 +96,9 @@ def _hidden_program() -> Iterator[None]:
 
 def _ensure(subjects: Iterable[Subject], model_class: type[PreTrainedModel], directory: str, switch: str) -> None:
     cache = Cache(Path(directory), leads=rank_from_environment() == 0)
-    for subject in subjects:
-        cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch))
+    with _hidden_program():
+        for subject in subjects:
+            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch))
 
 
 def _is_stock(model_class: type[PreTrainedModel]) -> bool:
