@@ -41,11 +41,14 @@ def rebind(optimizer: Optimizer) -> None:
     The optimizers of torch that compute element by element get `LocalParameter`s; any other (Adafactor, Muon) gets
     the DTensors themselves, by which torch knows the whole.
 
+    Clip with `meshtrain.clip_grad_norm(model, ...)`: a norm over what the optimizer holds afterwards is that of what
+    lies on this process, another one on each.
+
     Args:
         optimizer: changed in place.
 
     Raises:
-        ModelError: if it holds a parameter of no parallel model, or remembers something that cannot be cut.
+        ModelError: if it remembers something that cannot be cut.
     """
     local = type(optimizer) in ELEMENTWISE
     for group in optimizer.param_groups:
