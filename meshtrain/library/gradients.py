@@ -6,9 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from meshtrain.errors import ModelError
 from meshtrain.parallel.lineage import tensors_in
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import abandon_backward
 from meshtrain.training.gradients import complete_gradients
+
+NO_BACKWARD_PASS = -1
 
 
 class WholeGradients:
@@ -22,19 +26,34 @@ class WholeGradients:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._earlier: dict[nn.Parameter, Tensor] = {}
-        self._is_running = False
+        self._running: int | None = None
 
     def watch(self, output: Any) -> None:
         """Be told when the backward pass of this forward pass begins."""
-        self._is_running = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)
 
-    def _begin(self, _: Tensor) -> None:
-        if self._is_running:
+    def recover(self) -> None:
+        """Clear away what a backward pass has left that has ended with an exception, before a forward pass."""
+        if self._running is None or _number_of_backward_pass() != NO_BACKWARD_PASS:
             return
-        self._is_running = True
+        self._running = None
+        self._earlier = {}
+        self._pipeline.replicas.abandon_step()
+        for stage in self._pipeline.stages:
+            abandon_backward(stage.model)
+
+    def _begin(self, _: Tensor) -> None:
+        number = _number_of_backward_pass()
+        if self._running == number:
+            return
+        if self._running is not None:
+            raise ModelError(
+                "an earlier backward pass of this model has ended with an exception, and has left gradients that are "
+                "in part those of this rank; call optimizer.zero_grad(), and the model again, before the next one"
+            )
+        self._running = number
         self._earlier = set_gradients_aside(self._pipeline)
         self._pipeline.replicas.begin_step(1)
         Variable._execution_engine.queue_callback(self._finish)
@@ -43,7 +62,11 @@ class WholeGradients:
         complete_gradients(self._pipeline)
         add_gradients(self._earlier)
         self._earlier = {}
-        self._is_running = False
+        self._running = None
+
+
+def _number_of_backward_pass() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:

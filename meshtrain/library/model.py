@@ -1,23 +1,20 @@
 """What a parallel model without a pipeline does otherwise than the stock one."""
 
-import inspect
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
-from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
+from meshtrain.library.calls import Calls
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.library.saving import save_parallelized, save_pretrained
-from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
@@ -42,6 +39,14 @@ class ParallelModel:
         if dtype not in (None, model.dtype):
             _refuse_move(f"to {dtype}")
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or fill them with zeros."""
+        # Where FSDP2 has parameters gathered, they stand in the place of those that have the gradients.
+        model: Any = self
+        reshard(model)
+        stock: Any = super()
+        stock.zero_grad(set_to_none)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
         """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
@@ -149,44 +154,4 @@ def become_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGrad
     kind = type(model)
     mixed = type(kind.__name__, (ParallelModel, kind), {"__module__": kind.__module__})
     model.__class__ = mixed
-    _Calls(model, handle, gradients).watch()
-
-
-class _Calls:
-    """Stands around every call of the model: its forward pass itself is the stock one."""
-
-    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
-        self._model, self._handle, self._gradients = model, handle, gradients
-        self._streams = ProgramStreams(handle)
-        self._shifts = model.get_output_embeddings() is not None
-        self._names = [*inspect.signature(model.forward).parameters]
-
-    def watch(self) -> None:
-        # Before all other hooks: those of FSDP2 gather parameters, and the streams of dropout set the generators.
-        self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._model.register_forward_hook(self._after, with_kwargs=True)
-
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._handle.check_values()
-        if not self._handle.is_generating:
-            # What a forward pass without a backward pass has gathered may have changed since.
-            reshard(model)
-        if torch.is_grad_enabled():
-            check_same_batch(self._handle.pipeline, self._given(args, kwargs))
-        if model.training:
-            self._streams.begin()
-
-    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if model.training:
-            self._streams.end()
-        given = self._given(args, kwargs)
-        labels = given.get("labels")
-        if isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
-            counted = None if "num_items_in_batch" in given else count_labels(labels, shifts=self._shifts)
-            output.loss = mean_over_data_ranks(output.loss, output.logits, counted, self._handle.pipeline.mesh)
-        if torch.is_grad_enabled():
-            self._gradients.watch(output)
-        return output
-
-    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+    Calls(model, handle, gradients).watch()

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from meshtrain.errors import ModelError
 from meshtrain.library.values import Heirs
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.local_parameter import as_local, choose_kernels
+from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels
 
 # Element by element, so that what lies on this process is all they need to see.
 ELEMENTWISE = (
@@ -44,11 +44,14 @@ def rebind(optimizer: Optimizer) -> None:
     With float16 take `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its
     `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out.
 
+    Clip with `meshtrain.clip_grad_norm(model, ...)`: a norm over what the optimizer holds afterwards is that of what
+    lies on this process, another one on each.
+
     Args:
         optimizer: changed in place.
 
     Raises:
-        ModelError: if it holds a parameter of no parallel model, or remembers something that cannot be cut.
+        ModelError: if it remembers something that cannot be cut.
     """
     local = type(optimizer) in ELEMENTWISE
     for group in optimizer.param_groups:
@@ -98,11 +101,19 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
     They have no gradients, so the step would change nothing, without a word.
 
     Raises:
-        ModelError: naming one of them.
+        ModelError: naming one of them; or if the model's parameters have left the memory that they shared with it.
     """
-    lost = [p for group in optimizer.param_groups for p in group["params"] if getattr(p, HEIRS, None) is not None]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    lost = [parameter for parameter in held if getattr(parameter, HEIRS, None) is not None]
     if lost:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
             f"({getattr(lost[0], HEIRS).name}), which train nothing; call meshtrain.rebind(optimizer) after it"
+        )
+    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != p.whole._local_tensor.data_ptr()]
+    if moved:
+        raise ModelError(
+            f"{len(moved)} parameters of this {type(optimizer).__name__} do not lie any more where they lay when it "
+            "was bound, so its step would train nothing: a part of the model was cast or moved since; do that before "
+            "meshtrain.parallelize"
         )

@@ -24,9 +24,11 @@ class ProgramStreams:
         self._handle.num_forwards += 1
 
     def end(self) -> None:
-        """Give the program its generators back."""
-        assert self._kept is not None, "a forward pass ended that never began"
+        """Give the program its generators back, if they were taken."""
+        if self._kept is None:
+            return
         cpu, cuda = self._kept
+        self._kept = None
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)

@@ -62,6 +62,12 @@ class Replicas:
             work.wait()
         self._works.clear()
 
+    def abandon_step(self) -> None:
+        """Wait for what is on its way after a backward pass that has failed, and forget it."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
     def _find_trained(self) -> None:
         if self._group is None:
             return

@@ -113,3 +113,18 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters: after a forward without a backward they would go stale at the next optimizer step."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def abandon_backward(model: nn.Module) -> None:
+    """Clear away what a backward pass has left that has ended with an exception; its gradients are lost.
+
+    FSDP2 would wait for its end for ever, and reduce no gradient again.
+    """
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held.unsharded_param.grad = None
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()

@@ -148,6 +148,11 @@ def _leave_at_exit() -> None:
         # Not a barrier: a process that has ended by `sys.exit` elsewhere would be waited for half an hour.
         while store.add(LEAVING, 0) < dist.get_world_size() and time.monotonic() < begin + LEAVE_SECONDS:
             time.sleep(0.02)
+        if (missing := dist.get_world_size() - store.add(LEAVING, 0)) > 0:
+            sys.stderr.write(
+                f"rank {dist.get_rank()} has come to its end, and {missing} other ranks have not within "
+                f"{LEAVE_SECONDS:.0f} s: it leaves, and what they still wait for together fails\n"
+            )
     except dist.DistError:
         # Its host has gone already, so everybody has come.
         return

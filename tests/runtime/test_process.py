@@ -1,5 +1,7 @@
 """A process of a run, from start to end."""
 
+import io
+from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.errors import ConfigError
+from meshtrain.runtime import process
 from meshtrain.runtime.place import Limits
-from meshtrain.runtime.process import check_devices, lift_timeouts, run_process
+from meshtrain.runtime.process import check_devices, join_for_script, lift_timeouts, run_process
 from tests.ranks import run_on_ranks
 
 
@@ -41,3 +44,22 @@ def test_the_guard_speaks_before_torch_does(tmp_path: Path) -> None:
     day = {timedelta(days=1)}
     assert run_on_ranks(2, timeouts, tmp_path, joins=False) == [(0, 2, day), (1, 2, day)]
     assert list(tmp_path.iterdir()) == []
+
+
+def leave_early() -> str:
+    join_for_script()
+    said = io.StringIO()
+    if dist.get_rank() == 0:
+        process.LEAVE_SECONDS = 0.1
+        with redirect_stderr(said):
+            process._leave_at_exit()
+    return said.getvalue()
+
+
+def test_a_program_that_ends_on_one_rank_alone_says_so() -> None:
+    said, nothing = run_on_ranks(2, leave_early, joins=False)
+    assert nothing == ""
+    assert said == (
+        "rank 0 has come to its end, and 1 other ranks have not within 0 s: it leaves, and what they still wait for "
+        "together fails\n"
+    )

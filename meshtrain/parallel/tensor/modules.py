@@ -62,7 +62,8 @@ class ShardedEmbedding(nn.Embedding):
         """Look up (batch, seq) ids, giving (batch, seq, hidden)."""
         weight = local_tensor(self.weight)
         rows = input_ids - self.first_row
-        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        # An id that is nowhere is looked up all the same: it fails, as it does in the stock model.
+        elsewhere = ((rows < 0) | (rows >= weight.shape[0])) & (input_ids >= 0) & (input_ids < self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - self.first_row
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None

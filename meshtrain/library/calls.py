@@ -1,0 +1,126 @@
+"""What happens around every call of a parallel model without a pipeline."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from meshtrain.errors import ModelError
+from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
+from meshtrain.library.gradients import WholeGradients
+from meshtrain.library.handle import Handle
+from meshtrain.library.streams import ProgramStreams
+from meshtrain.parallel.shard import fsdp_modules, reshard
+from meshtrain.runtime.mesh import DATA_AXES, axis_size
+
+
+class Calls:
+    """Stands around every call of the model: its forward pass itself is the stock one."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+        self._model, self._handle, self._gradients = model, handle, gradients
+        self._streams = ProgramStreams(handle)
+        self._shifts = model.get_output_embeddings() is not None
+        self._names = [*inspect.signature(model.forward).parameters]
+        self._is_inside = self._has_gathered = False
+
+    def watch(self) -> None:
+        """Be told of every call from now on."""
+        # Before all other hooks: those of FSDP2 gather parameters, and the streams of dropout set the generators.
+        self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._model.register_forward_hook(self._after, with_kwargs=True)
+        self._model.register_forward_hook(self._leave, always_call=True)
+        if self._model.base_model is not self._model:
+            self._model.base_model.register_forward_pre_hook(self._check_inside, prepend=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._handle.check_values()
+        given = self._given(args, kwargs)
+        self._check_wishes(given)
+        self._gradients.recover()
+        if not self._handle.is_generating:
+            # What a forward pass without a backward pass has gathered may have changed since.
+            reshard(model)
+        if torch.is_grad_enabled():
+            check_same_batch(self._handle.pipeline, given)
+            if self._handle.pipeline.plan.recompute.mode != "none" and "use_cache" in self._names:
+                # Computed again, a layer would find in the cache what it has put there itself.
+                kwargs = kwargs | {"use_cache": False}
+        if model.training:
+            self._streams.begin()
+        self._is_inside = True
+        return args, kwargs
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = self._given(args, kwargs)
+        labels = given.get("labels")
+        if axis_size(self._handle.pipeline.mesh, *DATA_AXES) > 1:
+            _check_loss(output, labels)
+        if isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
+            is_share = given.get("num_items_in_batch") is not None
+            counted = None if is_share else count_labels(labels, shifts=self._shifts)
+            output.loss = mean_over_data_ranks(output.loss, output.logits, counted, self._handle.pipeline.mesh)
+        if torch.is_grad_enabled():
+            self._gradients.watch(output)
+        return output
+
+    def _leave(self, *_: Any) -> None:
+        self._is_inside = False
+        self._streams.end()
+        if not torch.is_grad_enabled() and not self._handle.is_generating:
+            # No backward pass will do it, and an optimizer that is made now shall find the model's own parameters.
+            reshard(self._model)
+
+    def _check_inside(self, *_: Any) -> None:
+        if not self._is_inside:
+            raise ModelError(
+                "a part of a parallel model was called, whose gradients nobody would add up over the ranks; call the "
+                "model itself, and take model(..., output_hidden_states=True).hidden_states[-1]"
+            )
+
+    def _check_wishes(self, given: Mapping[str, Any]) -> None:
+        """Refuse what would be silently wrong, or fail much later.
+
+        Raises:
+            ModelError: naming it.
+        """
+        wanted = given.get("output_attentions")
+        if axis_size(self._handle.pipeline.mesh, "tp") > 1 and (
+            self._model.config.output_attentions if wanted is None else wanted
+        ):
+            raise ModelError(
+                "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
+                "or use a mesh with tp = 1"
+            )
+        if torch.is_inference_mode_enabled() and not self._has_gathered and fsdp_modules(self._model):
+            raise ModelError(
+                "the first forward pass of a model over dp_shard was called under torch.inference_mode(), and what is "
+                "gathered there can never be trained; use torch.no_grad()"
+            )
+        self._has_gathered = True
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+
+def _check_loss(output: Any, labels: Any) -> None:
+    """Check that the loss of this rank can be made that of all data ranks.
+
+    Raises:
+        ModelError: if it cannot be found, or is no mean over labels.
+    """
+    if not isinstance(output, ModelOutput):
+        if labels is not None:
+            raise ModelError(
+                "return_dict = False: the loss is made the mean over all data ranks in the fields of the output, and a "
+                "tuple has none; leave it out"
+            )
+    elif not isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
+        raise ModelError(
+            f"{type(output).__name__} has a loss, but no labels were given: it is the mean over something else, which "
+            "nobody can count over the data ranks; compute it from the logits, or use a mesh without dp axes"
+        )

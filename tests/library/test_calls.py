@@ -1,0 +1,163 @@
+"""Calls of a parallel model that a program makes by habit: they give what the stock model gives, or say why not."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from transformers import GPT2Config, GPT2ForQuestionAnswering
+
+import meshtrain
+from meshtrain.errors import ModelError
+from meshtrain.library.handle import pipeline_of
+from meshtrain.parallel import replicas
+from tests.library.programs import own_part, padded_batches, parallel, stock_model
+from tests.library.test_parallelize import assert_equal
+from tests.library.test_refusals import told
+from tests.ranks import run_on_ranks
+
+MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}]
+FIRST, SECOND, THIRD, _ = padded_batches()
+Program = Callable[[Any, Callable[[Any], Any]], None]
+
+
+class Broken(torch.autograd.Function):
+    """Fails in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Tensor:
+        raise ValueError("broken")
+
+
+def break_in_layer(model: Any, layer: int) -> Any:
+    return model.transformer.h[layer].register_forward_hook(lambda _, __, output: Broken.apply(output))
+
+
+def without_count(model: Any, part: Callable[[Any], Any]) -> None:
+    model(**part(FIRST), num_items_in_batch=None).loss.backward()
+
+
+def forget_in_between(model: Any, part: Callable[[Any], Any]) -> None:
+    model(**part(FIRST)).loss.backward()
+    loss = model(**part(SECOND)).loss
+    model.zero_grad()
+    loss.backward()
+
+
+def go_on_after_an_exception(model: Any, part: Callable[[Any], Any]) -> None:
+    model(**part(FIRST)).loss.backward()
+    handle = break_in_layer(model, 1)
+    with pytest.raises(ValueError, match="broken"):
+        model(**part(SECOND)).loss.backward()
+    handle.remove()
+    model.zero_grad()
+    for batch in (SECOND, THIRD):
+        model(**part(batch)).loss.backward()
+
+
+def gradients_of(program: Program, mesh: dict[str, int], **tables: Any) -> None:
+    stock, model = stock_model("gpt2-tied"), parallel(stock_model("gpt2-tied"), mesh, **tables)
+    program(stock, lambda batch: batch)
+    program(model, partial(own_part, model))
+    wanted = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    found = {}
+    for name, parameter in pipeline_of(model).owned_parameters().items():
+        found[name] = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    assert_equal({name: value for name, value in found.items() if name in wanted}, wanted)
+
+
+def habits(mesh: dict[str, int]) -> None:
+    replicas.LARGE = 64
+    for program in (without_count, forget_in_between, go_on_after_an_exception):
+        gradients_of(program, mesh)
+    gradients_of(without_count, mesh, recompute={"mode": "full"})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_gradients_are_those_of_the_stock_model_whatever_a_program_does_between_passes(mesh: dict[str, int]) -> None:
+    run_on_ranks(2, habits, mesh)
+
+
+def misuse(mesh: dict[str, int]) -> dict[str, str]:
+    model = parallel(stock_model("gpt2-tied"), mesh)
+    batch = own_part(model, FIRST)
+    inner = {name: value for name, value in batch.items() if name != "labels"}
+    found = {"part": told(ModelError, lambda: model.transformer(**inner))}
+    if "dp_shard" in mesh:
+        with torch.inference_mode():
+            found["inference mode"] = told(ModelError, lambda: model(**batch))
+    if "tp" in mesh:
+        found["attentions"] = told(ModelError, lambda: model(**batch, output_attentions=True))
+    else:
+        found["tuple"] = told(ModelError, lambda: model(**batch, return_dict=False))
+        answers = parallel(question_model(), mesh)
+        spans = {"start_positions": torch.arange(len(batch["labels"])), "end_positions": batch["labels"].argmax(1)}
+        found["spans"] = told(ModelError, lambda: answers(batch["input_ids"], **spans))
+    handle = break_in_layer(model, 1)
+    losses = [model(**batch).loss, model(**batch).loss]
+    handle.remove()
+    with pytest.raises(ValueError, match="broken"):
+        losses[0].backward()
+    found["backward"] = told(ModelError, losses[1].backward)
+    model.zero_grad()
+    found |= cast_a_part(model, batch) if "dp_replicate" not in mesh else {}
+    return found
+
+
+def question_model() -> Any:
+    torch.manual_seed(0)
+    return GPT2ForQuestionAnswering(GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+
+
+def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    meshtrain.rebind(optimizer)
+    model.transformer.h.type(torch.float32)
+    model.transformer.h.type(torch.float64)
+    model(**batch).loss.backward()
+    return {"cast": told(ModelError, optimizer.step)}
+
+
+WANTED = {
+    "part": r"a part of a parallel model was called, .*; call the model itself, and take model\(..., output_hidden",
+    "inference mode": r"was called under torch.inference_mode\(\), .*; use torch.no_grad\(\)",
+    "attentions": r"output_attentions = True: over tp every rank has .*; leave it out, or use a mesh with tp = 1",
+    "tuple": r"return_dict = False: the loss is made the mean over all data ranks .*; leave it out",
+    "spans": r"QuestionAnsweringModelOutput has a loss, but no labels were given: .*; compute it from the logits",
+    "backward": r"an earlier backward pass of this model has ended with an exception, .*; call optimizer.zero_grad\(\)",
+    "cast": r"\d+ parameters of this SGD do not lie any more where they lay when it was bound, .*; do that before mesh",
+}
+
+
+def test_what_would_be_wrong_in_silence_is_refused() -> None:
+    told_of = set()
+    for mesh in MESHES:
+        for found in run_on_ranks(2, misuse, mesh):
+            told_of |= found.keys()
+            for what, message in found.items():
+                assert re.search(WANTED[what], message), (what, message)
+    assert told_of == WANTED.keys()
+
+
+def draw_after_a_failure() -> None:
+    model = parallel(stock_model("gpt2-tied"), {"tp": 2})
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 4), 10_000))
+    assert torch.equal(torch.rand(3), wanted)
+    stock = stock_model("gpt2-tied")
+    torch.testing.assert_close(model(**FIRST).loss, stock(**FIRST).loss, rtol=1e-12, atol=0)
+
+
+def test_a_forward_pass_that_fails_gives_the_generators_back() -> None:
+    run_on_ranks(2, draw_after_a_failure)
