@@ -143,6 +143,11 @@ class PipelinedModel:
                 f"{other[0]} has the shape {tuple(batch[other[0]].shape)}, input_ids {(rows, width)}: every tensor of "
                 "a batch is cut into microbatches along its first dimension; give all as many rows"
             )
+        if batch["labels"].shape != batch["input_ids"].shape:
+            raise DataError(
+                f"labels has the shape {tuple(batch['labels'].shape)}, input_ids {(rows, width)}; give a label for "
+                "every token, -100 where none shall count"
+            )
         if rows % micro:
             raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
         if plan.tensor.sequence_parallel and width % plan.mesh.tp:

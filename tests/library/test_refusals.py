@@ -112,6 +112,7 @@ def misuse_pipeline() -> dict[str, str]:
         "no labels": told(DataError, lambda: model.forward_backward({"input_ids": batch["input_ids"]})),
         "rows": told(DataError, lambda: model.evaluate({name: value[:3] for name, value in batch.items()})),
         "few": told(DataError, lambda: model.forward_backward(odd)),
+        "short": told(DataError, lambda: model.forward_backward(batch | {"labels": batch["labels"][:, :3]})),
         "other rows": told(DataError, lambda: model.forward_backward(batch | {"position_ids": torch.arange(8)[None]})),
     }
 
@@ -123,6 +124,8 @@ def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
         "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
         "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
         "cannot be so divided; use a multiple of 2",
+        "short": "labels has the shape (8, 3), input_ids (8, 8); give a label for every token, -100 where none shall "
+        "count",
         "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
         "microbatches along its first dimension; give all as many rows",
     }
