@@ -116,12 +116,13 @@ def _stock(found: Source) -> tuple[Any, Any]:
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(found.directory)
-        model, report = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{found} holds no whole model with its tokenizer: {reason}; export it again") from error
     finally:
         enable_progress_bar()
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers draws them by chance, and writes nonsense.
         raise ModelError(

@@ -12,6 +12,7 @@ from meshtrain.inference.agreement import MODEL_AXES, agree
 from meshtrain.inference.staged import as_one_model
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import axis_size
 
 
@@ -39,6 +40,7 @@ def generate_on_mesh(
     Raises:
         UserError: if the processes of one model were given different things, no tokens or `max_time`, or for what a
             pipeline cannot give.
+        DataError: for tokens that the model does not know.
         ModelError: under a pipeline, for a cache that holds something else than keys and values.
     """
     models = [stage.model for stage in pipeline.stages]
@@ -62,6 +64,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
     ids = options.get("input_ids") if inputs is None else inputs
     if ids is not None and ids.numel() == 0:
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
+    check_tokens(pipeline, ids)
     config = options.get("generation_config") or pipeline.stages[0].model.generation_config
     if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
         raise UserError(

@@ -17,6 +17,7 @@ from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.library.saving import save_parallelized, save_pretrained
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
 
 MOVES = ("cuda", "cpu", "xpu", "half", "float", "double", "bfloat16")
@@ -131,6 +132,7 @@ class _Calls:
         if not self._handle.is_generating:
             # What a forward pass without a backward pass has gathered may have changed since.
             reshard(model)
+            check_tokens(self._handle.pipeline, self._given(args, kwargs).get("input_ids"))
         if torch.is_grad_enabled():
             check_same_batch(self._handle.pipeline, self._given(args, kwargs))
         if model.training:
