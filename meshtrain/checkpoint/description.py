@@ -48,8 +48,10 @@ def write_description(
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
     except ValueError as error:
+        # The first line says that there is something, the second what.
+        reason = [line.strip() for line in str(error).splitlines()[:2]]
         raise CheckpointError(
-            f"transformers refuses to write the configuration of this model: {str(error).splitlines()[0]}"
+            f"transformers refuses to write the configuration of this model: {' '.join(reason)}"
         ) from error
     write_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from meshtrain import console
 from meshtrain.checkpoint.adapters import Merging, active_adapters
 from meshtrain.checkpoint.description import Tokenizer, name_of, write_description
-from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE, check_names, layout_of, plan_files
+from meshtrain.checkpoint.hub_layout import FLOATS, MAX_SHARD_SIZE, check_names, layout_of, plan_files
 from meshtrain.checkpoint.live import Groups, LiveTensors, find_live_tensors, groups_for_saving, write_live_folder
 from meshtrain.checkpoint.stock_tensors import stock_tensors
+from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.parallel.pipeline import Pipeline
@@ -43,11 +44,15 @@ def save_pretrained(
         origin: that directory; None: what the configuration says.
 
     Raises:
-        CheckpointError: the same on all processes: the folder has something in it or cannot be written, or the
-            tensors are not those of the model.
+        CheckpointError: the same on all processes: `dtype` is no format for weights, the folder has something in it
+            or cannot be written, or the tensors are not those of the model.
     """
     model = pipeline.stages[0].model
     chosen = dtype or original_dtype(pipeline)
+    if chosen not in FLOATS.values():
+        raise CheckpointError(
+            f"dtype = {chosen} is none that weights are saved in; give torch.{', torch.'.join(FLOATS)}"
+        )
     stock = stock_like(model, chosen)
     layout = layout_of(stock)
     plan = plan_files(layout, max_shard_size)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import ConfigError, ModelError, UserError
+from meshtrain.errors import ConfigError, ModelError, UserError, name_some
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.inference.source import Source, find_source, pipeline_from
 from meshtrain.runtime.environment import world_size_from_environment
@@ -115,12 +116,18 @@ def _stock(found: Source) -> tuple[Any, Any]:
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(found.directory)
-        model = AutoModelForCausalLM.from_pretrained(found.directory)
-    except (OSError, ValueError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{found} holds no whole model with its tokenizer: {reason}; export it again") from error
     finally:
         enable_progress_bar()
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers draws them by chance, and writes nonsense.
+        raise ModelError(
+            f"{found} lacks weights of the model ({len(missing)}): {name_some(missing)}; use a folder that has them all"
+        )
     device: Any = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, model.to(device)
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshtrain.inference.agreement import agree
+from meshtrain.errors import UserError
+from meshtrain.inference.agreement import MODEL_AXES, agree
 from meshtrain.inference.staged import as_one_model
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import axis_size
 
 
@@ -36,16 +38,19 @@ def generate_on_mesh(
         What transformers' `generate` returns, the same on all processes of one model: token ids (batch, seq + new).
 
     Raises:
-        UserError: if the processes of one model were given different things, or for what a pipeline cannot give.
+        UserError: if the processes of one model were given different things, no tokens or `max_time`, or for what a
+            pipeline cannot give.
+        DataError: for tokens that the model does not know.
         ModelError: under a pipeline, for a cache that holds something else than keys and values.
     """
+    models = [stage.model for stage in pipeline.stages]
+    _check(pipeline, inputs, options)
     # Whoever shows the text as it comes is one process.
     given = {name: value for name, value in options.items() if name != "streamer"}
     agree(pipeline.mesh, {"inputs": inputs, **given}, torch.device(pipeline.mesh.device_type))
     if axis_size(pipeline.mesh, "dp_shard") > 1:
         # All gather each other's shards at every forward pass, so all must make as many.
         options.setdefault("synced_gpus", True)
-    models = [stage.model for stage in pipeline.stages]
     with _at_rest(models), ExitStack() as stack:
         if pipeline.plan.compile.enabled or pipeline.mesh.device_type == "cuda":
             # A layer would be compiled anew at every token, as the cache has another length; and what transformers
@@ -53,6 +58,19 @@ def generate_on_mesh(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
         return (stock or model.generate)(inputs, **options)
+
+
+def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -> None:
+    ids = options.get("input_ids") if inputs is None else inputs
+    if ids is not None and ids.numel() == 0:
+        raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
+    check_tokens(pipeline, ids)
+    config = options.get("generation_config") or pipeline.stages[0].model.generation_config
+    if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
+        raise UserError(
+            "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
+            "for it; leave it out, and give max_new_tokens"
+        )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import fsdp_modules, reshard
+from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import DATA_AXES, axis_size
 
 
@@ -45,6 +46,7 @@ class Calls:
         if not self._handle.is_generating:
             # What a forward pass without a backward pass has gathered may have changed since.
             reshard(model)
+            check_tokens(self._handle.pipeline, given.get("input_ids"))
         if torch.is_grad_enabled():
             check_same_batch(self._handle.pipeline, given)
             if self._handle.pipeline.plan.recompute.mode != "none" and "use_cache" in self._names:

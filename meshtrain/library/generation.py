@@ -21,8 +21,8 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
             pp axes) give the same, and draw what the first of them would draw by itself; on other dp ranks there may
             be other prompts, of other shapes.
         options: what transformers' `generate` takes: `attention_mask` (batch, seq), `max_new_tokens`, `do_sample`,
-            `num_beams`, a `generation_config`, stopping criteria and so on; a `streamer` on one process alone, if you
-            like.
+            `num_beams`, a `generation_config`, stopping criteria (which decide alike on the
+            processes of one model) and so on; a `streamer` on one process alone, if you like.
 
     Returns:
         Token ids (batch, seq + new tokens), the same as the stock model gives, on every process; or what else
@@ -31,7 +31,8 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     Raises:
         ModelError: if the parameters have no values yet; under a pipeline also for a model whose cache holds something
             else than keys and values.
-        UserError: if processes of one model are given different things; under a pipeline also for attentions, hidden
+        UserError: if processes of one model are given different things, prompts without tokens, or `max_time`, which
+            would stop each by its own clock; under a pipeline also for attentions, hidden
             states and input embeddings, which no process has whole.
     """
     handle = handle_of(model)

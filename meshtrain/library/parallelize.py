@@ -91,6 +91,9 @@ def parallelize(
         # Whoever calls the model looks at its logits.
         tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
         resolved = resolved.model_copy(update={"tensor": tensor})
+    if not values.is_meta:
+        # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
+        stock.config.dtype = stock.dtype
     for parameter in stock.parameters():
         # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
         parameter.data = parameter.data.to(getattr(torch, resolved.precision.parameters))

@@ -15,6 +15,7 @@ from meshtrain.checkpoint.directory import MANIFEST_NAME
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
+from meshtrain.errors import ModelError
 from meshtrain.library.handle import handle_of
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_model as build_stock
@@ -108,7 +109,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             the new rows of embedding and head become the mean of the others.
 
     Raises:
-        ModelError: on all ranks alike: files are missing or broken, or they hold another model.
+        ModelError: on all ranks alike: files are missing or broken, they hold another model, or the vocabulary of a
+            checkpoint is to be enlarged.
         CheckpointError: likewise, for a checkpoint.
     """
     handle = handle_of(model)
@@ -118,12 +120,19 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             with without_adapters(stage.model) as adapters:
                 initialize_adapters(stage.model, adapters, seed=pipeline.streams.seed)
     if (Path(folder) / MANIFEST_NAME).is_file():
+        directory = Path(folder)
+        if enlarge_vocabulary:
+            raise ModelError(
+                f"{folder} is a checkpoint, of which every tensor is read as it is, and enlarge_vocabulary = True adds "
+                f"rows; run `meshtrain merge {folder} OUT`, and load OUT"
+            )
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        load_weights_of(Path(folder), pipeline)
+        load_weights_of(directory, pipeline)
     else:
-        load_pretrained(pipeline, local_directory(str(folder)), enlarge_vocabulary=enlarge_vocabulary)
-        handle.source = str(folder)
+        directory = local_directory(str(folder))
+        load_pretrained(pipeline, directory, enlarge_vocabulary=enlarge_vocabulary)
+    handle.source = str(directory)
     handle.has_values = True
 
 

@@ -14,6 +14,7 @@ from meshtrain.library.handle import ATTRIBUTE, Handle
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.pipeline import check_microbatches
+from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
@@ -127,6 +128,7 @@ class PipelinedModel:
             )
         self._check_shape(batch)
         check_same_batch(self._pipeline, batch)
+        check_tokens(self._pipeline, batch["input_ids"])
         inputs = {name: value.to(self.device) for name, value in batch.items()}
         # What a stock loss does: each token predicts the next.
         labels = inputs["labels"]

@@ -37,8 +37,9 @@ def save_pretrained(
     Args:
         model: what `parallelize` returned.
         folder: must not exist, or be empty; every machine must see the same one.
-        dtype: number format of the weights, such as `torch.bfloat16`; None: the original one, `model.config.dtype`.
-            What transformers keeps in float32 whatever the rest is in stays so.
+        dtype: number format of the weights, such as `torch.bfloat16`; None: the original one, in which `parallelize`
+            was given the values, or `model.config.dtype` of a model from meta; not that in which the plan trains. What
+            transformers keeps in float32 whatever the rest is in stays so.
         max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
         tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
             loaded from, if it was one.

@@ -57,17 +57,18 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
     """Return every tensor of a Hugging Face directory by the name that it has there.
 
     Args:
-        source: a local directory with model.safetensors, or with an index and the files that it names.
+        source: a local directory with model.safetensors, or else with an index and the files that it names.
 
     Raises:
         ModelError: if files are missing, broken, or of a kind that is not read.
     """
     if not source.is_dir():
         raise ModelError(f"{source} is no directory; give a local Hugging Face directory with {SINGLE_NAME}")
-    if (source / INDEX_NAME).is_file():
-        return _find_by_index(source / INDEX_NAME)
+    # Where both are there, one is a leftover; this is the order in which `from_pretrained` looks.
     if (source / SINGLE_NAME).is_file():
         return read_header(source / SINGLE_NAME)
+    if (source / INDEX_NAME).is_file():
+        return _find_by_index(source / INDEX_NAME)
     if any(source.glob("pytorch_model*.bin")):
         raise ModelError(
             f"{source} has its weights in pytorch_model.bin, a pickle; convert it: "

@@ -1,11 +1,13 @@
 """Text from an exported model and from a checkpoint."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -92,6 +94,21 @@ def test_half_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
         ModelError, match=f"the tokenizer in {tmp_path} turns the prompt into no tokens; are its files there"
     ):
         generate(tmp_path)
+
+
+def test_a_folder_with_broken_or_missing_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    os.truncate(weights, weights.stat().st_size - 10)
+    with pytest.raises(ModelError, match=f"{tmp_path} holds no whole model with its tokenizer: .*; export it again"):
+        generate(tmp_path)
+    lost = sorted(tensors)[0]
+    del tensors[lost]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        generate(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path} lacks weights of the model (1): {lost}; use a folder that has ")
 
 
 def test_what_holds_no_model_is_said(tmp_path: Path) -> None:

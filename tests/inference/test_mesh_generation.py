@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from meshtrain.errors import DataError, ModelError, UserError
 from meshtrain.inference.generation import generate_on_mesh
@@ -199,6 +199,28 @@ def test_processes_of_one_model_must_be_given_the_same() -> None:
         )
     said = run_on_ranks(4, ask, [(Place("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
     assert "rank 0 and rank 3 hold one model together, but were given different max_new_tokens" in said[2][0]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
+def test_clocks_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, int, int]) -> None:
+    place = Place("llama", mesh)
+    nothing, other = torch.zeros(2, 0, dtype=torch.int64), torch.full((2, 1), 61)
+    timed = [{"max_time": 1.0}], [{"generation_config": GenerationConfig(max_time=1.0)}]
+    questions = [
+        *((place, own) for own in timed),
+        (place, [{"inputs": nothing}]),
+        (place, [{"inputs": other}]),
+    ]
+    for *clocks, empty, unknown in run_on_ranks(2, ask, questions):
+        assert clocks == [
+            "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
+            "for it; leave it out, and give max_new_tokens"
+        ] * len(timed)
+        assert unknown == (
+            "input_ids has tokens from 61 to 61, but the model knows 0 to 60; use the tokenizer that belongs to the "
+            "model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize"
+        )
+        assert empty == "generate: the prompts (2, 0) have no tokens; begin with the one of bos_token_id"
 
 
 def test_a_pipeline_says_what_it_cannot_give() -> None:

@@ -15,7 +15,7 @@ from meshtrain.errors import DataError, MeshtrainError, ModelError, PlanError
 from meshtrain.library.handle import handle_of
 from meshtrain.models.build import load_hf_config
 from tests.library.programs import Batch, padded_batches, parallel, stock_model
-from tests.parity import MODELS
+from tests.parity import MODELS, VOCABULARY
 from tests.ranks import run_on_ranks
 
 
@@ -167,3 +167,24 @@ def test_the_parallel_model_knows_its_handle() -> None:
 def _handle() -> tuple[str, bool]:
     model = parallel(AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])), {})
     return type(model).__name__, handle_of(model).has_values
+
+
+def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:
+    """Train, evaluate and predict on a token that the model has no row for; return what is said."""
+    model = meshtrain.parallelize(stock_model("llama-tied"), {"mesh": mesh})
+    ids = torch.tensor([[3, VOCABULARY]] * 2)
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    calls = [model.forward_backward, model.evaluate] if "pp" in mesh else [lambda batch: model(**batch)]
+    said = []
+    for call in calls:
+        with torch.no_grad(), pytest.raises(DataError) as refused:
+            call(batch)
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+def test_tokens_that_the_model_does_not_know_are_refused(mesh: dict[str, int]) -> None:
+    for answers in run_on_ranks(2, give_unknown_tokens, mesh, joins=False):
+        for said in answers:
+            assert said.startswith(f"input_ids has tokens from 3 to {VOCABULARY}, but the model knows 0 to ")

@@ -1,17 +1,20 @@
 """Weights out of a user's own parallel model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, OPTForSequenceClassification
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTForSequenceClassification
 
 import meshtrain
 from meshtrain.checkpoint.export import merge
-from meshtrain.errors import ModelError
+from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.library.handle import pipeline_of
 from meshtrain.models.build import load_hf_config
 from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same
+from tests.library.folders import write_llama
 from tests.parity import MODELS
 from tests.ranks import run_on_ranks
 
@@ -44,6 +47,68 @@ def test_a_users_model_is_saved_as_the_stock_one_would_be(tmp_path: Path) -> Non
         assert_same(tmp_path / name, tmp_path / "stock")
     stock.float().save_pretrained(tmp_path / "float32", max_shard_size="50KB")
     assert_same(tmp_path / "function", tmp_path / "float32")
+
+
+def save_after_casts(folder: Path, plan: dict[str, Any]) -> list[str]:
+    """Save a model whose configuration says bfloat16, in what its values are in; return what is refused."""
+    model = GPT2LMHeadModel.from_pretrained(folder / "bfloat16")
+    assert model.config.dtype == torch.bfloat16
+    trained = meshtrain.parallelize(model, {**plan, "precision": {"parameters": "float32", "compute": "float32"}})
+    meshtrain.save_pretrained(trained, folder / "trained in float32")
+    cast = meshtrain.parallelize(GPT2LMHeadModel.from_pretrained(folder / "bfloat16").float(), plan)
+    meshtrain.save_pretrained(cast, folder / "cast to float32")
+    said = []
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(CheckpointError) as refused:
+            meshtrain.save_pretrained(cast, folder / "never", dtype=dtype)
+        said.append(str(refused.value))
+    pipeline_of(cast).stages[0].model.generation_config.update(do_sample=False, temperature=0.7)
+    with pytest.raises(CheckpointError) as refused:
+        meshtrain.save_pretrained(cast, folder / "never")
+    return [*said, str(refused.value)]
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+def test_the_original_format_is_that_of_the_values(tmp_path: Path, mesh: dict[str, int]) -> None:
+    gpt2().save_pretrained(tmp_path / "bfloat16")
+    GPT2LMHeadModel.from_pretrained(tmp_path / "bfloat16").float().save_pretrained(tmp_path / "float32")
+    answers = run_on_ranks(2, save_after_casts, tmp_path, {"mesh": mesh}, joins=False)
+    assert_same(tmp_path / "trained in float32", tmp_path / "bfloat16")
+    assert_same(tmp_path / "cast to float32", tmp_path / "float32")
+    assert not (tmp_path / "never").exists()
+    formats = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
+    for *casts, generation in answers:
+        assert casts == [
+            f"dtype = torch.{name} is none that weights are saved in; give {formats}"
+            for name in ("int8", "float8_e4m3fn")
+        ]
+        assert generation.startswith("transformers refuses to write the configuration of this model: Generation")
+        assert "`temperature`: `do_sample` is not set to `True`" in generation
+
+
+def load_with_tokenizer(folder: Path) -> str:
+    """Load what `save_parallelized` wrote into a model that came from nowhere; return what cannot be loaded so."""
+    plan = {"mesh": {"tp": 2}}
+    model = meshtrain.parallelize(LlamaForCausalLM.from_pretrained(folder / "stock"), plan)
+    meshtrain.save_parallelized(model, folder / "parts")
+    again = meshtrain.parallelize(meshtrain.build_model(LlamaConfig(**model.config.to_dict())), plan)
+    with pytest.raises(ModelError) as refused:
+        meshtrain.load_weights(again, folder / "parts", enlarge_vocabulary=True)
+    meshtrain.load_weights(again, folder / "parts")
+    meshtrain.save_pretrained(again, folder / "again")
+    return str(refused.value)
+
+
+def test_the_tokenizer_beside_loaded_weights_is_saved_with_them(tmp_path: Path) -> None:
+    write_llama(tmp_path / "stock")
+    answers = run_on_ranks(2, load_with_tokenizer, tmp_path, joins=False)
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "stock" / "tokenizer.json").read_bytes()
+    parts = tmp_path / "parts"
+    expected = (
+        f"{parts} is a checkpoint, of which every tensor is read as it is, and enlarge_vocabulary = True adds rows; "
+        f"run `meshtrain merge {parts} OUT`, and load OUT"
+    )
+    assert answers == [expected] * 2
 
 
 def classifier() -> OPTForSequenceClassification:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from meshtrain.models.block_reader import BOUNCE_BYTES
 from meshtrain.models.build import stock_like
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.layout import local_tensor
+from meshtrain.models.safetensors_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from meshtrain.models.weights import load_weights
 from tests.models.gpt2 import FUSED, GPT2
 from tests.ranks import run_on_ranks
@@ -132,6 +134,18 @@ def test_files_of_the_bare_model_and_in_shards(gpt2: GPT2LMHeadModel, tmp_path: 
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert "wte.weight" in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert all(run_on_ranks(2, load_stage, tmp_path, parameters_of(gpt2)))
+
+
+def test_of_both_kinds_of_files_those_are_read_that_transformers_reads(gpt2: GPT2LMHeadModel, tmp_path: Path) -> None:
+    other = GPT2LMHeadModel(GPT2)
+    assert not torch.equal(other.transformer.wte.weight, gpt2.transformer.wte.weight)
+    other.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    gpt2.save_pretrained(tmp_path / "whole")
+    shutil.copytree(tmp_path / "shards", tmp_path / "whole", dirs_exist_ok=True)
+    assert (tmp_path / "whole" / INDEX_NAME).is_file()
+    assert {*find_tensors(tmp_path / "whole").values()} == {*read_header(tmp_path / "whole" / SINGLE_NAME).values()}
+    found = GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(found.transformer.wte.weight, gpt2.transformer.wte.weight)
 
 
 def test_each_stage_reads_its_own_and_a_tied_head_reads_the_embedding(source: Path, gpt2: GPT2LMHeadModel) -> None:
