@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
@@ -167,14 +175,17 @@ def test_a_checkpoint_holds_base_and_adapters_for_any_mesh(tmp_path: Path) -> No
         convert(run, tmp_path / "model")
 
 
+MERGED: dict[str, dict[str, Any]] = {"gpt2-tied": {"lora_bias": True}, "llama-untied": {}}
+
+
 def merge_on_a_mesh(name: str, mesh: dict[str, int], folder: Path) -> None:
-    model = meshtrain.parallelize(adapted(name), {"mesh": mesh})
+    model = meshtrain.parallelize(adapted(name, **MERGED[name]), {"mesh": mesh})
     meshtrain.save_pretrained(model, folder, dtype=torch.float64, merge_adapters=True)
 
 
 def merge_in_one_process(name: str, folders: list[Path]) -> list[str]:
     """Return which weights of the stock model, loaded from the folders, are not those that peft merges."""
-    merged = dict(adapted(name).merge_and_unload().named_parameters())
+    merged = dict(adapted(name, **MERGED[name]).merge_and_unload().named_parameters())
     different = []
     for folder in folders:
         loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).named_parameters())
@@ -279,13 +290,21 @@ def refuse(what: str, folder: Path) -> None:
         )
         model.peft_config["default"].init_lora_weights = "pissa"
         meshtrain.initialize(meshtrain.parallelize(model, {}))
+    elif what == "nowhere to merge":
+        model = adapted("llama-untied", lora_bias=True)
+        meshtrain.save_pretrained(meshtrain.parallelize(model, {}), folder / "merged", merge_adapters=True)
     else:
         model = meshtrain.parallelize(get_peft_model(stock_model(name), LoraConfig(**lora)), {})
+        if what == "trains beside":
+            model.get_base_model().transformer.ln_f.requires_grad_()
         {
             "merge": model.merge_adapter,
             "merge_and_unload": model.merge_and_unload,
             "second": lambda: model.add_adapter("second", LoraConfig(**lora)),
             "half": model.half,
+            "load": lambda: model.load_adapter(str(folder), "default"),
+            "load tensors": lambda: set_peft_model_state_dict(model, get_peft_model_state_dict(model)),
+            "trains beside": lambda: model.save_pretrained(str(folder)),
             "rank by rank": lambda: meshtrain.save_parallelized(model, "nowhere"),
             "no tokenizer": lambda: meshtrain.save_pretrained(model, folder, tokenizer="nowhere"),
             "no folder": lambda: meshtrain.save_pretrained(model, "/dev/null/adapters"),
@@ -315,6 +334,10 @@ MESSAGES = {
     "no tokenizer": "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself",
     "no folder": "cannot write adapters into /dev/null/adapters: Not a directory; make room or save elsewhere",
     "two formats": "what trains is in several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
+    "load": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
+    "load tensors": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
+    "trains beside": "transformer.ln_f.weight, transformer.ln_f.bias would not be saved: what trains beside",
+    "nowhere to merge": "the adapters have biases (lora_bias) where the model has none (model.layers.0.self_attn.",
     "half": "a parallel model cannot be moved (to cpu, torch.float16)",
 }
 
@@ -335,3 +358,24 @@ def test_what_cannot_be_made_parallel_is_told(tmp_path: Path) -> None:
     for what, message in MESSAGES.items():
         assert len(told[what]) == 1
         assert message in told[what][0]
+
+
+def bring_different_adapters() -> list[str]:
+    """Return what is said where ranks differ in what no weight shows."""
+    rank, told = torch.distributed.get_rank(), []
+    thawed = adapted("gpt2-tied")
+    thawed.get_base_model().transformer.ln_f.bias.requires_grad_(rank == 1)
+    for model in (thawed, adapted("gpt2-tied", lora_alpha=4 + 4 * rank)):
+        with pytest.raises(UserError) as error:
+            meshtrain.parallelize(model, {"mesh": {"tp": 2}})
+        told.append(str(error.value))
+    return told
+
+
+def test_ranks_with_different_adapters_are_told() -> None:
+    start, end = "ranks 0 and 1 bring different models: ", "; make it the same on every rank"
+    told = [
+        f"{start}requires_grad of transformer.ln_f.bias is False and True{end}",
+        f"{start}scaling of transformer.h.0.attn.c_attn is {{'default': 1.0}} and {{'default': 2.0}}{end}",
+    ]
+    assert run_on_ranks(2, bring_different_adapters) == [told, told]
