@@ -106,32 +106,48 @@ def on_a_mesh(name: str, plan: dict[str, Any], options: dict[str, Any], folder: 
     return losses, gather_adapters(pipeline_of(model)), without_adapters(model)
 
 
-CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("gpt2-tied", 2, {"mesh": {"tp": 2}}, {}),
-    ("gpt2-tied", 2, {"mesh": {"pp": 2}}, {"use_rslora": True}),
-    ("llama-untied", 2, {"mesh": {"dp_replicate": 2, "dp_shard": 1}}, {}),
-    ("llama-untied", 4, {"mesh": {"dp_shard": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}, {}),
-]
+# Model, plan, options of the adapters; by the number of ranks, for a start of them costs as much as a case.
+CASES: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    2: [
+        ("gpt2-tied", {"mesh": {"tp": 2}}, {}),
+        ("gpt2-tied", {"mesh": {"pp": 2}}, {"use_rslora": True}),
+        ("llama-untied", {"mesh": {"dp_replicate": 2, "dp_shard": 1}}, {}),
+    ],
+    4: [("llama-untied", {"mesh": {"dp_shard": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}, {})],
+}
 
 
-@pytest.mark.parametrize(("name", "world_size", "plan", "options"), CASES, ids=str)
-def test_a_program_with_adapters(
-    name: str, world_size: int, plan: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def all_in_one_process(world_size: int, folder: Path) -> list[Answer]:
+    return [in_one_process(name, options, folder / str(n)) for n, (name, _, options) in enumerate(CASES[world_size])]
+
+
+def all_on_meshes(world_size: int, folder: Path) -> list[Answer]:
+    cases = enumerate(CASES[world_size])
+    return [on_a_mesh(name, plan, options, folder / str(n)) for n, (name, plan, options) in cases]
+
+
+def all_values(world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    return [values_of(folder / str(n), name) for n, (name, _, _) in enumerate(CASES[world_size])]
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_a_program_with_adapters(world_size: int, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    ((losses, values, before),) = run_on_ranks(1, in_one_process, name, options, one, joins=False)
-    answers = run_on_ranks(world_size, on_a_mesh, name, plan, options, many, joins=False)
-    gathered = answers[0][1]
-    assert gathered.keys() == values.keys()
-    for found, _, alone in answers:
-        assert found == pytest.approx(losses, rel=1e-12)
-        assert alone is None or alone == pytest.approx(before, rel=1e-12)
-    for key, value in values.items():
-        assert torch.allclose(gathered[key], value, rtol=0, atol=1e-12), key
-    (loaded,) = run_on_ranks(1, values_of, many, name, joins=False)
-    assert all(torch.equal(loaded[key], value) for key, value in gathered.items())
-    assert {file.name for file in many.iterdir()} == {file.name for file in one.iterdir()}
-    assert (many / "adapter_config.json").read_text() == (one / "adapter_config.json").read_text()
+    (alone,) = run_on_ranks(1, all_in_one_process, world_size, one, joins=False)
+    ranks = run_on_ranks(world_size, all_on_meshes, world_size, many, joins=False)
+    (loaded,) = run_on_ranks(1, all_values, world_size, many, joins=False)
+    for n, (losses, values, before) in enumerate(alone):
+        gathered = ranks[0][n][1]
+        assert gathered.keys() == values.keys()
+        for found, _, disabled in (answers[n] for answers in ranks):
+            assert found == pytest.approx(losses, rel=1e-12)
+            assert disabled is None or disabled == pytest.approx(before, rel=1e-12)
+        for key, value in values.items():
+            assert torch.allclose(gathered[key], value, rtol=0, atol=1e-12), key
+        assert all(torch.equal(loaded[n][key], value) for key, value in gathered.items())
+        here, there = many / str(n), one / str(n)
+        assert {file.name for file in here.iterdir()} == {file.name for file in there.iterdir()}
+        assert (here / "adapter_config.json").read_text() == (there / "adapter_config.json").read_text()
 
 
 def values_of(folder: Path, name: str) -> dict[str, Tensor]:
@@ -178,27 +194,31 @@ def test_a_checkpoint_holds_base_and_adapters_for_any_mesh(tmp_path: Path) -> No
 MERGED: dict[str, dict[str, Any]] = {"gpt2-tied": {"lora_bias": True}, "llama-untied": {}}
 
 
-def merge_on_a_mesh(name: str, mesh: dict[str, int], folder: Path) -> None:
-    model = meshtrain.parallelize(adapted(name, **MERGED[name]), {"mesh": mesh})
-    meshtrain.save_pretrained(model, folder, dtype=torch.float64, merge_adapters=True)
+def merge_on_meshes(folder: Path) -> None:
+    for name, options in MERGED.items():
+        for axis in ("tp", "pp"):
+            model = meshtrain.parallelize(adapted(name, **options), {"mesh": {axis: 2}})
+            meshtrain.save_pretrained(model, folder / name / axis, dtype=torch.float64, merge_adapters=True)
 
 
-def merge_in_one_process(name: str, folders: list[Path]) -> list[str]:
+def merge_in_one_process(folder: Path) -> list[str]:
     """Return which weights of the stock model, loaded from the folders, are not those that peft merges."""
-    merged = dict(adapted(name, **MERGED[name]).merge_and_unload().named_parameters())
     different = []
-    for folder in folders:
-        loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).named_parameters())
-        assert loaded.keys() == merged.keys()
-        different += [f"{folder}: {key}" for key, value in merged.items() if not torch.equal(loaded[key], value)]
+    for name, options in MERGED.items():
+        merged = dict(adapted(name, **options).merge_and_unload().named_parameters())
+        for axis in ("tp", "pp"):
+            stock = AutoModelForCausalLM.from_pretrained(folder / name / axis, dtype=torch.float64)
+            loaded = dict(stock.named_parameters())
+            assert loaded.keys() == merged.keys()
+            different += [
+                f"{name} on {axis}: {key}" for key, value in merged.items() if not torch.equal(loaded[key], value)
+            ]
     return different
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_merged_weights_are_those_of_peft_bit_for_bit(name: str, tmp_path: Path) -> None:
-    run_on_ranks(2, merge_on_a_mesh, name, {"tp": 2}, tmp_path / "tp", joins=False)
-    run_on_ranks(2, merge_on_a_mesh, name, {"pp": 2}, tmp_path / "pp", joins=False)
-    assert run_on_ranks(1, merge_in_one_process, name, [tmp_path / "tp", tmp_path / "pp"], joins=False) == [[]]
+def test_merged_weights_are_those_of_peft_bit_for_bit(tmp_path: Path) -> None:
+    run_on_ranks(2, merge_on_meshes, tmp_path, joins=False)
+    assert run_on_ranks(1, merge_in_one_process, tmp_path, joins=False) == [[]]
 
 
 def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tensor]]:
