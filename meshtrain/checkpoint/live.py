@@ -225,9 +225,9 @@ class _Writing:
         # Added before anything is rounded.
         whole = self._gather_own(tensor, owner)
         for adapter in adapters:
-            down, up = (self._gather_own(merging.factors[factor], owner) for factor in (adapter.down, adapter.up))
-            if whole is not None and down is not None and up is not None:
-                whole = adapter.added_to(whole, down, up)
+            factors = [self._gather_own(merging.factors[factor], owner) for factor in adapter.factors]
+            if whole is not None:
+                whole = adapter.added_to(whole, *(factor for factor in factors if factor is not None))
         return None if whole is None else whole.to(dtype)
 
     def _gather_own(self, tensor: StockTensor, owner: int) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.checkpoint.adapters import Merging, active_adapters
+from meshtrain.checkpoint.adapters import Merging, active_adapters, find_lost_biases
 from meshtrain.checkpoint.description import Tokenizer, name_of, write_description
 from meshtrain.checkpoint.hub_layout import FLOATS, MAX_SHARD_SIZE, check_names, layout_of, plan_files
 from meshtrain.checkpoint.live import Groups, LiveTensors, find_live_tensors, groups_for_saving, write_live_folder
@@ -18,7 +18,7 @@ from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
-from meshtrain.runtime.agreement import is_first_rank
+from meshtrain.runtime.agreement import is_first_rank, raise_together
 
 
 def save_pretrained(
@@ -86,6 +86,7 @@ def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
     merging = Merging(
         active_adapters(pipeline), {name: stock.pop(name) for name in [*stock] if is_adapter_parameter(name)}
     )
+    raise_together(find_lost_biases(merging.adapters, stock), CheckpointError, groups.agreement)
     return find_live_tensors(held, stock, leader_of(pipeline), groups, merging)
 
 

@@ -116,14 +116,24 @@ class ParallelModel:
 
 
 def become_adapted(model: Any, pipeline: Pipeline) -> None:
-    """Let a PeftModel around a parallel model save what lies on all ranks."""
+    """Let a PeftModel around a parallel model save what lies on all ranks, and load nothing into parts of it."""
     model.save_pretrained = partial(save_adapters, model, pipeline)
+    # peft skips what it does not find, such as B of a fused projection, which is kept in parts.
+    model.load_adapter = model.load_state_dict = _refuse_loading
 
 
 def _refuse_adapters() -> NoReturn:
     raise ModelError(
         "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first: "
         "meshtrain.parallelize(peft.get_peft_model(model, config), plan)"
+    )
+
+
+def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before: "
+        "meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), plan); "
+        "meshtrain.load_checkpoint goes on with a training"
     )
 
 

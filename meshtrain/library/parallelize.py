@@ -84,9 +84,10 @@ def parallelize(
     adapters = take_off_adapters(stock)
     values = take(stock, adapters)
     check_equal_on_all(values)
+    # Before the proof: what contradicts itself at its real size is a mistake, and said first.
+    resolved = resolve_plan(wanted, stock, _any_batch(wanted, stock, micro_batch_size), dist.get_world_size())
     if prove_unknown_class and dist.get_world_size() > 1:
         ensure_model_proven(stock, wanted)
-    resolved = resolve_plan(wanted, stock, _any_batch(wanted, stock, micro_batch_size), dist.get_world_size())
     if resolved.mesh.pp == 1:
         # Whoever calls the model looks at its logits.
         tensor = resolved.tensor.model_copy(update={"loss_parallel": False})

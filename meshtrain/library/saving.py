@@ -46,7 +46,8 @@ def save_pretrained(
         merge_adapters: write the whole model, with its active LoRA adapters added to the weights as peft adds them.
 
     Raises:
-        ModelError: if the model is not parallel, has no values yet, or has no adapters to merge.
+        ModelError: if the model is not parallel, has no values yet, has no adapters to merge, or trains something
+            beside adapters that would not be saved with them.
         CheckpointError: on all ranks alike: the folder has something in it, cannot be written or is not the same on
             all machines, there is no tokenizer where one should be, or tensors are missing or do not belong to the
             model; those are listed.

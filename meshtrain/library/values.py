@@ -1,8 +1,9 @@
 """The values of a user's model: taken off it before it is cut, and put into the shards afterwards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,13 @@ class Values:
         parameters: stock FQN -> the parameter, a tied one once; `put` takes the values out of them, one by one.
         buffers: FQN -> values.
         is_meta: whether there are none.
+        scalings: stock FQN -> name of an adapter there -> its factor.
     """
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     is_meta: bool
+    scalings: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
@@ -61,13 +64,16 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
                 module._parameters[name] = replaced[parameter]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to("meta")
-    return Values(parameters, buffers, is_meta=bool(on_meta))
+    layers: Mapping[str, Any] = adapters
+    scalings = {name: dict(layer.scaling) for name, layer in layers.items()}
+    return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings)
 
 
 def check_equal_on_all(values: Values) -> None:
     """Check that every process brought the same model. Collective.
 
-    A sample of every tensor is compared: a model that each process drew for itself differs everywhere.
+    A sample of every tensor is compared: a model that each process drew for itself differs everywhere. So are what is
+    frozen, for the processes reduce the gradients of the others together, and the scaling of adapters.
 
     Raises:
         ModelError: on all processes alike, if not.
@@ -81,6 +87,15 @@ def check_equal_on_all(values: Values) -> None:
                 f"ranks 0 and {rank} bring different models: {len(different)} of {len(theirs[0])} parameters differ, "
                 f"{different[0]} for one; load the same weights on every rank, call torch.manual_seed(0) before a new "
                 "model is built, or build it on meta and call meshtrain.initialize"
+            )
+    trained = {f"requires_grad of {name}": value.requires_grad for name, value in values.parameters.items()}
+    settings = gather_objects(trained | {f"scaling of {name}": value for name, value in values.scalings.items()})
+    for rank, found in enumerate(settings):
+        if different := [what for what, value in settings[0].items() if found[what] != value]:
+            what = different[0]
+            raise ModelError(
+                f"ranks 0 and {rank} bring different models: {what} is {settings[0][what]} and {found[what]}; make it "
+                "the same on every rank"
             )
 
 

@@ -23,7 +23,8 @@ BASE = "base_layer"
 ADVICE = "let target_modules of a LoraConfig name Linear and Conv1D modules only, with no variant of LoRA"
 MODULES_ADVICE = (
     "leave modules_to_save out of the LoraConfig (and task_type, which fills it in for a classifier), and let the "
-    "module itself train by requires_grad_(True)"
+    "module itself train by requires_grad_(True); meshtrain.save_pretrained(model, folder, merge_adapters=True) saves "
+    "both"
 )
 
 

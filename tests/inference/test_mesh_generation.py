@@ -71,13 +71,16 @@ def test_pipelines_of_tensor_parallel_stages_write_as_the_stock_model() -> None:
 def test_several_stages_per_process_have_a_cache_each() -> None:
     in_v = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
     in_rounds = {"schedule": "Interleaved1F1B", "stages_per_rank": 2}
-    prove(*places((2, 1, 1, 1), ("gpt2", "llama", "qwen3", "mixtral", "gemma2"), pipeline=in_v))
-    prove(*places((2, 1, 1, 1), ("gpt2", "gemma2"), pipeline=in_rounds), modes=("greedy", "beams"))
+    in_both = (
+        *places((2, 1, 1, 1), ("llama", "gemma2"), pipeline=in_v),
+        *places((2, 1, 1, 1), ("gpt2",), pipeline=in_rounds),
+    )
+    prove(*in_both, modes=("greedy", "beams"))
 
 
 def test_sequence_parallel_models_write_as_the_stock_model() -> None:
     in_parts = {"sequence_parallel": True}
-    prove(*places((1, 1, 1, 2), ("gpt2", "qwen3", "mixtral", "gemma2"), tensor=in_parts), modes=("greedy", "no cache"))
+    prove(*places((1, 1, 1, 2), ("gpt2", "mixtral"), tensor=in_parts), modes=("greedy", "no cache"))
     prove(*places((2, 1, 1, 2), ("llama", "mixtral"), tensor=in_parts), modes=("beams",))
 
 
@@ -100,8 +103,8 @@ def test_a_length_that_tp_does_not_divide_is_refused_with_gradients_only() -> No
 
 
 def test_sharded_models_write_as_the_stock_model() -> None:
-    prove(*places((1, 1, 2, 1), ("gpt2", "llama", "qwen3", "mixtral", "gemma2")), modes=("sampling", "beams"))
-    prove(*places((2, 1, 2, 1), ("gpt2", "gemma2")), modes=("beams",))
+    prove(*places((1, 1, 2, 1), ("gpt2", "mixtral", "gemma2")), modes=("sampling", "beams"))
+    prove(*places((2, 1, 2, 1), ("gemma2",)), modes=("beams",))
 
 
 def test_compiled_layers_write_as_the_stock_model() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
@@ -98,32 +106,48 @@ def on_a_mesh(name: str, plan: dict[str, Any], options: dict[str, Any], folder: 
     return losses, gather_adapters(pipeline_of(model)), without_adapters(model)
 
 
-CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("gpt2-tied", 2, {"mesh": {"tp": 2}}, {}),
-    ("gpt2-tied", 2, {"mesh": {"pp": 2}}, {"use_rslora": True}),
-    ("llama-untied", 2, {"mesh": {"dp_replicate": 2, "dp_shard": 1}}, {}),
-    ("llama-untied", 4, {"mesh": {"dp_shard": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}, {}),
-]
+# Model, plan, options of the adapters; by the number of ranks, for a start of them costs as much as a case.
+CASES: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    2: [
+        ("gpt2-tied", {"mesh": {"tp": 2}}, {}),
+        ("gpt2-tied", {"mesh": {"pp": 2}}, {"use_rslora": True}),
+        ("llama-untied", {"mesh": {"dp_replicate": 2, "dp_shard": 1}}, {}),
+    ],
+    4: [("llama-untied", {"mesh": {"dp_shard": 2, "tp": 2}, "tensor": {"sequence_parallel": True}}, {})],
+}
 
 
-@pytest.mark.parametrize(("name", "world_size", "plan", "options"), CASES, ids=str)
-def test_a_program_with_adapters(
-    name: str, world_size: int, plan: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def all_in_one_process(world_size: int, folder: Path) -> list[Answer]:
+    return [in_one_process(name, options, folder / str(n)) for n, (name, _, options) in enumerate(CASES[world_size])]
+
+
+def all_on_meshes(world_size: int, folder: Path) -> list[Answer]:
+    cases = enumerate(CASES[world_size])
+    return [on_a_mesh(name, plan, options, folder / str(n)) for n, (name, plan, options) in cases]
+
+
+def all_values(world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    return [values_of(folder / str(n), name) for n, (name, _, _) in enumerate(CASES[world_size])]
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_a_program_with_adapters(world_size: int, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    ((losses, values, before),) = run_on_ranks(1, in_one_process, name, options, one, joins=False)
-    answers = run_on_ranks(world_size, on_a_mesh, name, plan, options, many, joins=False)
-    gathered = answers[0][1]
-    assert gathered.keys() == values.keys()
-    for found, _, alone in answers:
-        assert found == pytest.approx(losses, rel=1e-12)
-        assert alone is None or alone == pytest.approx(before, rel=1e-12)
-    for key, value in values.items():
-        assert torch.allclose(gathered[key], value, rtol=0, atol=1e-12), key
-    (loaded,) = run_on_ranks(1, values_of, many, name, joins=False)
-    assert all(torch.equal(loaded[key], value) for key, value in gathered.items())
-    assert {file.name for file in many.iterdir()} == {file.name for file in one.iterdir()}
-    assert (many / "adapter_config.json").read_text() == (one / "adapter_config.json").read_text()
+    (alone,) = run_on_ranks(1, all_in_one_process, world_size, one, joins=False)
+    ranks = run_on_ranks(world_size, all_on_meshes, world_size, many, joins=False)
+    (loaded,) = run_on_ranks(1, all_values, world_size, many, joins=False)
+    for n, (losses, values, before) in enumerate(alone):
+        gathered = ranks[0][n][1]
+        assert gathered.keys() == values.keys()
+        for found, _, disabled in (answers[n] for answers in ranks):
+            assert found == pytest.approx(losses, rel=1e-12)
+            assert disabled is None or disabled == pytest.approx(before, rel=1e-12)
+        for key, value in values.items():
+            assert torch.allclose(gathered[key], value, rtol=0, atol=1e-12), key
+        assert all(torch.equal(loaded[n][key], value) for key, value in gathered.items())
+        here, there = many / str(n), one / str(n)
+        assert {file.name for file in here.iterdir()} == {file.name for file in there.iterdir()}
+        assert (here / "adapter_config.json").read_text() == (there / "adapter_config.json").read_text()
 
 
 def values_of(folder: Path, name: str) -> dict[str, Tensor]:
@@ -167,27 +191,34 @@ def test_a_checkpoint_holds_base_and_adapters_for_any_mesh(tmp_path: Path) -> No
         convert(run, tmp_path / "model")
 
 
-def merge_on_a_mesh(name: str, mesh: dict[str, int], folder: Path) -> None:
-    model = meshtrain.parallelize(adapted(name), {"mesh": mesh})
-    meshtrain.save_pretrained(model, folder, dtype=torch.float64, merge_adapters=True)
+MERGED: dict[str, dict[str, Any]] = {"gpt2-tied": {"lora_bias": True}, "llama-untied": {}}
 
 
-def merge_in_one_process(name: str, folders: list[Path]) -> list[str]:
+def merge_on_meshes(folder: Path) -> None:
+    for name, options in MERGED.items():
+        for axis in ("tp", "pp"):
+            model = meshtrain.parallelize(adapted(name, **options), {"mesh": {axis: 2}})
+            meshtrain.save_pretrained(model, folder / name / axis, dtype=torch.float64, merge_adapters=True)
+
+
+def merge_in_one_process(folder: Path) -> list[str]:
     """Return which weights of the stock model, loaded from the folders, are not those that peft merges."""
-    merged = dict(adapted(name).merge_and_unload().named_parameters())
     different = []
-    for folder in folders:
-        loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).named_parameters())
-        assert loaded.keys() == merged.keys()
-        different += [f"{folder}: {key}" for key, value in merged.items() if not torch.equal(loaded[key], value)]
+    for name, options in MERGED.items():
+        merged = dict(adapted(name, **options).merge_and_unload().named_parameters())
+        for axis in ("tp", "pp"):
+            stock = AutoModelForCausalLM.from_pretrained(folder / name / axis, dtype=torch.float64)
+            loaded = dict(stock.named_parameters())
+            assert loaded.keys() == merged.keys()
+            different += [
+                f"{name} on {axis}: {key}" for key, value in merged.items() if not torch.equal(loaded[key], value)
+            ]
     return different
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_merged_weights_are_those_of_peft_bit_for_bit(name: str, tmp_path: Path) -> None:
-    run_on_ranks(2, merge_on_a_mesh, name, {"tp": 2}, tmp_path / "tp", joins=False)
-    run_on_ranks(2, merge_on_a_mesh, name, {"pp": 2}, tmp_path / "pp", joins=False)
-    assert run_on_ranks(1, merge_in_one_process, name, [tmp_path / "tp", tmp_path / "pp"], joins=False) == [[]]
+def test_merged_weights_are_those_of_peft_bit_for_bit(tmp_path: Path) -> None:
+    run_on_ranks(2, merge_on_meshes, tmp_path, joins=False)
+    assert run_on_ranks(1, merge_in_one_process, tmp_path, joins=False) == [[]]
 
 
 def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tensor]]:
@@ -279,13 +310,21 @@ def refuse(what: str, folder: Path) -> None:
         )
         model.peft_config["default"].init_lora_weights = "pissa"
         meshtrain.initialize(meshtrain.parallelize(model, {}))
+    elif what == "nowhere to merge":
+        model = adapted("llama-untied", lora_bias=True)
+        meshtrain.save_pretrained(meshtrain.parallelize(model, {}), folder / "merged", merge_adapters=True)
     else:
         model = meshtrain.parallelize(get_peft_model(stock_model(name), LoraConfig(**lora)), {})
+        if what == "trains beside":
+            model.get_base_model().transformer.ln_f.requires_grad_()
         {
             "merge": model.merge_adapter,
             "merge_and_unload": model.merge_and_unload,
             "second": lambda: model.add_adapter("second", LoraConfig(**lora)),
             "half": model.half,
+            "load": lambda: model.load_adapter(str(folder), "default"),
+            "load tensors": lambda: set_peft_model_state_dict(model, get_peft_model_state_dict(model)),
+            "trains beside": lambda: model.save_pretrained(str(folder)),
             "rank by rank": lambda: meshtrain.save_parallelized(model, "nowhere"),
             "no tokenizer": lambda: meshtrain.save_pretrained(model, folder, tokenizer="nowhere"),
             "no folder": lambda: meshtrain.save_pretrained(model, "/dev/null/adapters"),
@@ -315,6 +354,10 @@ MESSAGES = {
     "no tokenizer": "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself",
     "no folder": "cannot write adapters into /dev/null/adapters: Not a directory; make room or save elsewhere",
     "two formats": "what trains is in several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
+    "load": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
+    "load tensors": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
+    "trains beside": "transformer.ln_f.weight, transformer.ln_f.bias would not be saved: what trains beside",
+    "nowhere to merge": "the adapters have biases (lora_bias) where the model has none (model.layers.0.self_attn.",
     "half": "a parallel model cannot be moved (to cpu, torch.float16)",
 }
 
@@ -335,3 +378,24 @@ def test_what_cannot_be_made_parallel_is_told(tmp_path: Path) -> None:
     for what, message in MESSAGES.items():
         assert len(told[what]) == 1
         assert message in told[what][0]
+
+
+def bring_different_adapters() -> list[str]:
+    """Return what is said where ranks differ in what no weight shows."""
+    rank, told = torch.distributed.get_rank(), []
+    thawed = adapted("gpt2-tied")
+    thawed.get_base_model().transformer.ln_f.bias.requires_grad_(rank == 1)
+    for model in (thawed, adapted("gpt2-tied", lora_alpha=4 + 4 * rank)):
+        with pytest.raises(UserError) as error:
+            meshtrain.parallelize(model, {"mesh": {"tp": 2}})
+        told.append(str(error.value))
+    return told
+
+
+def test_ranks_with_different_adapters_are_told() -> None:
+    start, end = "ranks 0 and 1 bring different models: ", "; make it the same on every rank"
+    told = [
+        f"{start}requires_grad of transformer.ln_f.bias is False and True{end}",
+        f"{start}scaling of transformer.h.0.attn.c_attn is {{'default': 1.0}} and {{'default': 2.0}}{end}",
+    ]
+    assert run_on_ranks(2, bring_different_adapters) == [told, told]

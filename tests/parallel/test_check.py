@@ -385,6 +385,14 @@ def test_heads() -> None:
     )
 
 
+def test_heads_of_falcon() -> None:
+    config = AutoConfig.for_model("falcon", num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True)
+    model = build_model(config, dtype=torch.float32, attention="eager")
+    assert problems(make_plan(mesh={"tp": 4}), model) == (
+        "mesh.tp = 4 does not divide the model's 2 key-value heads (num_kv_heads); tp can be 1, 2",
+    )
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_width_of_the_mlp(model_type: str) -> None:
     name = {"llama": "model.layers.0.mlp.gate_proj", "gpt2": "transformer.h.0.mlp.c_fc"}[model_type]

@@ -55,7 +55,7 @@ def different(folder: Path, degrees: dict[str, int]) -> list[str]:
     pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
     load_pretrained(pipeline, folder)
     wanted = split_parts(wanted, pipeline.fused)
-    held = {**dict(pipeline.named_parameters()), **pipeline.owned_buffers()}
+    held = {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())}
     parts = {name: wanted[name][local_ranges(tensor)] for name, tensor in held.items()}
     return [name for name, tensor in held.items() if not torch.equal(local_tensor(tensor), parts[name])]
 

@@ -60,8 +60,13 @@ def _check_dropout(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
 
 def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     tp = plan.mesh.tp
-    for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
-        if name == "num_key_value_heads" and _are_whole(plan.tensor.styles):
+    for what, name in (
+        ("attention heads", "num_attention_heads"),
+        ("key-value heads", "num_key_value_heads"),
+        # That of Falcon: its key-value heads lie between the query heads, and no process can share one of them.
+        ("key-value heads", "num_kv_heads"),
+    ):
+        if name != "num_attention_heads" and _are_whole(plan.tensor.styles):
             continue
         for count in values_in_layers(model.config, name):
             if isinstance(count, int) and count % tp:
