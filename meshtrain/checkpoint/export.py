@@ -22,7 +22,7 @@ from meshtrain.checkpoint.directory import (
     is_checkpoint,
     read_manifest,
 )
-from meshtrain.checkpoint.hub_layout import (
+from meshtrain.checkpoint.folder_layout import (
     FLOATS,
     MAX_SHARD_SIZE,
     HubLayout,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.checkpoint.directory import check_new, sync_tree
-from meshtrain.checkpoint.hub_layout import FilePlan, HubLayout
+from meshtrain.checkpoint.folder_layout import FilePlan, HubLayout
 from meshtrain.errors import CheckpointError
 from meshtrain.models.safetensors_files import INDEX_NAME
 

@@ -13,9 +13,7 @@ from transformers import GenerationConfig
 
 from meshtrain.errors import UserError, name_some
 from meshtrain.runtime.agreement import gather_objects
-from meshtrain.runtime.mesh import axis_size
-
-MODEL_AXES = ("tp", "pp")
+from meshtrain.runtime.mesh import MODEL_AXES, axis_size
 
 
 def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> None:

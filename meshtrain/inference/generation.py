@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.errors import UserError
-from meshtrain.inference.agreement import MODEL_AXES, agree
+from meshtrain.inference.agreement import agree
 from meshtrain.inference.staged import as_one_model
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.parallel.tokens import check_tokens
-from meshtrain.runtime.mesh import axis_size
+from meshtrain.runtime.mesh import MODEL_AXES, axis_size
 
 
 @torch.no_grad()

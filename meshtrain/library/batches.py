@@ -13,9 +13,7 @@ from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import DataError
 from meshtrain.parallel.collectives import reduce_from_shards
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size
-
-MODEL_AXES = ("pp", "tp")
+from meshtrain.runtime.mesh import DATA_AXES, MODEL_AXES, all_reduce_over, axis_size
 
 
 def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.checkpoint.description import Tokenizer
-from meshtrain.checkpoint.hub_layout import MAX_SHARD_SIZE
+from meshtrain.checkpoint.folder_layout import MAX_SHARD_SIZE
 from meshtrain.checkpoint.parallelized import save_parallelized as write_parallelized
 from meshtrain.checkpoint.pretrained import save_pretrained as write_pretrained
 from meshtrain.errors import ModelError

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshtrain.config.plan import AXES, MeshPlan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
+# Along these, processes share a model: they need the same samples.
+MODEL_AXES = ("pp", "tp")
 
 
 def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:

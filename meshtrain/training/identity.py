@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
 from meshtrain.checkpoint.export import list_stock_tensors
-from meshtrain.checkpoint.hub_layout import saved_tensors_of
+from meshtrain.checkpoint.folder_layout import saved_tensors_of
 from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
 from meshtrain.checkpoint.parallelized import LIBRARIES
 from meshtrain.checkpoint.reading import read_metadata

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from meshtrain.checkpoint.hub_layout import layout_of, plan_files
+from meshtrain.checkpoint.folder_layout import layout_of, plan_files
 from meshtrain.checkpoint.pretrained import save_pretrained
 from meshtrain.config.plan import MeshPlan
 from meshtrain.errors import CheckpointError

@@ -15,6 +15,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same
 from tests.library.folders import write_llama
+from tests.library.programs import parallel, stock_model
 from tests.parity import MODELS
 from tests.ranks import run_on_ranks
 
@@ -136,3 +137,20 @@ def test_a_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
             ModelError, match=r"a GPT2LMHeadModel is no parallel model; give what meshtrain.parallelize"
         ):
             save(gpt2(), tmp_path / "out")
+
+
+def ask_for_different_formats(folder: Path) -> str:
+    model = parallel(stock_model("llama-untied"), {"tp": 2})
+    dtype = torch.float32 if torch.distributed.get_rank() else torch.bfloat16
+    with pytest.raises(CheckpointError) as error:
+        meshtrain.save_pretrained(model, folder, dtype=dtype)
+    return str(error.value)
+
+
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    for told in run_on_ranks(2, ask_for_different_formats, tmp_path / "saved"):
+        assert told == (
+            "the ranks ask for different things (number format, file size, folder): ('bfloat16', '5GB', "
+            f"'{tmp_path}/saved') and ('float32', '5GB', '{tmp_path}/saved'); call save_pretrained alike on all of them"
+        )
+    assert not (tmp_path / "saved").exists()
