@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from meshtrain.checkpoint.location import Location, LocationSystem, errors_of, reason_of
@@ -116,10 +116,19 @@ def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str,
             raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}; use another checkpoint") from error
 
 
+def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _TableUnpickler(pickle.Unpickler):
     """Reads DCP's table and nothing else: a pickle may name any function, and have it called."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # So Python before 3.11.4 writes the member of an enumeration.
+            return _memory_format
         if (module, name) not in _TABLE_PARTS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)

@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,36 @@ def test_a_checkpoint_that_wants_to_run_a_command_is_refused(root: Path, tmp_pat
     with pytest.raises(CheckpointError, match=r"it asks for posix.system, which no checkpoint needs"):
         read_metadata(root / "step-20")
     assert not mark.exists()
+
+
+class Attribute:
+    """Is an attribute of something when it is unpickled."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._owner, self._name)
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes the members of enumerations as their attributes."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_table_that_an_older_python_wrote_is_read_and_no_other_attribute(root: Path) -> None:
+    """Python 3.11.0 to 3.11.3 writes the members of enumerations so."""
+    table = root / "step-20" / ".metadata"
+    wanted = read_metadata(root / "step-20")
+    with table.open("wb") as file:
+        OlderPickler(file).dump(wanted)
+    assert b"getattr" in table.read_bytes()
+    assert read_metadata(root / "step-20").state_dict_metadata == wanted.state_dict_metadata
+    table.write_bytes(pickle.dumps(Attribute(torch.Size, "numel")))
+    with pytest.raises(CheckpointError, match=r"it asks for numel of <class 'torch.Size'>, which no checkpoint needs"):
+        read_metadata(root / "step-20")
 
 
 @pytest.mark.parametrize("value", [None, torch.Size([1])])
