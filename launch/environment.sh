@@ -1,8 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it: goes to the repository root; install_meshtrain makes .venv there, once.
 
-# Without it a restart by torchrun finds the store of the workers before it, and fails.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # So many seconds torchrun waits, asked to end, for the processes to save; it would be 30. What a queue grants may be less.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit

@@ -22,6 +22,8 @@
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/launch/environment.sh"
 install_meshtrain
+# Without it a machine that was lost and comes back finds the store of the workers before it, and fails.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # One thread per process: the processes are the parallelism.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -46,13 +46,23 @@ def open_store(patience_seconds: float) -> dist.Store:
             multi_tenant=True,
         )
     except dist.DistError as error:
-        raise HostError(
-            f"rank {rank_from_environment()} on {socket.gethostname()} cannot reach the store of the run at "
-            f"{host}:{port} within {connect_seconds:.0f} s: look at MASTER_ADDR, MASTER_PORT and the firewall of {host}"
-        ) from error
+        raise HostError(_problem(error, host, port, connect_seconds)) from error
     store.set_timeout(timedelta(seconds=patience_seconds))
     attempt = f"{attempt_from_environment()}/{world_size_from_environment()}" if agent_hosts_store() else "only"
     return dist.PrefixStore(f"meshtrain/{attempt}", store)
+
+
+def _problem(error: dist.DistError, host: str, port: int, seconds: float) -> str:
+    where = f"rank {rank_from_environment()} on {socket.gethostname()}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"{where} cannot host the store of the run: another program took port {port}, which was free when it was "
+            "chosen; start again, with another MASTER_PORT if it was given by hand"
+        )
+    return (
+        f"{where} cannot reach the store of the run at {host}:{port} within {seconds:.0f} s: look at MASTER_ADDR, "
+        f"MASTER_PORT and the firewall of {host}"
+    )
 
 
 def hosts_store() -> bool:

@@ -93,6 +93,18 @@ def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(1.0)
 
 
+def test_a_port_that_another_program_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun chooses a free port seconds before rank 0 listens there."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(
+            HostError, match=rf"^rank 0 on \S+ cannot host the store .*: another program took port {port}"
+        ):
+            open_store(1.0)
+
+
 def test_addresses_have_interfaces() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") is None

@@ -93,7 +93,7 @@ def test_the_others_go_on_when_one_rank_has_to_go(whole: RunConfig) -> None:
 
 def test_all_end_when_the_store_no_longer_answers(whole: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is torchrun that has it here; frozen it closes no connection, just as a machine whose link is cut."""
-    # The launch scripts say 1: rank 0 has it then.
+    # Where there are several machines the launch scripts say 1: rank 0 has it then.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
     config, file = disturbed(whole, "silent", steps=100_000, logging=LoggingConfig(every=100_000))
     process = start(*torchrun("-m", "meshtrain", "train", file))
