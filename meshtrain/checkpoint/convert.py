@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import Retention, checkpoint_directory, is_checkpoint
+from meshtrain.checkpoint.directory import checkpoint_directory, is_checkpoint
 from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig

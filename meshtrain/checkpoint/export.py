@@ -13,15 +13,7 @@ from transformers import PreTrainedModel
 
 from meshtrain import console
 from meshtrain.checkpoint.description import name_of
-from meshtrain.checkpoint.directory import (
-    HUGGINGFACE_NAME,
-    MANIFEST_NAME,
-    Manifest,
-    check_new,
-    find_checkpoint,
-    is_checkpoint,
-    read_manifest,
-)
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, MANIFEST_NAME, find_checkpoint, is_checkpoint
 from meshtrain.checkpoint.folder_layout import (
     FLOATS,
     MAX_SHARD_SIZE,
@@ -35,6 +27,8 @@ from meshtrain.checkpoint.folder_layout import (
 )
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, as_local, shown_location
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.checkpoint.publishing import check_new
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index, written_whole
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import FormatError, list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import list_checkpoints
 from meshtrain.checkpoint.location import Location, SavedFile, errors_of, hash_file, reason_of
+from meshtrain.checkpoint.manifest import FormatError, read_manifest
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import gather_objects
 

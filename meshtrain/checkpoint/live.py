@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from meshtrain import console
 from meshtrain.checkpoint.adapters import Merging
-from meshtrain.checkpoint.directory import check_new
 from meshtrain.checkpoint.folder_layout import FilePlan, Group, HubLayout
 from meshtrain.checkpoint.gathering import gather_block_by_block, receive, send
+from meshtrain.checkpoint.publishing import check_new
 from meshtrain.checkpoint.safetensors_folder import (
     FileWriter,
     cannot_write,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from meshtrain import console
 from meshtrain.checkpoint.description import Tokenizer, write_description
-from meshtrain.checkpoint.directory import Manifest, step_named
+from meshtrain.checkpoint.directory import step_named
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.pretrained import original_dtype, owned_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX, save_folder
 from meshtrain.config.plan import AXES
@@ -45,7 +46,7 @@ def save_parallelized(
     save_folder(
         folder,
         weights_of(pipeline),
-        manifest=weights_manifest(pipeline, step=step_named(folder)),
+        manifest=weights_manifest(pipeline, step=step_named(folder) or 0),
         huggingface=partial(
             write_description,
             model=pipeline.stages[0].model,

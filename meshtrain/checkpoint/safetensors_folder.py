@@ -16,8 +16,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from meshtrain.checkpoint.directory import check_new, sync_tree
 from meshtrain.checkpoint.folder_layout import FilePlan, HubLayout
+from meshtrain.checkpoint.publishing import check_new, sync_tree
 from meshtrain.errors import CheckpointError
 from meshtrain.models.safetensors_files import INDEX_NAME
 

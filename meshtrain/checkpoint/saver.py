@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.planner import Block, block_of
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import HuggingFace, save_blocks
 from meshtrain.runtime.stuck import SAVING_THREAD
 

@@ -1,15 +1,11 @@
 """What `meshtrain checkpoint list` and `meshtrain checkpoint verify` say."""
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import (
-    FormatError,
-    find_checkpoints,
-    foreign_files,
-    is_checkpoint,
-    read_manifest,
-)
+from meshtrain.checkpoint.directory import find_checkpoints, is_checkpoint
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, shown_location
+from meshtrain.checkpoint.manifest import FormatError, read_manifest
+from meshtrain.checkpoint.publishing import foreign_files
 from meshtrain.config.plan import MeshPlan, mesh_words
 from meshtrain.errors import CheckpointError, name_some
 

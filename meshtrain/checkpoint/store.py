@@ -25,18 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshtrain.checkpoint.directory import (
-    HUGGINGFACE_NAME,
-    Manifest,
-    Retention,
-    check_new,
-    checkpoint_directory,
-    draft_directory,
-    prune_checkpoints,
-    publish_checkpoint,
-    start_draft,
-    write_manifest,
-)
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, checkpoint_directory, draft_directory
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import (
     Location,
@@ -49,7 +38,9 @@ from meshtrain.checkpoint.location import (
     remove_tree,
     write_hashed,
 )
+from meshtrain.checkpoint.manifest import Manifest, write_manifest
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
+from meshtrain.checkpoint.publishing import Retention, check_new, prune_checkpoints, publish_checkpoint, start_draft
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, find_checkpoint, read_manifest
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, find_checkpoint
 from meshtrain.checkpoint.location import Location, as_local, open_location
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from meshtrain.checkpoint.directory import SavedHistory
+from meshtrain.checkpoint.manifest import SavedHistory
 from meshtrain.config.run import BadStepsConfig
 from meshtrain.errors import TrainingStopped
 

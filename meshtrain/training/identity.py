@@ -8,10 +8,11 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, Manifest, read_manifest
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.export import list_stock_tensors
 from meshtrain.checkpoint.folder_layout import saved_tensors_of
 from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.parallelized import LIBRARIES
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import AXES, ParallelPlan

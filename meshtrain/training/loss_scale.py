@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-from meshtrain.checkpoint.directory import SavedLossScale
+from meshtrain.checkpoint.manifest import SavedLossScale
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan
 
 UNSCALED = LossScalePlan(initial=1.0, minimum=1.0, growth_interval=sys.maxsize)

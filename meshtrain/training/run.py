@@ -11,9 +11,11 @@ from signal import SIGTERM
 from typing import Any
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import MANIFEST_NAME, Manifest, Retention, read_manifest
+from meshtrain.checkpoint.directory import MANIFEST_NAME
 from meshtrain.checkpoint.integrity import newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location, shown_location
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds

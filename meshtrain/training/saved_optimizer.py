@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.directory import SavedGroup, SavedOptimizer
+from meshtrain.checkpoint.manifest import SavedGroup, SavedOptimizer
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects

@@ -5,18 +5,13 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint.description import write_description
-from meshtrain.checkpoint.directory import (
-    FormatError,
-    Manifest,
-    Retention,
-    SavedOptimizer,
-    is_checkpoint,
-    read_manifest,
-)
+from meshtrain.checkpoint.directory import is_checkpoint
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.pretrained import original_dtype
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.reading import tensor_entries
 from meshtrain.checkpoint.store import read_table, save_checkpoint
 from meshtrain.errors import CheckpointError, UserError

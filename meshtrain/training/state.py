@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.directory import SavedOptimizer
 from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.manifest import SavedOptimizer
 from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint, read_table
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor

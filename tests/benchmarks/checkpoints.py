@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.store import load_checkpoint
 from meshtrain.models.layout import local_tensor

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from meshtrain.checkpoint.directory import Manifest, Retention
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.store import save_checkpoint
 from tests.ranks import run_on_ranks

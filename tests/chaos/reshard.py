@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshtrain.checkpoint.directory import Retention
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline

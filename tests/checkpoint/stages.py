@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshtrain.checkpoint.directory import Manifest
+from meshtrain.checkpoint.manifest import Manifest
 
 NUM_LAYERS = 4
 # Rows that neither 2 nor 3 nor 4 processes share evenly; 13 is one that torch's own arithmetic gets wrong.

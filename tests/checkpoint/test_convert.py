@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshtrain.checkpoint.convert import convert
-from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import open_location
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import CheckpointError, ModelError, UserError
 from tests.models.gpt2 import GPT2

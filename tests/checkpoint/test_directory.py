@@ -5,17 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.directory import (
-    Manifest,
-    Retention,
-    find_checkpoint,
-    list_checkpoints,
-    prune_checkpoints,
-    publish_checkpoint,
-    read_manifest,
-    write_manifest,
-)
+from meshtrain.checkpoint.directory import find_checkpoint, list_checkpoints
 from meshtrain.checkpoint.location import hash_file
+from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from meshtrain.checkpoint.publishing import Retention, prune_checkpoints, publish_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of

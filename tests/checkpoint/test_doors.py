@@ -9,8 +9,8 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from meshtrain import cli
-from meshtrain.checkpoint.directory import Retention
 from meshtrain.checkpoint.location import open_location
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import save_checkpoint
 from tests.checkpoint.stages import build_plain, manifest_of
 from tests.models.gpt2 import GPT2, TIED

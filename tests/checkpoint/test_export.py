@@ -25,8 +25,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshtrain.checkpoint.directory import Manifest, Retention, read_manifest, write_manifest
 from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
+from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import HuggingFace, save_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.checkpoint.directory import read_manifest, write_manifest
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.manifest import read_manifest, write_manifest
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.checkpoint.show import verify_checkpoints
 from meshtrain.errors import CheckpointError

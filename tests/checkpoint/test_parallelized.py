@@ -11,8 +11,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from meshtrain import cli
-from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.export import merge
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.parallelized import save_parallelized
 from meshtrain.checkpoint.pretrained import owned_tensors, save_pretrained
 from meshtrain.config.plan import MeshPlan

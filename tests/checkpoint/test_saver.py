@@ -12,10 +12,12 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.checkpoint import saver as saver_module
-from meshtrain.checkpoint.directory import Retention, find_checkpoint, list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import find_checkpoint, list_checkpoints
 from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location, open_location
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.planner import BlockSavePlanner
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.show import show_checkpoints
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint

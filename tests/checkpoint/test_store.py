@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshtrain.checkpoint.directory import Retention, list_checkpoints, read_manifest
+from meshtrain.checkpoint.directory import list_checkpoints
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.planner import BlockSavePlanner
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor

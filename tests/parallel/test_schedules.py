@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from meshtrain.checkpoint.directory import Retention
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.plan import PipelinePlan, ScheduleName

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from meshtrain.checkpoint.directory import Retention
+from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
 from meshtrain.errors import ConfigError
