@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshtrain.runtime.garbage import rare_collections
+
 if TYPE_CHECKING:
     from meshtrain.config.toml import load_plan, load_run
     from meshtrain.library.generation import generate
@@ -60,7 +62,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: importing meshtrain costs nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshtrain' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    with rare_collections():
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -28,9 +28,11 @@ SECONDS_FOR_RANK_0 = 5.0
 def main() -> None:
     """Run the command line."""
     from meshtrain.runtime.environment import rank_from_environment
+    from meshtrain.runtime.garbage import rare_collections
 
     console.configure(rank=rank_from_environment())
-    code = _exit_code(sys.argv[1:] or ["--help"])
+    with rare_collections():
+        code = _exit_code(sys.argv[1:] or ["--help"])
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:

@@ -1,5 +1,6 @@
 """The loop: step, evaluate, save, and tell the hooks of it."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from meshtrain.data.loader import Batch
 from meshtrain.data.order import place_in_data
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.runtime.garbage import set_aside
 from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING, Hooks
@@ -78,6 +80,8 @@ def run_loop(run: Run) -> int:
     except BaseException as error:
         run.hooks.end(failure=error)
         raise
+    finally:
+        gc.unfreeze()
     run.hooks.end(stopped_by=describe_reason(reason) if reason else None)
     return reason
 
@@ -158,6 +162,8 @@ def _one_step(run: Run, batch: Batch, data_seconds: float) -> tuple[dict[str, fl
     state.step = batch.step + 1
     if batch.step == run.first_step:
         _show_without_gradient(result.without_gradient)
+        # With what the first step has compiled and built.
+        set_aside()
     run.trainer.pipeline.place.enter("metrics")
     # The fewest of what all have heard of is the largest negative number.
     here = [memory_bytes(run.device), state.problem is not None, run.saver.has_failed, -run.saver.num_published]

@@ -1,0 +1,70 @@
+"""When Python's garbage collector looks, and at what."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshtrain.runtime.garbage import RARELY, rare_collections
+from meshtrain.training.hooks import Hook, Metrics, RunState
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_plan, build_run
+from tests.training.test_hooks import train_with
+
+COUNT = """
+import gc, sys
+from collections import Counter
+found = Counter()
+gc.callbacks.append(lambda phase, told: found.update([f"{phase} {told['generation']}"]))
+sys.argv = ["meshtrain", "plan", "launch/runs/quickstart.toml", "--world-size", "4"]
+from meshtrain.cli import main
+main()
+print(len(sys.modules), found["start 2"])
+"""
+
+
+def test_the_command_line_starts_without_full_collections() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", COUNT], cwd=root, capture_output=True, text=True, check=True)
+    modules, full = map(int, done.stdout.split("\n")[-2].split())
+    assert modules > 1500
+    assert full == 0
+
+
+def test_what_was_holds_again_after_a_failure() -> None:
+    before = gc.get_threshold()
+
+    @rare_collections()
+    def fail() -> None:
+        raise ValueError(gc.get_threshold())
+
+    with pytest.raises(ValueError, match=rf"\({RARELY}, {before[1]}, {before[2]}\)"):
+        fail()
+    assert gc.get_threshold() == before
+
+
+class CountsFrozen(Hook):
+    """Counts after every step what the collector does not look at."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        self.counts.append(gc.get_freeze_count())
+
+
+def train_counting(*arguments: object) -> tuple[list[int], int]:
+    hook = CountsFrozen()
+    train_with(*arguments, hook)  # type: ignore[arg-type]
+    return hook.counts, gc.get_freeze_count()
+
+
+def test_a_run_sets_aside_what_was_there_at_its_first_step(tmp_path: Path) -> None:
+    config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=3)
+    (([first, *later], after),) = run_on_ranks(1, train_counting, config, joins=False)
+    # Less, for objects go, but no new ones.
+    assert len(later) == 2
+    assert all(100_000 < count <= first for count in later)
+    assert after == 0
