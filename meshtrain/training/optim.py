@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import get_scheduler
 
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig
 from meshtrain.errors import ConfigError
@@ -43,6 +42,8 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
     Raises:
         ConfigError: for an argument that the schedule does not take, or a value that it cannot work with.
     """
+    from transformers import get_scheduler  # noqa: PLC0415 - with it comes all of peft, where that is installed
+
     ignored = [key for key in IGNORED.get(config.name, ()) if getattr(config, key)]
     if ignored:
         what = f"the schedule {config.name!r} takes none; leave it out"

@@ -57,25 +57,12 @@ def status_bytes(field: str) -> int:
 
 
 def load_with_meshtrain(folder: Path, **degrees: int) -> Iterable[Any]:
-    """Load as a run does."""
-    import torch
+    """Load as a program of a user does."""
+    import meshtrain
 
-    from meshtrain.config.plan import MeshPlan, ParallelPlan, PrecisionPlan
-    from meshtrain.config.run import ModelConfig
-    from meshtrain.config.toml import with_family
-    from meshtrain.models.build import build_model, load_hf_config
-    from meshtrain.parallel import parallelize
-    from meshtrain.parallel.check import BatchShape, resolve_plan
-    from meshtrain.parallel.pretrained import load_pretrained
-    from meshtrain.runtime.mesh import build_mesh
-
-    plan = ParallelPlan(mesh=MeshPlan(**degrees), precision=PrecisionPlan(compute="float32"))
-    model = build_model(load_hf_config(ModelConfig(path=str(folder))), dtype=torch.float32)
-    plan = resolve_plan(with_family(plan, "llama"), model, BatchShape(RANKS, 1, 512), RANKS)
-    mesh = build_mesh(plan.mesh, "cpu")
-    pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
-    load_pretrained(pipeline, folder)
-    return [parameter for _, parameter in pipeline.named_parameters()]
+    model = meshtrain.parallelize(meshtrain.build_model(folder), {"mesh": degrees})
+    meshtrain.load_weights(model, folder)
+    return model.parameters()
 
 
 def load_with_transformers(folder: Path, **sizes: int) -> Iterable[Any]:
