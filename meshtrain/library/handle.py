@@ -1,7 +1,7 @@
 """What a parallel model of a user's knows of itself."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,12 @@ class Handle:
     num_forwards: int = 0
     is_generating: bool = False
     adapted: Any = None
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ModelError(
+            "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model parallel "
+            "for each, or keep what you need of the parameters (parameter.detach().clone())"
+        )
 
     def check_values(self) -> None:
         """Check that there is something to compute with.

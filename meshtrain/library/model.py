@@ -19,26 +19,9 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
 
-MOVES = ("cuda", "cpu", "xpu", "half", "float", "double", "bfloat16")
-
 
 class ParallelModel:
     """Mixed into the class of a parallel model: refuses what would break it, and saves what lies on all ranks."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model, if it is asked to be where and as it is.
-
-        Raises:
-            ModelError: for another device or number format.
-        """
-        model: Any = self
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        here = handle_of(self).device
-        if device is not None and (device.type, device.index or 0) != (here.type, here.index or 0):
-            _refuse_move(f"to {device}")
-        if dtype not in (None, model.dtype):
-            _refuse_move(f"to {dtype}")
-        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or fill them with zeros."""
@@ -79,12 +62,16 @@ class ParallelModel:
         return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # So a module around this one (PeftModel) moves it, past `to`.
+        # What `to`, `cuda`, `float` and the like come to, and those of a module around this one (PeftModel).
         model: Any = self
         before = torch.empty(0, dtype=model.dtype, device=handle_of(self).device)
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
-            _refuse_move(f"to {after.device}, {after.dtype}")
+            raise ModelError(
+                f"a parallel model cannot be moved (to {after.device}, {after.dtype}): every rank keeps its shards on "
+                "its own device, the GPU of its LOCAL_RANK where there are any; leave the call out, and choose number "
+                "formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan"
+            )
         return self
 
     @property
@@ -102,6 +89,9 @@ class ParallelModel:
     @peft_config.setter
     def peft_config(self, configs: Any) -> None:
         _refuse_adapters()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        handle_of(self).__deepcopy__(memo)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the rows lie on several processes, with optimizer states beside them.
@@ -135,27 +125,6 @@ def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
         "meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), plan); "
         "meshtrain.load_checkpoint goes on with a training"
     )
-
-
-def _refuse_move(what: str) -> NoReturn:
-    raise ModelError(
-        f"a parallel model cannot be moved ({what}): every rank keeps its shards on its own device, the GPU of "
-        "its LOCAL_RANK where there are any; leave the call out, and choose number formats with model.to(...) before "
-        "meshtrain.parallelize or in [precision] of the plan"
-    )
-
-
-def _refusal(name: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
-        return self.to(wanted[name]) if name in wanted else self.to(torch.device(name, *args, **kwargs))
-
-    refuse.__name__, refuse.__doc__ = name, f"Return the model if it is so already; see `to`. Not {name} otherwise."
-    return refuse
-
-
-for _name in MOVES:
-    setattr(ParallelModel, _name, _refusal(_name))
 
 
 def become_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:

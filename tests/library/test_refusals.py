@@ -1,5 +1,6 @@
 """What a program may not do with a parallel model, and what it is told to do instead."""
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -35,8 +36,9 @@ def misuse_tensor_parallel() -> dict[str, str]:
     shuffled = {name: value.roll(rank, 0) for name, value in batch.items()}
     return {
         "twice": told(ModelError, lambda: parallel(model, {"tp": 2})),
+        "copied": told(ModelError, lambda: copy.deepcopy(model)),
         "resized": told(ModelError, lambda: model.resize_token_embeddings(120)),
-        "moved": told(ModelError, lambda: model.to("cuda")),
+        "moved": told(ModelError, lambda: model.to("meta")),
         "cast": told(ModelError, lambda: model.bfloat16()),
         "cast by to": told(ModelError, lambda: model.to(torch.float32)),
         "shuffled": told(DataError, lambda: model(**shuffled)).replace(f"rank {rank}", "rank R"),
@@ -78,10 +80,11 @@ def half_on_meta() -> nn.Module:
 
 WANTED = {
     "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it anew",
+    "copied": r"a parallel model cannot be copied: .*; make a stock model parallel for each",
     "resized": r"the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings\(...\)",
-    "moved": r"a parallel model cannot be moved \(to cuda\): every rank keeps its shards .*; leave the call out",
-    "cast": r"a parallel model cannot be moved \(to torch.bfloat16\)",
-    "cast by to": r"a parallel model cannot be moved \(to torch.float32\)",
+    "moved": r"a parallel model cannot be moved \(to meta, torch.float64\): every rank keeps .*; leave the call out",
+    "cast": r"a parallel model cannot be moved \(to cpu, torch.bfloat16\)",
+    "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
     "shuffled": r"rank R was given another batch than a rank that shares its model over tp or pp \(here: "
     r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
     "drawn": r"ranks 0 and 1 bring different models: 52 of 52 parameters differ, transformer.wte.weight for one",
@@ -109,6 +112,7 @@ def misuse_pipeline() -> dict[str, str]:
     batch = padded_batches()[0]
     odd = {name: value.repeat(2, 1)[:10] for name, value in batch.items()}
     return {
+        "copied": told(ModelError, lambda: copy.deepcopy(model)),
         "no labels": told(DataError, lambda: model.forward_backward({"input_ids": batch["input_ids"]})),
         "rows": told(DataError, lambda: model.evaluate({name: value[:3] for name, value in batch.items()})),
         "few": told(DataError, lambda: model.forward_backward(odd)),
@@ -119,6 +123,8 @@ def misuse_pipeline() -> dict[str, str]:
 
 def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
     wanted = {
+        "copied": "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model "
+        "parallel for each, or keep what you need of the parameters (parameter.detach().clone())",
         "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline take input_ids and labels, "
         "and compute the loss themselves",
         "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
