@@ -1,6 +1,5 @@
 """The processes that hold one model generate one text: they are given the same, and draw alike."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import GenerationConfig
 
 from meshtrain.errors import UserError, name_some
 from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.digest import tensor_digest
 from meshtrain.runtime.mesh import MODEL_AXES, axis_size
 
 
@@ -49,8 +49,7 @@ def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> N
 
 def _digest(value: Any) -> str:
     if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"{tuple(value.shape)} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+        return tensor_digest(value)
     if isinstance(value, GenerationConfig):
         return value.to_json_string(use_diff=False)
     try:

@@ -13,6 +13,7 @@ from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import DataError
 from meshtrain.parallel.collectives import reduce_from_shards
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.digest import tensor_digest
 from meshtrain.runtime.mesh import DATA_AXES, MODEL_AXES, all_reduce_over, axis_size
 
 
@@ -27,7 +28,8 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
     mesh = pipeline.mesh
     if axis_size(mesh, *MODEL_AXES) == 1:
         return
-    digest = _digest(batch)
+    digests = [(name, tensor_digest(value)) for name, value in _tensors(batch)]
+    digest = xxhash.xxh3_64_intdigest(str(digests).encode()) >> 2
     # The largest and the smallest in one message.
     extremes = all_reduce_over(torch.tensor([digest, -digest]), mesh, MODEL_AXES, dist.ReduceOp.MAX)
     if int(extremes[0]) != -int(extremes[1]):
@@ -37,14 +39,6 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
             f"{shapes}); give all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
             "shuffles, or a sampler over the data ranks only"
         )
-
-
-def _digest(batch: Mapping[str, Any]) -> int:
-    hasher = xxhash.xxh3_64()
-    for name, value in _tensors(batch):
-        hasher.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-        hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return hasher.intdigest() >> 2
 
 
 def _tensors(batch: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

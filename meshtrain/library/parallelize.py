@@ -84,14 +84,7 @@ def parallelize(
     adapters = take_off_adapters(stock)
     values = take(stock, adapters)
     check_equal_on_all(values)
-    # Before the proof: what contradicts itself at its real size is a mistake, and said first.
-    resolved = resolve_plan(wanted, stock, _any_batch(wanted, stock, micro_batch_size), dist.get_world_size())
-    if prove_unknown_class and dist.get_world_size() > 1:
-        ensure_model_proven(stock, wanted)
-    if resolved.mesh.pp == 1:
-        # Whoever calls the model looks at its logits.
-        tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
-        resolved = resolved.model_copy(update={"tensor": tensor})
+    resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
     if not values.is_meta:
         # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
         stock.config.dtype = stock.dtype
@@ -163,6 +156,18 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
     if "precision" not in plan.model_fields_set:
         plan = plan.model_copy(update={"precision": _precision_of(model)})
     return with_family(plan, model.config.model_type)
+
+
+def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, *, prove: bool) -> ParallelPlan:
+    # Before the proof: what contradicts itself at its real size is a mistake, and said first.
+    resolved = resolve_plan(plan, model, _any_batch(plan, model, micro_batch_size), dist.get_world_size())
+    if prove and dist.get_world_size() > 1:
+        ensure_model_proven(model, plan)
+    if resolved.mesh.pp > 1:
+        return resolved
+    # Whoever calls the model looks at its logits.
+    tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
+    return resolved.model_copy(update={"tensor": tensor})
 
 
 def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:

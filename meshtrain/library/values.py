@@ -1,11 +1,13 @@
 """The values of a user's model: taken off it before it is cut, and put into the shards afterwards."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from meshtrain.errors import ModelError
@@ -14,6 +16,7 @@ from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.digest import tensor_digest
 
 SAMPLED = 1024
 """So many elements of a tensor tell whether two processes brought the same."""
@@ -78,33 +81,27 @@ def check_equal_on_all(values: Values) -> None:
     Raises:
         ModelError: on all processes alike, if not.
     """
-    mine = {name: _digest(parameter.detach()) for name, parameter in values.parameters.items()}
-    theirs = gather_objects(mine)
-    for rank, other in enumerate(theirs):
-        different = [name for name in theirs[0] | other if theirs[0].get(name) != other.get(name)]
-        if different:
+    mine = {name: _describe(parameter) for name, parameter in values.parameters.items()}
+    mine |= {f"the scaling of {name}": str(scaling) for name, scaling in values.scalings.items()}
+    # A few bytes of every rank; all there is to say only where they differ.
+    if len(set(gather_objects(xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())))) == 1:
+        return
+    first, *others = gather_objects(mine)
+    for rank, other in enumerate(others, start=1):
+        if different := [name for name in first | other if first.get(name) != other.get(name)]:
+            name = different[0]
             raise ModelError(
-                f"ranks 0 and {rank} bring different models: {len(different)} of {len(theirs[0])} parameters differ, "
-                f"{different[0]} for one; load the same weights on every rank, call torch.manual_seed(0) before a new "
-                "model is built, or build it on meta and call meshtrain.initialize"
-            )
-    trained = {f"requires_grad of {name}": value.requires_grad for name, value in values.parameters.items()}
-    settings = gather_objects(trained | {f"scaling of {name}": value for name, value in values.scalings.items()})
-    for rank, found in enumerate(settings):
-        if different := [what for what, value in settings[0].items() if found[what] != value]:
-            what = different[0]
-            raise ModelError(
-                f"ranks 0 and {rank} bring different models: {what} is {settings[0][what]} and {found[what]}; make it "
-                "the same on every rank"
+                f"ranks 0 and {rank} bring different models in {len(different)} of {len(first)} places: {name} is "
+                f"{first.get(name, 'missing')} and {other.get(name, 'missing')}; load the same weights on every rank, "
+                "freeze and adapt them alike, call torch.manual_seed(0) before a new model is built, or build it on "
+                "meta and call meshtrain.initialize"
             )
 
 
-def _digest(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.is_meta:
-        return tuple(tensor.shape), tensor.dtype
-    flat = tensor.reshape(-1)
-    step = max(1, flat.numel() // SAMPLED)
-    return tuple(tensor.shape), tensor.dtype, flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def _describe(parameter: nn.Parameter) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    use = "trained" if parameter.requires_grad else "frozen"
+    return f"{dtype} {tuple(parameter.shape)} {use}, hash {tensor_digest(parameter, most_elements=SAMPLED)}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A user's own program with LoRA adapters of peft around a parallel model, next to the same around the stock one."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -393,9 +394,10 @@ def bring_different_adapters() -> list[str]:
 
 
 def test_ranks_with_different_adapters_are_told() -> None:
-    start, end = "ranks 0 and 1 bring different models: ", "; make it the same on every rank"
-    told = [
-        f"{start}requires_grad of transformer.ln_f.bias is False and True{end}",
-        f"{start}scaling of transformer.h.0.attn.c_attn is {{'default': 1.0}} and {{'default': 2.0}}{end}",
-    ]
-    assert run_on_ranks(2, bring_different_adapters) == [told, told]
+    thawed, scaled = run_on_ranks(2, bring_different_adapters)[0]
+    assert re.search(
+        r"ranks 0 and 1 bring different models in 1 of \d+ places: transformer.ln_f.bias is float64 \(32,\) frozen, "
+        r"hash (\w+) and float64 \(32,\) trained, hash \1; .*, freeze and adapt them alike",
+        thawed,
+    )
+    assert "the scaling of transformer.h.0.attn.c_attn is {'default': 1.0} and {'default': 2.0}; " in scaled

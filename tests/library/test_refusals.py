@@ -87,7 +87,8 @@ WANTED = {
     "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
     "shuffled": r"rank R was given another batch than a rank that shares its model over tp or pp \(here: "
     r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
-    "drawn": r"ranks 0 and 1 bring different models: 52 of 52 parameters differ, transformer.wte.weight for one",
+    "drawn": r"ranks 0 and 1 bring different models in 52 of 52 places: transformer.wte.weight is float64 \(98, 32\) "
+    r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
     "not ours": r"a GPT2LMHeadModel is no parallel model; give what meshtrain.parallelize\(model, plan\) returns",
     "no transformer": r"a Linear is no model of transformers; give one, such as GPT2LMHeadModel",
     "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or say what you want",
