@@ -14,7 +14,7 @@ from meshtrain.library.batches import check_same_batch, count_labels, mean_over_
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle
 from meshtrain.library.streams import ProgramStreams
-from meshtrain.parallel.shard import fsdp_modules, reshard
+from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
 from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import DATA_AXES, axis_size
 
@@ -73,7 +73,9 @@ class Calls:
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
         self._streams.end()
-        if not torch.is_grad_enabled() and not self._handle.is_generating:
+        if torch.is_grad_enabled():
+            mark_gathered(self._model)
+        elif not self._handle.is_generating:
             # No backward pass will do it, and an optimizer that is made now shall find the model's own parameters.
             reshard(self._model)
 

@@ -12,6 +12,7 @@ from meshtrain.errors import ModelError
 from meshtrain.library.values import Heirs
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels
+from meshtrain.parallel.shard import is_gathered
 
 # Element by element, so that what lies on this process is all they need to see.
 ELEMENTWISE = (
@@ -101,7 +102,8 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
     They have no gradients, so the step would change nothing, without a word.
 
     Raises:
-        ModelError: naming one of them; or if the model's parameters have left the memory that they shared with it.
+        ModelError: naming one of them; or if they are gathered ones, or the model's parameters have left the memory
+            that they shared with it.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lost = [parameter for parameter in held if getattr(parameter, HEIRS, None) is not None]
@@ -109,6 +111,12 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
             f"({getattr(lost[0], HEIRS).name}), which train nothing; call meshtrain.rebind(optimizer) after it"
+        )
+    if gathered := [parameter for parameter in held if is_gathered(parameter)]:
+        raise ModelError(
+            f"this {type(optimizer).__name__} was made between a forward pass and its backward pass, and holds "
+            f"{len(gathered)} parameters as they were gathered for these two, which train nothing; make it before the "
+            "forward pass, or after the backward pass"
         )
     moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != p.whole._local_tensor.data_ptr()]
     if moved:

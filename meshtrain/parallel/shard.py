@@ -13,6 +13,8 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut import Stage
 from meshtrain.runtime.mesh import axis_size
 
+_GATHERED = "meshtrain_gathered"
+
 
 def needs_fsdp(plan: ParallelPlan) -> bool:
     """Return whether FSDP2 has something to do: parameters to shard or offload, or more than one number format to keep.
@@ -113,6 +115,20 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters: after a forward without a backward they would go stale at the next optimizer step."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def is_gathered(parameter: nn.Parameter) -> bool:
+    """Whether this is what FSDP2 puts in the place of a parameter while it is gathered, and `mark_gathered` saw it."""
+    return hasattr(parameter, _GATHERED)
+
+
+def mark_gathered(model: nn.Module) -> None:
+    """Let what is gathered now be recognised for ever."""
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for held in group.fsdp_params if group is not None else ():
+            if hasattr(held, "_unsharded_param"):
+                setattr(held._unsharded_param, _GATHERED, True)
 
 
 def abandon_backward(model: nn.Module) -> None:

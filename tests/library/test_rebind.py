@@ -1,5 +1,6 @@
 """Optimizers from before the model became a parallel one."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,28 @@ def test_an_optimizer_that_was_forgotten_is_an_error_at_its_first_step() -> None
         "this AdamW holds 52 parameters from before meshtrain.parallelize (transformer.wte.weight), which train "
         "nothing; call meshtrain.rebind(optimizer) after it"
     )
+
+
+def make_between() -> str:
+    """Step with an optimizer that was made between a forward and its backward pass, and with one from afterwards."""
+    plan = {"mesh": {"dp_shard": 2}, "shard": {"reshard_after_forward": "never"}}
+    model = meshtrain.parallelize(stock_model("gpt2-tied"), plan)
+    loss = model(**padded_batches()[0]).loss
+    optimizer = AdamW(model.parameters())
+    loss.backward()
+    with pytest.raises(ModelError) as error:
+        optimizer.step()
+    AdamW(model.parameters()).step()
+    return str(error.value)
+
+
+def test_an_optimizer_that_was_made_from_gathered_parameters_is_an_error_at_its_first_step() -> None:
+    for said in run_on_ranks(2, make_between):
+        assert re.search(
+            r"this AdamW was made between a forward pass and its backward pass, and holds \d+ parameters as they were "
+            r"gathered .*; make it before the forward pass, or after the backward pass",
+            said,
+        )
 
 
 def bind_after() -> None:
