@@ -7,14 +7,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import DataError
-from meshtrain.parallel.collectives import reduce_from_shards
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.digest import tensor_digest
-from meshtrain.runtime.mesh import DATA_AXES, MODEL_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import MODEL_AXES, all_reduce_over, axis_size
 
 
 def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
@@ -43,38 +40,3 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
 
 def _tensors(batch: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     return sorted((name, value) for name, value in batch.items() if isinstance(value, Tensor) and value.numel())
-
-
-def count_labels(labels: Tensor, *, shifts: bool) -> Tensor:
-    """Return over how many labels a stock loss takes its mean, () float64.
-
-    Args:
-        shifts: whether the loss leaves out the first of each row, as that of a causal LM does.
-    """
-    if labels.is_floating_point():
-        return torch.tensor(float(labels.numel()), dtype=torch.float64, device=labels.device)
-    counted = labels[..., 1:] if shifts else labels
-    return (counted != IGNORE_INDEX).sum().double()
-
-
-def mean_over_data_ranks(loss: Tensor, logits: Tensor, counted: Tensor | None, mesh: DeviceMesh) -> Tensor:
-    """Return the loss of the batches of all data ranks, from that of this rank's.
-
-    Its value is the same on all ranks, and their gradients add up to that of one process with the whole batch.
-
-    Args:
-        loss: () mean over this rank's labels.
-        logits: that it was computed from.
-        counted: () number of these labels; None if the loss is a share of the sum already (`num_items_in_batch`).
-    """
-    axes = [axis for axis in DATA_AXES if axis_size(mesh, axis) > 1]
-    if not axes:
-        return loss
-    if counted is not None:
-        total = all_reduce_over(counted.clone(), mesh, axes)
-        # The mean over no label is not a number, and would spread.
-        share = loss * (counted / total.clamp(min=1)).to(loss.dtype) if bool(counted) else (logits * 0.0).sum()
-        loss = share.to(loss.dtype)
-    for axis in axes:
-        loss = reduce_from_shards(loss, mesh.get_group(axis))
-    return loss

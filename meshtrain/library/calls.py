@@ -2,21 +2,25 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from meshtrain.errors import ModelError
-from meshtrain.library.batches import check_same_batch, count_labels, mean_over_data_ranks
+from meshtrain.library.batches import check_same_batch
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle
+from meshtrain.library.loss import LossOfAllRanks
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
+from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.stream import join_hidden_states
 from meshtrain.parallel.tokens import check_tokens
-from meshtrain.runtime.mesh import DATA_AXES, axis_size
+from meshtrain.runtime.mesh import axis_size
 
 
 class Calls:
@@ -25,7 +29,7 @@ class Calls:
     def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
         self._model, self._handle, self._gradients = model, handle, gradients
         self._streams = ProgramStreams(handle)
-        self._shifts = model.get_output_embeddings() is not None
+        self._loss = LossOfAllRanks(model, handle.pipeline.mesh)
         self._names = [*inspect.signature(model.forward).parameters]
         self._is_inside = self._has_gathered = False
 
@@ -35,6 +39,10 @@ class Calls:
         self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self._model.register_forward_hook(self._after, with_kwargs=True)
         self._model.register_forward_hook(self._leave, always_call=True)
+        ends = {"embedding": self._model.get_input_embeddings(), "head": self._model.get_output_embeddings()}
+        for what, module in ends.items():
+            if module is not None:
+                module.register_forward_pre_hook(partial(self._check_end, what), prepend=True)
         if self._model.base_model is not self._model:
             self._model.base_model.register_forward_pre_hook(self._check_inside, prepend=True)
 
@@ -59,13 +67,10 @@ class Calls:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = self._given(args, kwargs)
-        labels = given.get("labels")
-        if axis_size(self._handle.pipeline.mesh, *DATA_AXES) > 1:
-            _check_loss(output, labels)
-        if isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
-            is_share = given.get("num_items_in_batch") is not None
-            counted = None if is_share else count_labels(labels, shifts=self._shifts)
-            output.loss = mean_over_data_ranks(output.loss, output.logits, counted, self._handle.pipeline.mesh)
+        self._loss.put_into(output, given)
+        if self._has_parts() and isinstance(output, ModelOutput):
+            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+            join_hidden_states(output, tokens.shape[1], self._handle.pipeline.mesh.get_group("tp"))
         if torch.is_grad_enabled():
             self._gradients.watch(output)
         return output
@@ -78,6 +83,17 @@ class Calls:
         elif not self._handle.is_generating:
             # No backward pass will do it, and an optimizer that is made now shall find the model's own parameters.
             reshard(self._model)
+
+    def _has_parts(self) -> bool:
+        mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
+        return plan.tensor.sequence_parallel and axis_size(mesh, "tp") > 1 and stream_in_parts()
+
+    def _check_end(self, what: str, *_: Any) -> None:
+        if not self._is_inside and fsdp_modules(self._model):
+            raise ModelError(
+                f"the {what} of a model over dp_shard was called by itself, but its weight is whole on a rank only "
+                "inside of a call of the model; call the model itself, with input_ids, and take its logits"
+            )
 
     def _check_inside(self, *_: Any) -> None:
         if not self._is_inside:
@@ -92,10 +108,7 @@ class Calls:
         Raises:
             ModelError: naming it.
         """
-        wanted = given.get("output_attentions")
-        if axis_size(self._handle.pipeline.mesh, "tp") > 1 and (
-            self._model.config.output_attentions if wanted is None else wanted
-        ):
+        if axis_size(self._handle.pipeline.mesh, "tp") > 1 and self._wants(given, "output_attentions"):
             raise ModelError(
                 "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
                 "or use a mesh with tp = 1"
@@ -106,25 +119,15 @@ class Calls:
                 "gathered there can never be trained; use torch.no_grad()"
             )
         self._has_gathered = True
+        if self._has_parts() and given.get("return_dict") is False and self._wants(given, "output_hidden_states"):
+            raise ModelError(
+                "return_dict = False with output_hidden_states = True: under tensor.sequence_parallel the hidden "
+                "states are made whole in the fields of the output, and a tuple has none; leave return_dict out"
+            )
+
+    def _wants(self, given: Mapping[str, Any], name: str) -> bool:
+        wanted = given.get(name)
+        return bool(getattr(self._model.config, name, False) if wanted is None else wanted)
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | dict(kwargs)
-
-
-def _check_loss(output: Any, labels: Any) -> None:
-    """Check that the loss of this rank can be made that of all data ranks.
-
-    Raises:
-        ModelError: if it cannot be found, or is no mean over labels.
-    """
-    if not isinstance(output, ModelOutput):
-        if labels is not None:
-            raise ModelError(
-                "return_dict = False: the loss is made the mean over all data ranks in the fields of the output, and a "
-                "tuple has none; leave it out"
-            )
-    elif not isinstance(labels, Tensor) and getattr(output, "loss", None) is not None:
-        raise ModelError(
-            f"{type(output).__name__} has a loss, but no labels were given: it is the mean over something else, which "
-            "nobody can count over the data ranks; compute it from the logits, or use a mesh without dp axes"
-        )

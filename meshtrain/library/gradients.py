@@ -1,5 +1,7 @@
 """Whole gradients after every backward pass, however a user's program comes to call it."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +22,24 @@ class WholeGradients:
 
     What FSDP2 does not reduce is reduced here: copies of the model over dp_replicate, and parts over tp. Only what the
     backward pass itself has added may be summed, since a program may call several before it takes a step: gradients
-    that are there already are set aside meanwhile.
+    that are there already are set aside meanwhile, as soon as the pass reaches the output of the model or one of these
+    parameters. The weight of the head comes first where a program computes its loss with it from hidden states.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._running: int | None = None
+        self._watched: set[nn.Parameter] = set()
+        self._reached: set[nn.Parameter] = set()
 
     def watch(self, output: Any) -> None:
         """Be told when the backward pass of this forward pass begins."""
+        # Again and again: parameters may be frozen and thawed between passes.
+        for parameter in _summed_parameters(self._pipeline):
+            if parameter not in self._watched:
+                self._watched.add(parameter)
+                parameter.register_hook(partial(self._reach, parameter))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)
@@ -38,8 +48,7 @@ class WholeGradients:
         """Clear away what a backward pass has left that has ended with an exception, before a forward pass."""
         if self._running is None or _number_of_backward_pass() != NO_BACKWARD_PASS:
             return
-        self._running = None
-        self._earlier = {}
+        self._forget()
         self._pipeline.replicas.abandon_step()
         for stage in self._pipeline.stages:
             abandon_backward(stage.model)
@@ -58,11 +67,32 @@ class WholeGradients:
         self._pipeline.replicas.begin_step(1)
         Variable._execution_engine.queue_callback(self._finish)
 
+    def _reach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        # A checkpoint that computes again runs backward passes within this one.
+        if self._running is None:
+            self._begin(gradient)
+        self._reached.add(parameter)
+
     def _finish(self) -> None:
-        complete_gradients(self._pipeline)
-        add_gradients(self._earlier)
-        self._earlier = {}
+        earlier = self._earlier
+        lost = [name for name, parameter in self._pipeline.named_parameters() if self._is_lost(parameter)]
+        self._forget()
+        if not lost:
+            complete_gradients(self._pipeline)
+        add_gradients(earlier)
+        if lost:
+            raise ModelError(
+                f"torch.autograd.grad was asked for the gradient of {lost[0]}, which is a sum over ranks, and would "
+                "return that of this rank; call loss.backward(), and take parameter.grad"
+            )
+
+    def _is_lost(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._reached and parameter.grad is None
+
+    def _forget(self) -> None:
         self._running = None
+        self._earlier = {}
+        self._reached.clear()
 
 
 def _number_of_backward_pass() -> int:
@@ -71,14 +101,19 @@ def _number_of_backward_pass() -> int:
 
 def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:
     """Take the gradients off the parameters whose gradients will be summed over processes, and return them."""
-    ties = {*pipeline.tied_copies.originals, *pipeline.tied_copies.copies}
     earlier = {}
-    for name, parameter in pipeline.trainable_parameters():
-        is_summed = pipeline.replicas.is_needed or name in pipeline.summed_over_tp or parameter in ties
-        if is_summed and parameter.grad is not None:
+    for parameter in _summed_parameters(pipeline):
+        if parameter.grad is not None:
             earlier[parameter] = parameter.grad
             parameter.grad = None
     return earlier
+
+
+def _summed_parameters(pipeline: Pipeline) -> Iterator[nn.Parameter]:
+    ties = {*pipeline.tied_copies.originals, *pipeline.tied_copies.copies}
+    for name, parameter in pipeline.trainable_parameters():
+        if pipeline.replicas.is_needed or name in pipeline.summed_over_tp or parameter in ties:
+            yield parameter
 
 
 @torch.no_grad()

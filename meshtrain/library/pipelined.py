@@ -129,6 +129,7 @@ class PipelinedModel:
         self._check_shape(batch)
         check_same_batch(self._pipeline, batch)
         check_tokens(self._pipeline, batch["input_ids"])
+        check_tokens(self._pipeline, batch["labels"][batch["labels"] != IGNORE_INDEX], what="labels")
         inputs = {name: value.to(self.device) for name, value in batch.items()}
         # What a stock loss does: each token predicts the next.
         labels = inputs["labels"]

@@ -39,14 +39,15 @@ def rebind(optimizer: Optimizer) -> None:
     parameter (moments) is cut as the parameter was. An optimizer that was made afterwards, from `model.parameters()`,
     may be given as well: it then works on what lies on this process, with torch's fused kernels.
 
-    The optimizers of torch that compute element by element get `LocalParameter`s; any other (Adafactor, Muon) gets
-    the DTensors themselves, by which torch knows the whole.
+    The optimizers of torch that compute element by element get `LocalParameter`s; any other gets the DTensors
+    themselves, by which torch knows the whole matrix: Muon computes with them, torch's Adafactor does not and fails at
+    its first step over tp or dp_shard. Such optimizers see a projection that the stock model fuses (GPT-2's `c_attn`)
+    as the matrices that it is kept in (query, key, value), so they do another step than in one process.
 
     With float16 take `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its
-    `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out.
-
-    Clip with `meshtrain.clip_grad_norm(model, ...)`: a norm over what the optimizer holds afterwards is that of what
-    lies on this process, another one on each.
+    `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out. Clip with
+    `meshtrain.clip_grad_norm(model, ...)`, as what the optimizer holds afterwards has the norm of what lies on this
+    process. Both of torch's are an error with `LocalParameter`s.
 
     Args:
         optimizer: changed in place.

@@ -14,6 +14,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
+from meshtrain.parallel.local_parameter import laid_out_as
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
 from meshtrain.runtime.digest import tensor_digest
@@ -76,7 +77,8 @@ def check_equal_on_all(values: Values) -> None:
     """Check that every process brought the same model. Collective.
 
     A sample of every tensor is compared: a model that each process drew for itself differs everywhere. So are what is
-    frozen, for the processes reduce the gradients of the others together, and the scaling of adapters.
+    frozen, for the processes reduce the gradients of the others together, the gradients that are there, and the scaling
+    of adapters.
 
     Raises:
         ModelError: on all processes alike, if not.
@@ -93,15 +95,18 @@ def check_equal_on_all(values: Values) -> None:
             raise ModelError(
                 f"ranks 0 and {rank} bring different models in {len(different)} of {len(first)} places: {name} is "
                 f"{first.get(name, 'missing')} and {other.get(name, 'missing')}; load the same weights on every rank, "
-                "freeze and adapt them alike, call torch.manual_seed(0) before a new model is built, or build it on "
-                "meta and call meshtrain.initialize"
+                "freeze and adapt them alike, forget gradients (model.zero_grad()), call torch.manual_seed(0) before a "
+                "new model is built, or build it on meta and call meshtrain.initialize"
             )
 
 
 def _describe(parameter: nn.Parameter) -> str:
     dtype = str(parameter.dtype).removeprefix("torch.")
     use = "trained" if parameter.requires_grad else "frozen"
-    return f"{dtype} {tuple(parameter.shape)} {use}, hash {tensor_digest(parameter, most_elements=SAMPLED)}"
+    described = f"{dtype} {tuple(parameter.shape)} {use}, hash {tensor_digest(parameter, most_elements=SAMPLED)}"
+    if parameter.grad is None:
+        return described
+    return f"{described}, gradient {tensor_digest(parameter.grad, most_elements=SAMPLED)}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class Heirs:
 
 @torch.no_grad()
 def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Heirs]:
-    """Copy values into the shards of this process, and free what they are copied from as it goes.
+    """Copy values and gradients into the shards of this process, and free what they are copied from as it goes.
 
     Returns:
         Old parameter -> what it has become here.
@@ -148,6 +153,10 @@ def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Heirs]:
         if not values.is_meta:
             for heir, value in heirs[old].shards(old.detach()):
                 local_tensor(heir.detach()).copy_(value)
+            if old.grad is not None:
+                for heir, part in heirs[old].shards(old.grad):
+                    heir.grad = laid_out_as(part.to(heir.device, heir.dtype, copy=True), heir)
+                old.grad = None
             # An optimizer may hold it for ever.
             old.data = old.data.new_empty(0)
     return heirs

@@ -5,6 +5,8 @@ the local shape, and torch's fused and foreach kernels apply, which take no mixt
 layout of a state is that of the whole parameter.
 """
 
+import sys
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -15,15 +17,27 @@ from torch.optim import Optimizer
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
 
+# What in torch decides by all gradients together, and would see those of this process only: module -> name, advice.
+_SEES_A_PART = {
+    "torch.nn.utils.clip_grad": (
+        "clip_grad_norm_",
+        "torch's clip_grad_norm_ would take the norm of what lies on this rank, another one on each; call "
+        "meshtrain.clip_grad_norm(model, max_norm)",
+    ),
+    "torch.amp.grad_scaler": (
+        "GradScaler",
+        "torch's GradScaler would leave a step out on the ranks alone whose part of the gradients is not finite; take "
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before its step",
+    ),
+}
+
 
 class LocalParameter(nn.Parameter):
     """A parameter over the same memory as the local part of `whole`, whose gradient is the local part of `whole`'s.
 
     It never has a gradient of its own, so nothing has to be carried from one to the other. Gradient hooks belong on
-    `whole`: autograd does not see this tensor.
-
-    A gradient scaler must decide alike on all processes, and torch's GradScaler looks at local gradients only: take
-    `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its `step`.
+    `whole`: autograd does not see this tensor. It is not shown to torch's `clip_grad_norm_` and `GradScaler`, which
+    must decide alike on all processes.
 
     Args:
         whole: its local part must stay where it is in memory.
@@ -53,10 +67,15 @@ class LocalParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The local part of the whole parameter's gradient; it shares its memory."""
+        """The local part of the whole parameter's gradient; it shares its memory.
+
+        Raises:
+            ModelError: if a function of torch asks that must see all gradients.
+        """
         gradient, whole = self.whole.grad, self.whole
         if gradient is None:
             return None
+        _check_reader(sys._getframe(1))
         assert isinstance(gradient, DTensor)
         if gradient._spec.placements != whole._spec.placements:
             # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be summed.
@@ -83,6 +102,13 @@ class LocalParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.whole.grad = None
+
+
+def _check_reader(frame: FrameType) -> None:
+    # A mistake that nothing else would show: what torch computes of parts are numbers like any others.
+    reader, advice = _SEES_A_PART.get(frame.f_globals.get("__name__", ""), ("", ""))
+    if reader and frame.f_code.co_qualname.startswith(reader):
+        raise ModelError(advice)
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:

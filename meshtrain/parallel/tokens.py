@@ -7,14 +7,16 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_size
 
 
-def check_tokens(pipeline: Pipeline, ids: object) -> None:
-    """Check that the model knows all tokens, where its embedding would not tell.
+def check_tokens(pipeline: Pipeline, ids: object, *, what: str = "input_ids") -> None:
+    """Check that the model knows all tokens, where neither its embedding nor its loss would tell.
 
-    Split over tp, it gives zeros for a token that no process has a row for; under pp the other stages would wait.
+    Split over tp, an embedding gives zeros for a token that no process has a row for, and a loss takes the logit of
+    such a label for 0; under pp the other stages would wait.
 
     Args:
         pipeline: that is to compute.
-        ids: (batch, seq) token ids; anything else is not looked at.
+        ids: token ids; anything else is not looked at.
+        what: the name that they have in the batch.
 
     Raises:
         DataError: if there are others.
@@ -25,6 +27,6 @@ def check_tokens(pipeline: Pipeline, ids: object) -> None:
     known = int(pipeline.stages[0].model.config.get_text_config().vocab_size)
     if low < 0 or high >= known:
         raise DataError(
-            f"input_ids has tokens from {low} to {high}, but the model knows 0 to {known - 1}; use the tokenizer that "
+            f"{what} has tokens from {low} to {high}, but the model knows 0 to {known - 1}; use the tokenizer that "
             "belongs to the model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize"
         )

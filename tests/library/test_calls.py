@@ -1,5 +1,6 @@
 """Calls of a parallel model that a program makes by habit: they give what the stock model gives, or say why not."""
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from transformers import GPT2Config, GPT2ForQuestionAnswering
+from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2ForQuestionAnswering
 
 import meshtrain
 from meshtrain.errors import ModelError
@@ -63,15 +64,47 @@ def go_on_after_an_exception(model: Any, part: Callable[[Any], Any]) -> None:
         model(**part(batch)).loss.backward()
 
 
-def gradients_of(program: Program, mesh: dict[str, int], **tables: Any) -> None:
-    stock, model = stock_model("gpt2-tied"), parallel(stock_model("gpt2-tied"), mesh, **tables)
+def shift_by_oneself(model: Any, part: Callable[[Any], Any]) -> None:
+    """Give labels that are shifted already, of which the data ranks have different numbers."""
+    shifted = torch.cat([FIRST["labels"][:, 1:], torch.full_like(FIRST["labels"][:, :1], -100)], dim=1)
+    shifted[:2, 3:] = -100
+    model(**part(FIRST | {"shift_labels": shifted})).loss.backward()
+
+
+def ignore_another_label(model: Any, part: Callable[[Any], Any]) -> None:
+    labels = SECOND["input_ids"].masked_fill(SECOND["input_ids"] < 40, 0)
+    model(**part(SECOND | {"labels": labels}), ignore_index=0).loss.backward()
+
+
+def loss_of_hidden_states(model: Any, part: Callable[[Any], Any]) -> None:
+    """Weigh the positions of all hidden states: a part of a sequence would have other weights."""
+    batch = {name: value for name, value in part(FIRST).items() if name != "labels"}
+    states = model(**batch, output_hidden_states=True).hidden_states
+    weights = torch.linspace(0, 1, batch["input_ids"].shape[1], dtype=torch.float64)[None, :, None]
+    sum((state.tanh() * weights).sum() for state in states).backward()
+
+
+def call_the_head(model: Any, part: Callable[[Any], Any]) -> None:
+    """Compute a loss by the head from hidden states, twice: its gradient is there before that of the others."""
+    for batch in map(part, (FIRST, SECOND)):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model.lm_head(model(**inputs, output_hidden_states=True).hidden_states[-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum").backward()
+
+
+def gradients_of(program: Program, mesh: dict[str, int], *, kind: str = "gpt2-tied", **tables: Any) -> None:
+    stock, model = stock_model(kind), parallel(stock_model(kind), mesh, **tables)
     program(stock, lambda batch: batch)
     program(model, partial(own_part, model))
     wanted = {name: parameter.grad for name, parameter in stock.named_parameters()}
     found = {}
     for name, parameter in pipeline_of(model).owned_parameters().items():
         found[name] = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-    assert_equal({name: value for name, value in found.items() if name in wanted}, wanted)
+    mine = {name: value for name, value in found.items() if name in wanted}
+    assert {name for name, value in mine.items() if value is None} <= {
+        n for n, value in wanted.items() if value is None
+    }
+    assert_equal({name: value for name, value in mine.items() if value is not None}, wanted)
 
 
 def habits(mesh: dict[str, int]) -> None:
@@ -79,6 +112,13 @@ def habits(mesh: dict[str, int]) -> None:
     for program in (without_count, forget_in_between, go_on_after_an_exception):
         gradients_of(program, mesh)
     gradients_of(without_count, mesh, recompute={"mode": "full"})
+    for program in (shift_by_oneself, ignore_another_label, loss_of_hidden_states):
+        gradients_of(program, mesh)
+    if "dp_shard" not in mesh:
+        gradients_of(call_the_head, mesh, kind="llama-untied")
+    if "tp" in mesh:
+        for program in (loss_of_hidden_states, call_the_head):
+            gradients_of(program, mesh, kind="llama-untied", tensor={"sequence_parallel": True})
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -94,13 +134,23 @@ def misuse(mesh: dict[str, int]) -> dict[str, str]:
     if "dp_shard" in mesh:
         with torch.inference_mode():
             found["inference mode"] = told(ModelError, lambda: model(**batch))
+        found["head"] = told(ModelError, lambda: model.lm_head(torch.zeros(1, 1, 32, dtype=torch.float64)))
+        found["embedding"] = told(ModelError, lambda: model.get_input_embeddings()(batch["input_ids"]))
+    if "dp_replicate" in mesh:
+        found["gradient"] = told(ModelError, lambda: torch.autograd.grad(model(**batch).loss, [*model.parameters()]))
     if "tp" in mesh:
+        in_parts = parallel(stock_model("gpt2-tied"), mesh, tensor={"sequence_parallel": True})
+        wishes = {"output_hidden_states": True, "return_dict": False}
+        found["tuple of states"] = told(ModelError, lambda: in_parts(**batch, **wishes))
         found["attentions"] = told(ModelError, lambda: model(**batch, output_attentions=True))
     else:
         found["tuple"] = told(ModelError, lambda: model(**batch, return_dict=False))
         answers = parallel(question_model(), mesh)
         spans = {"start_positions": torch.arange(len(batch["labels"])), "end_positions": batch["labels"].argmax(1)}
         found["spans"] = told(ModelError, lambda: answers(batch["input_ids"], **spans))
+        model.loss_function = lambda logits, *_, **__: logits.square().mean()
+        found["own loss"] = told(ModelError, lambda: model(**batch))
+        del model._loss_function
     handle = break_in_layer(model, 1)
     losses = [model(**batch).loss, model(**batch).loss]
     handle.remove()
@@ -117,6 +167,21 @@ def question_model() -> Any:
     return GPT2ForQuestionAnswering(GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
+def shifted_at_home(mesh: dict[str, int]) -> None:
+    """BART's decoder computes its loss by itself and shifts nothing; no word of it may be left out of the count."""
+    torch.manual_seed(0)
+    sizes = {"decoder_layers": 1, "d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+    stock = BartForCausalLM(BartConfig(vocab_size=98, max_position_embeddings=64, dropout=0.0, **sizes)).double()
+    model = meshtrain.parallelize(copy.deepcopy(stock), {"mesh": mesh}, prove_unknown_class=False)
+    batch = {"input_ids": FIRST["input_ids"], "labels": FIRST["labels"].clone()}
+    batch["labels"][:4, 0] = -100
+    torch.testing.assert_close(model(**own_part(model, batch)).loss, stock(**batch).loss, rtol=1e-12, atol=0)
+
+
+def test_the_labels_of_a_model_that_shifts_none_are_all_counted() -> None:
+    run_on_ranks(2, shifted_at_home, {"dp_replicate": 2})
+
+
 def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
     optimizer = SGD(model.parameters(), lr=0.1)
     meshtrain.rebind(optimizer)
@@ -127,6 +192,12 @@ def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
 
 
 WANTED = {
+    "head": r"the head of a model over dp_shard was called by itself, .*; call the model itself, with input_ids",
+    "embedding": r"the embedding of a model over dp_shard was called by itself, .*; call the model itself, with input",
+    "gradient": r"torch.autograd.grad was asked for the gradient of transformer.wte.weight, which is a sum over ranks, "
+    r".*; call loss.backward\(\), and take parameter.grad",
+    "tuple of states": r"return_dict = False with output_hidden_states = True: .*; leave return_dict out",
+    "own loss": r"model.loss_function was set to a function of yours: .*; compute it from the logits, divided by model",
     "part": r"a part of a parallel model was called, .*; call the model itself, and take model\(..., output_hidden",
     "inference mode": r"was called under torch.inference_mode\(\), .*; use torch.no_grad\(\)",
     "attentions": r"output_attentions = True: over tp every rank has .*; leave it out, or use a mesh with tp = 1",

@@ -12,7 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import meshtrain
 from meshtrain.errors import ModelError
+from meshtrain.library.handle import pipeline_of
+from meshtrain.models.fused import join_parts
 from meshtrain.parallel.local_parameter import LocalParameter
+from meshtrain.parallel.pipeline import full_tensor
 from tests.library.programs import expected, own_part, padded_batches, parallel, stock_model, train, whole_parameters
 from tests.library.test_parallelize import assert_equal
 from tests.ranks import run_on_ranks
@@ -106,6 +109,42 @@ def test_an_optimizer_that_was_made_from_gathered_parameters_is_an_error_at_its_
         )
 
 
+def half_scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def carry_gradients(mesh: dict[str, int]) -> None:
+    """Have a gradient from before, and add to it; or other ones on each rank."""
+    stock, model = stock_model("gpt2-tied"), stock_model("gpt2-tied")
+    first, second, *_ = padded_batches()
+    for each in (stock, model):
+        each(**first).loss.backward()
+    parallel_model = parallel(model, mesh)
+    stock(**second).loss.backward()
+    part = own_part(parallel_model, second)
+    if "pp" in mesh:
+        parallel_model.forward_backward(part)
+    else:
+        parallel_model(**part).loss.backward()
+    found = {name: full_tensor(p.grad) for name, p in pipeline_of(parallel_model).owned_parameters().items()}
+    wanted = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    whole = join_parts(found, pipeline_of(parallel_model).fused)
+    assert whole
+    assert_equal(whole, wanted)
+    rank = torch.distributed.get_rank()
+    alone = stock_model("gpt2-tied")
+    alone(**padded_batches()[rank]).loss.backward()
+    with pytest.raises(ModelError, match=r"ranks 0 and 1 bring different models .* gradient .* forget gradients"):
+        parallel(alone, mesh)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_gradients_from_before_are_kept(mesh: dict[str, int]) -> None:
+    run_on_ranks(2, carry_gradients, mesh)
+
+
 def bind_after() -> None:
     model = parallel(stock_model("gpt2-tied"), {"tp": 2})
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -113,6 +152,15 @@ def bind_after() -> None:
     held = optimizer.param_groups[0]["params"]
     assert any(isinstance(parameter, LocalParameter) for parameter in held)
     losses = train(model, optimizer, padded_batches(), lambda batch: batch)
+    for call, advice in (
+        (lambda: torch.nn.utils.clip_grad_norm_(held, 1.0), "meshtrain.clip_grad_norm(model, max_norm)"),
+        (lambda: half_scaler().unscale_(optimizer), "sharded_grad_scaler.ShardedGradScaler, and call its unscale_"),
+    ):
+        with pytest.raises(ModelError) as refused:
+            call()
+        assert advice in str(refused.value)
+    # Each element by itself, it sees enough.
+    torch.nn.utils.clip_grad_value_(held, 1.0)
     want, _ = expected("gpt2-tied", lambda model: AdamW(model.parameters(), lr=1e-2, eps=1e-4))
     assert losses == pytest.approx(want, rel=1e-12, abs=0)
     # One that looks at whole matrices keeps the DTensors.

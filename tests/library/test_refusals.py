@@ -118,6 +118,7 @@ def misuse_pipeline() -> dict[str, str]:
         "rows": told(DataError, lambda: model.evaluate({name: value[:3] for name, value in batch.items()})),
         "few": told(DataError, lambda: model.forward_backward(odd)),
         "short": told(DataError, lambda: model.forward_backward(batch | {"labels": batch["labels"][:, :3]})),
+        "unknown": told(DataError, lambda: model.evaluate(batch | {"labels": batch["labels"] + 98})),
         "other rows": told(DataError, lambda: model.forward_backward(batch | {"position_ids": torch.arange(8)[None]})),
     }
 
@@ -133,6 +134,8 @@ def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
         "cannot be so divided; use a multiple of 2",
         "short": "labels has the shape (8, 3), input_ids (8, 8); give a label for every token, -100 where none shall "
         "count",
+        "unknown": "labels has tokens from -2 to 195, but the model knows 0 to 97; use the tokenizer that belongs to "
+        "the model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize",
         "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
         "microbatches along its first dimension; give all as many rows",
     }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from transformers.utils import ModelOutput
 
 from meshtrain.errors import DataError
 from meshtrain.parallel.collectives import SEQUENCE_DIM, join_sequence, split_sequence
@@ -68,6 +69,21 @@ def shard_stream(stage: Stage, group: ProcessGroup, *, draws: bool) -> None:
         stage.layers[stage.first_layer - 1].register_forward_pre_hook(arrive)
     if stage.is_last:
         stage.layers[len(stage.layers) - 1].register_forward_hook(join)
+
+
+def join_hidden_states(output: ModelOutput, length: int, group: ProcessGroup) -> None:
+    """Make the hidden states whole that a forward pass gives out beside its logits, in place.
+
+    Args:
+        output: of the model; each of its hidden states is (batch, seq, hidden) or (batch, seq/tp, hidden).
+        length: of the sequence, in tokens.
+        group: the processes that share the sequence.
+    """
+    for name, states in output.items():
+        if name.endswith("hidden_states") and isinstance(states, tuple):
+            output[name] = tuple(
+                state if state.shape[SEQUENCE_DIM] == length else join_sequence(state, group) for state in states
+            )
 
 
 def check_divisible(length: int, tp: int) -> None:
