@@ -49,6 +49,11 @@ def test_a_function_says_what_it_takes_gives_and_refuses(name: str) -> None:
         assert re.search(r"\((batch|rows|)[^)]*\)", text)
 
 
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_says_where_it_comes_from(name: str) -> None:
+    assert re.search(r"^Source: \S", inspect.getdoc(getattr(meshtrain, name)) or "", flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["Hook", "TrainState"])
 def test_a_class_describes_itself_and_its_methods(name: str) -> None:
     public = getattr(meshtrain, name)

@@ -39,6 +39,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: with every problem of all files and overrides.
+
+    Source: TOML 1.0 (toml.io); the words are those of transformers, torch and torchtitan.
     """
     file = absolute(str(path), Path.cwd())
     reader = Reader()
@@ -61,6 +63,8 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
 
     Raises:
         ConfigError: with every problem of all files and overrides.
+
+    Source: TOML 1.0 (toml.io); the styles are transformers' tensor-parallel plans, the schedules torch's.
     """
     if path_or_name is None:
         return _overridden(ParallelPlan, "plan", {}, Path.cwd() / "plan", overrides, [])

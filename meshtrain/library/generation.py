@@ -34,6 +34,8 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
         UserError: if processes of one model are given different things, prompts without tokens, or `max_time`, which
             would stop each by its own clock; under a pipeline also for attentions, hidden
             states and input embeddings, which no process has whole.
+
+    Source: transformers.GenerationMixin.generate, which runs on every process.
     """
     handle = handle_of(model)
     handle.check_values()

@@ -41,6 +41,9 @@ def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMes
     Raises:
         ConfigError: if the plan is wrong.
         PlanError: if its degrees do not multiply to the number of processes.
+
+    Source: torch.distributed.device_mesh.init_device_mesh; torchtitan's axes (arXiv:2410.06511), tp innermost as in
+    Megatron-LM (arXiv:2104.04473).
     """
     degrees = read_plan(plan).mesh
     device = join_for_script()
@@ -67,6 +70,8 @@ def build_model(
 
     Raises:
         ModelError: if there is no such model, or transformers refuses the configuration.
+
+    Source: transformers.AutoModelForCausalLM.from_config, under torch.device("meta").
     """
     config = source
     if not isinstance(config, PretrainedConfig):
@@ -83,10 +88,12 @@ def initialize(model: Any, seed: int = 0) -> None:
 
     Args:
         model: what `parallelize` returned for a model on meta.
-        seed: of the draws.
+        seed: of the draws, any integer.
 
     Raises:
         ModelError: for a parameter whose rule cannot be repeated on every mesh.
+
+    Source: the rules of each model in transformers (PreTrainedModel._init_weights), drawn tile by tile.
     """
     handle = handle_of(model)
     for stage in handle.pipeline.stages:
@@ -112,6 +119,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
         ModelError: on all ranks alike: files are missing or broken, they hold another model, or the vocabulary of a
             checkpoint is to be enlarged.
         CheckpointError: likewise, for a checkpoint.
+
+    Source: the layouts of the hub, transformers.conversion_mapping and transformers.core_model_loading.
     """
     handle = handle_of(model)
     pipeline = handle.pipeline
@@ -145,7 +154,7 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
 
     Args:
         model: what `parallelize` returned, after a backward pass.
-        max_norm: `inf` only measures.
+        max_norm: in the unit of the norm (nats per unit of a parameter); `inf` only measures.
 
     Returns:
         () float64, the norm before, the same on every rank.

@@ -54,6 +54,8 @@ def rebind(optimizer: Optimizer) -> None:
 
     Raises:
         ModelError: if it remembers something that cannot be cut.
+
+    Source: ZeRO (arXiv:1910.02054): an optimizer needs to see nothing but the shards that lie on its process.
     """
     local = type(optimizer) in ELEMENTWISE
     for group in optimizer.param_groups:

@@ -89,6 +89,8 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     Raises:
         ModelError: if the model is not parallel, or has no values yet.
         CheckpointError: on all ranks alike: the folder has something in it or cannot be written.
+
+    Source: OSLO's `save_parallelized`; the files are those of torch.distributed.checkpoint.
     """
     handle = _ready(model)
     if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):

@@ -31,6 +31,8 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
             something that no checkpoint holds.
         ModelError: if the model is no parallel one, or has no values.
         TrainingStopped: on all ranks alike: something in it is not finite.
+
+    Source: torch.distributed.checkpoint, to which hashes and a manifest are added.
     """
     handle = handle_of(state.model)
     handle.check_values()
@@ -64,6 +66,8 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
     Raises:
         CheckpointError: on all ranks alike: there is no checkpoint, none is whole, or it is of something else.
         ModelError: if the model is no parallel one.
+
+    Source: torch.distributed.checkpoint, which reads any layout into any other.
     """
     handle = handle_of(state.model)
     if not handle.has_values:

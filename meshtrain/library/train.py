@@ -31,6 +31,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
     Raises:
         ConfigError: if the program has joined a process group before, or a hook is none.
         UserError: for what else a person can mend; the message has a line for each problem.
+
+    Source: the loop of torchtitan (arXiv:2410.06511), with the hooks of Colossal-AI and transformers.TrainerCallback.
     """
     if dist.is_initialized():
         raise ConfigError(

@@ -83,6 +83,8 @@ class Hook:
     The methods may read everything, the parameters in `state.model.named_parameters()` included (DTensors, where they
     are split), and call collectives, if every rank does. They must not change parameters, gradients or the optimizer,
     nor the global random state, and what they take is time of the step. An exception is a bug: it ends all ranks.
+
+    Source: the hooks of Colossal-AI's trainer, transformers.TrainerCallback.
     """
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:

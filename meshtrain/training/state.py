@@ -34,6 +34,8 @@ class TrainState:
         values: whatever else is to survive, the same on all processes: None, bools, numbers and strings, in lists and
             in dicts with strings for keys. Such as the `state_dict` of a learning-rate scheduler, or the place in the
             data.
+
+    Source: torch.distributed.checkpoint.stateful; the data order is no part of it, as it is a function of `step`.
     """
 
     model: Any
