@@ -1,16 +1,40 @@
-"""The ranks of the tests: one fork server for the whole session, with everything imported that the tests need."""
+"""The ranks of the tests: one fork server for the whole session, with everything imported that the tests need.
+
+What it has not imported, every rank of every test would import anew: most of a second, as often as there are ranks.
+"""
 
 import os
+from pathlib import Path
 
+import meshtrain
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
 
 __all__ = ["RankError", "run_on_ranks"]
+
+# The doors are other processes, and what prepares corpora starts threads when it is imported.
+_APART = ("__main__", "cli", "corpus")
+
+
+def _rooms() -> list[str]:
+    """Return the names of all modules of meshtrain that a rank may use."""
+    root = Path(meshtrain.__path__[0])
+    found = sorted(path.relative_to(root).with_suffix("") for path in root.rglob("*.py"))
+    return [
+        ".".join(("meshtrain", *(part for part in path.parts if part != "__init__")))
+        for path in found
+        if path.parts[0] not in _APART
+    ]
+
 
 os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 preload(
     [
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",
+        "transformers.models.mistral.modeling_mistral",
+        "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3.modeling_qwen3",
+        "pytest",
+        *_rooms(),
     ]
 )

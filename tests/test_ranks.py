@@ -1,7 +1,9 @@
 """The one spawner of the test suite."""
 
+import importlib
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -30,6 +32,18 @@ def die_on_one() -> None:
 
 def die_before_anything() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def import_more() -> set[str]:
+    """Import what most tests use, and return what of it was not there."""
+    before = {*sys.modules}
+    for room in ("library.parallelize", "training.run", "verify.prove", "inference.generate", "checkpoint.convert"):
+        importlib.import_module(f"meshtrain.{room}")
+    return {*sys.modules} - before
+
+
+def test_a_rank_has_imported_what_it_needs_when_it_starts() -> None:
+    assert run_on_ranks(1, import_more) == [set()]
 
 
 def test_results_come_back_in_rank_order() -> None:

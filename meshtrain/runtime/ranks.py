@@ -4,6 +4,7 @@ One fork server imports torch and transformers once (seconds); a rank is then a 
 every call, so that a rank may be killed and nothing leaks from one call to the next.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,8 @@ def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseExcept
 
 def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
     os.environ.update(environment)
+    # What the fork server has imported stays: to look for garbage in it would copy its pages, a tenth of a second each.
+    gc.freeze()
     try:
         torch.set_num_threads(1)
         if joins:
