@@ -1,6 +1,7 @@
 """One process of a run: its device and its process group, from start to end."""
 
 import atexit
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ LONGEST_COLLECTIVE = timedelta(days=1)
 JOIN_SECONDS = 1800.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
+_STARTS = itertools.count()
+"""The process groups that this process has joined: all processes of a program join the same ones."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ def run_process(directory: Path, limits: Limits) -> Iterator[Process]:
         HostError: if the machines of the run cannot reach each other.
     """
     switch_on_recorder()
-    device, store = _join(limits.first_step_seconds)
+    start = next(_STARTS)
+    device, store = _join(limits.first_step_seconds, start)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Not before: a process that waits for others to join has nothing to save, and should end at once.
     with catch_stop_signals() as stop:
         guard = Guard(
-            open_store(limits.first_step_seconds) if is_launched() else store,
+            open_store(limits.first_step_seconds, start) if is_launched() else store,
             rank,
             world_size,
             directory=directory,
@@ -108,7 +112,7 @@ def process_group() -> Iterator[torch.device]:
     Raises:
         HostError: if the machines cannot reach each other.
     """
-    device, _ = _join(JOIN_SECONDS)
+    device, _ = _join(JOIN_SECONDS, next(_STARTS))
     yield device
     _meet_at_the_end()
     dist.destroy_process_group()
@@ -125,7 +129,7 @@ def join_for_script() -> torch.device:
     """
     if not dist.is_initialized():
         check_devices()
-        device, _ = _join(JOIN_SECONDS)
+        device, _ = _join(JOIN_SECONDS, next(_STARTS))
         atexit.register(_leave_at_exit)
         return device
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -159,10 +163,10 @@ def _leave_at_exit() -> None:
     dist.destroy_process_group()
 
 
-def _join(seconds: float) -> tuple[torch.device, dist.Store]:
+def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = open_store(seconds) if is_launched() else dist.HashStore()
+    store = open_store(seconds, start) if is_launched() else dist.HashStore()
     check_hosts(store, seconds)
     dist.init_process_group(
         backend, store=store, rank=rank_from_environment(), world_size=world_size_from_environment()

@@ -18,17 +18,18 @@ from meshtrain.runtime.environment import (
 CONNECT_SECONDS = 60.0
 
 
-def open_store(patience_seconds: float) -> dist.Store:
+def open_store(patience_seconds: float, start: int = 0) -> dist.Store:
     """Connect to the store of the run once more, and host it if this process is the one that must.
 
     What is written belongs to this start of the workers: where torchrun keeps its store over a restart, the addresses
     of the workers before would be found in it, and nobody answers there. A store that is new needs no name for the
     start, and must have none: the count of restarts is torchrun's own on each machine, and one that has come back
-    begins anew.
+    begins anew. What a program has left there in which the same workers trained before is no answer either.
 
     Args:
         patience_seconds: how long a read waits for what others write, and a connection for a store that is hosted by a
             process of the run, which may come late.
+        start: how often these workers have met before.
 
     Raises:
         HostError: if it cannot be reached.
@@ -49,7 +50,7 @@ def open_store(patience_seconds: float) -> dist.Store:
         raise HostError(_problem(error, host, port, connect_seconds)) from error
     store.set_timeout(timedelta(seconds=patience_seconds))
     attempt = f"{attempt_from_environment()}/{world_size_from_environment()}" if agent_hosts_store() else "only"
-    return dist.PrefixStore(f"meshtrain/{attempt}", store)
+    return dist.PrefixStore(f"meshtrain/{attempt}/{start}", store)
 
 
 def _problem(error: dist.DistError, host: str, port: int, seconds: float) -> str:

@@ -46,6 +46,24 @@ def test_the_guard_speaks_before_torch_does(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def train_twice(directory: Path) -> list[bool]:
+    """Leave a word in the store of the process group and in the guard's; return whether the next start finds them."""
+    found = []
+    for _ in range(2):
+        with run_process(directory, Limits(60.0, 60.0, 10.0)) as here:
+            dist.barrier()
+            stores = [dist.distributed_c10d._get_default_store(), here.guard._store]
+            found += [store.check(["left"]) for store in stores]
+            dist.barrier()
+            for store in stores:
+                store.set("left", "here")
+    return found
+
+
+def test_a_program_that_trains_twice_finds_nothing_of_its_first_run(tmp_path: Path) -> None:
+    assert run_on_ranks(2, train_twice, tmp_path, joins=False) == [[False] * 4] * 2
+
+
 def leave_early() -> str:
     join_for_script()
     said = io.StringIO()
