@@ -18,7 +18,7 @@ from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
-from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.agreement import check_alike, is_first_rank, raise_together
 
 
 def save_pretrained(
@@ -58,12 +58,8 @@ def save_pretrained(
     plan = plan_files(layout, max_shard_size)
     folder = folder.absolute()
     with groups_for_saving() as groups:
-        asked = gather_objects((name_of(chosen), str(max_shard_size), str(folder)), groups.agreement)
-        if len({*asked}) > 1:
-            raise CheckpointError(
-                f"the ranks ask for different things (number format, file size, folder): {asked[0]} and "
-                f"{next(one for one in asked if one != asked[0])}; call save_pretrained alike on all of them"
-            )
+        asked = {"dtype": name_of(chosen), "max_shard_size": max_shard_size, "folder": folder}
+        check_alike("save_pretrained", asked, CheckpointError, groups.agreement)
         live = live_tensors(pipeline, groups)
         # The same on all processes, as the tensors are.
         check_names("the parallel model", live.shapes, stock)

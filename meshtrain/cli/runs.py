@@ -53,7 +53,7 @@ def verify(
         list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
     ] = None,
 ) -> None:
-    """Prove on a tiny copy of the model that the plan computes what one device computes. 0: proven, 1: not."""
+    """Prove that a plan computes what one device does. On a tiny copy of the model; exit code 0: proven, 1: not."""
     if models == (run is not None):
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
     if (models and json_file is not None) or (not models and (types or table is not None)):

@@ -28,7 +28,7 @@ def corpus(
         str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
     ] = None,
 ) -> None:
-    """Prepare a corpus, from links or raw documents, and report what happened to every document."""
+    """Prepare a corpus. From links or raw documents, with a report of what happened to every one."""
     from meshtrain.config.toml import load_corpus
 
     config = load_corpus(file, overrides or ())

@@ -35,12 +35,15 @@ def export(
 @app.command()
 def merge(
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="What save_parallelized wrote; may be a URL.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FOLDER", help="What save_parallelized wrote, or a checkpoint; may be a URL.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     dtype: Dtype = "original",
 ) -> None:
-    """Make one Hugging Face model of the files that every process wrote. One process, no accelerator."""
+    """Join what every process wrote to a Hugging Face model. One process, no accelerator."""
     from meshtrain.checkpoint.export import merge as merge_files
     from meshtrain.checkpoint.location import open_location
 
@@ -77,7 +80,12 @@ def verify_checkpoints(
 @checkpoint_app.command("convert")
 def convert_checkpoint(
     source: Annotated[
-        str, typer.Argument(metavar="FROM", help="A checkpoint, or a Hugging Face folder.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FROM",
+            help="A checkpoint, a run directory: its newest; or a Hugging Face folder.",
+            show_default=False,
+        ),
     ],
     target: Annotated[
         str,
@@ -111,7 +119,7 @@ def generate(
         str | None,
         typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How far, unless the model ends it earlier.")] = 64,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -121,7 +129,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likely tokens; 0: among all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among those that have this probability.")] = 1.0,
     num_beams: Annotated[int, typer.Option(min=1, help="Follow so many likely texts, and give the best.")] = 1,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
 ) -> None:
     """Let a model go on from prompts. Start it with torchrun, and a plan or keys of one, for more than one process."""
     from meshtrain.config.toml import load_plan

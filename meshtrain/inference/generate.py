@@ -15,6 +15,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError, ModelError, UserError, name_some
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.inference.source import Source, find_source, pipeline_from
+from meshtrain.models.build import refusal_reason
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.process import check_devices, process_group
 
@@ -118,8 +119,9 @@ def _stock(found: Source) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(found.directory)
         loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{found} holds no whole model with its tokenizer: {reason}; export it again") from error
+        raise ModelError(
+            f"{found} holds no whole model with its tokenizer: {refusal_reason(error)}; export it again"
+        ) from error
     finally:
         enable_progress_bar()
     model, report = loaded
@@ -143,8 +145,8 @@ def _encode(
     width, limit = max(map(len, rows)), getattr(config, "max_position_embeddings", None)
     if limit is not None and width + decoding.max_new_tokens > limit:
         raise UserError(
-            f"the prompt has {width} tokens and {decoding.max_new_tokens} more are asked for, but the model has "
-            f"{limit} positions; ask for at most {max(limit - width, 0)} or shorten the prompt"
+            f"a prompt of {width} tokens with {decoding.max_new_tokens} more is asked for, but the model has {limit} "
+            f"positions; ask for at most {max(limit - width, 0)} or shorten the prompt"
         )
     padding = _padding(tokenizer)
     return {

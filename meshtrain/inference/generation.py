@@ -64,8 +64,18 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
     ids = options.get("input_ids") if inputs is None else inputs
     if ids is not None and ids.numel() == 0:
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
+    if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
+        raise UserError(
+            f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; give token ids "
+            "(batch, seq), whole numbers"
+        )
     check_tokens(pipeline, ids)
     config = options.get("generation_config") or pipeline.stages[0].model.generation_config
+    if pipeline.num_stages > 1 and options.get("guidance_scale", config.guidance_scale) not in (None, 1):
+        raise UserError(
+            "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
+            "use a mesh with pp = 1"
+        )
     if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
         raise UserError(
             "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "

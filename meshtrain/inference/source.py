@@ -17,7 +17,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError, ModelError
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_model, load_hf_config, refusal_reason
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -58,8 +58,7 @@ class Source:
         try:
             return AutoTokenizer.from_pretrained(self.directory)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelError(f"{self} holds no tokenizer: {reason}") from error
+            raise ModelError(f"{self} holds no tokenizer: {refusal_reason(error)}") from error
 
     def config(self) -> PretrainedConfig:
         """Load the configuration.

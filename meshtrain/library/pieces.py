@@ -23,6 +23,7 @@ from meshtrain.models.build import load_hf_config, local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.runtime.agreement import check_alike, raise_together
 from meshtrain.runtime.mesh import build_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
@@ -54,7 +55,7 @@ def build_model(
     source: str | Path | PretrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
+    attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build a causal LM on the meta device: all of its structure, none of its bytes.
@@ -62,7 +63,7 @@ def build_model(
     Args:
         source: a Hugging Face directory, a hub id, a checkpoint of meshtrain, or a configuration.
         dtype: of every parameter, whatever the configuration says.
-        attention: an attention implementation of transformers.
+        attention: an attention implementation of transformers; None: what it takes for this class by itself.
         trust_remote_code: run Python code that comes with the model.
 
     Returns:
@@ -91,11 +92,13 @@ def initialize(model: Any, seed: int = 0) -> None:
         seed: of the draws, any integer.
 
     Raises:
-        ModelError: for a parameter whose rule cannot be repeated on every mesh.
+        ModelError: for a parameter whose rule cannot be repeated on every mesh; on all ranks alike, if their seeds
+            differ.
 
     Source: the rules of each model in transformers (PreTrainedModel._init_weights), drawn tile by tile.
     """
     handle = handle_of(model)
+    check_alike("initialize", {"seed": seed}, ModelError)
     for stage in handle.pipeline.stages:
         for parameter in stage.model.parameters():
             # What has values already is drawn anew all the same.
@@ -116,8 +119,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             the new rows of embedding and head become the mean of the others.
 
     Raises:
-        ModelError: on all ranks alike: files are missing or broken, they hold another model, or the vocabulary of a
-            checkpoint is to be enlarged.
+        ModelError: on all ranks alike: files are missing or broken, they hold another model, the vocabulary of a
+            checkpoint is to be enlarged, or the ranks name different folders.
         CheckpointError: likewise, for a checkpoint.
 
     Source: the layouts of the hub, transformers.conversion_mapping and transformers.core_model_loading.
@@ -128,8 +131,9 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
         for stage in pipeline.stages:
             with without_adapters(stage.model) as adapters:
                 initialize_adapters(stage.model, adapters, seed=pipeline.streams.seed)
-    if (Path(folder) / MANIFEST_NAME).is_file():
-        directory = Path(folder)
+    directory = _find_folder(folder)
+    check_alike("load_weights", {"folder": folder, "enlarge_vocabulary": enlarge_vocabulary}, ModelError)
+    if (directory / MANIFEST_NAME).is_file():
         if enlarge_vocabulary:
             raise ModelError(
                 f"{folder} is a checkpoint, of which every tensor is read as it is, and enlarge_vocabulary = True adds "
@@ -139,10 +143,22 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             restore_buffers(stage.model)
         load_weights_of(directory, pipeline)
     else:
-        directory = local_directory(str(folder))
         load_pretrained(pipeline, directory, enlarge_vocabulary=enlarge_vocabulary)
     handle.source = str(directory)
     handle.has_values = True
+
+
+def _find_folder(folder: str | Path) -> Path:
+    """Return where the weights lie, if every rank finds them. Collective."""
+    problems: list[str] = []
+    directory = Path(folder)
+    if not (directory / MANIFEST_NAME).is_file():
+        try:
+            directory = local_directory(folder, asked="folder")
+        except ModelError as error:
+            problems = list(error.problems)
+    raise_together(problems, ModelError)
+    return directory
 
 
 @torch.no_grad()

@@ -69,7 +69,11 @@ class PipelinedModel:
         return self._pipeline.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what lies on this rank, for an optimizer; then call `meshtrain.rebind(optimizer)`."""
+        """Yield what lies on this rank, for an optimizer; then call `meshtrain.rebind(optimizer)`.
+
+        Give it all, frozen ones too, which it leaves alone: of those that train there may be none on a rank, and torch
+        makes no optimizer of nothing.
+        """
         return (parameter for _, parameter in self.named_parameters())
 
     def train(self, mode: bool = True) -> "PipelinedModel":

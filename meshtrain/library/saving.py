@@ -26,7 +26,8 @@ def save_pretrained(
 ) -> None:
     """Write a parallel model as a Hugging Face folder, which stock `from_pretrained` loads bit for bit. Collective.
 
-    The folder is the one that stock `save_pretrained` would write, whatever the mesh: safetensors in the layout of the
+    The folder is the one that stock `save_pretrained` would write, whatever the mesh (but that shards of a model with
+    experts may be cut between other tensors): safetensors in the layout of the
     hub, an index if there are several files, config.json, generation_config.json and the tokenizer. It appears when it
     is complete. Tensors are gathered one by one, on the rank that writes them: the first rank of every pipeline stage
     needs host memory for the largest tensor (for experts, which the hub keeps apart, twice that), the others for their

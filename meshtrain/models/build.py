@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshtrain.errors import ModelError
 
 # What transformers raises for a value that it does not like: of another type, or one that contradicts another.
 REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -115,20 +117,28 @@ def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: to
     return stock
 
 
-def local_directory(path: str) -> Path:
+def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:
     """Return where the files of a model lie: a directory, or what the hub's cache holds for a hub id.
 
+    Args:
+        path: of the directory, or the hub id.
+        asked: the name under which a person gave it.
+
     Raises:
-        ModelError: for a hub id that is not in the cache and cannot be fetched.
+        ModelError: if there is no such directory, and it is no hub id, or one that is not in the cache and cannot be
+            fetched.
     """
-    if Path(path).is_dir():
-        return _description(Path(path))
+    found, what = Path(path), f"{asked} = {str(path)!r}"
+    if str(path) and found.is_dir():
+        return _description(found)
+    if found.is_file():
+        raise ModelError(f"{what} is a file; give the directory that it lies in, {str(found.parent)!r}")
+    if not _HUB_ID.fullmatch(str(path)):
+        raise ModelError(f"{what}: there is no such directory, and a hub id looks like 'owner/name'")
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path = {path!r}: no such directory, and the hub cannot give it: {refusal_reason(error)}"
-        ) from error
+        raise ModelError(f"{what}: no such directory, and the hub cannot give it: {refusal_reason(error)}") from error
 
 
 def _description(directory: Path) -> Path:
@@ -193,7 +203,8 @@ def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         raise ModelError(
-            f"model.attention = 'sdpa': transformers has none for {config.model_type!r}; set model.attention = 'eager'"
+            f"attention = 'sdpa': transformers has none for {config.model_type!r}; take 'eager' (model.attention in a "
+            "run file)"
         )
 
 
@@ -214,4 +225,6 @@ def refusal_reason(error: Exception) -> str:
     """Return one line; the checks of a configuration's values hide the reason in the cause."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         return str(error.__cause__)
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # What the first line announces is in the next ones.
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]

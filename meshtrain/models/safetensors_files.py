@@ -7,7 +7,7 @@ Source of the format: the README of https://github.com/huggingface/safetensors, 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,11 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
             f"{source} has its weights in pytorch_model.bin, a pickle; convert it: "
             f'AutoModelForCausalLM.from_pretrained("{source}").save_pretrained(...)'
         )
+    if linked := [name for name in (SINGLE_NAME, INDEX_NAME) if (source / name).is_symlink()]:
+        raise ModelError(
+            f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which is not there; download the "
+            "model again"
+        )
     raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a directory that holds the weights")
 
 
@@ -87,18 +92,42 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
+            beginning = file.read(8)
+            if beginning == b"version ":
+                raise ModelError(
+                    f"{path} is no weights but what git-lfs keeps in their place; run `git lfs pull` in its directory"
+                )
+            length = int.from_bytes(beginning, "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
                 raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
             header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no table")
-        header.pop("__metadata__", None)
-        return _parse(path, header, 8 + length, size)
-    except KeyError as error:
-        raise ModelError(f"{path} cannot be read (a tensor has no {error}): download it again") from error
-    except (OSError, ValueError, TypeError) as error:
+        return _parse(path, _checked(header), 8 + length, size)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}): is it cut short? Download it again") from error
+
+
+def _checked(header: Any) -> dict[str, dict[str, Any]]:
+    """Return what a header says of each tensor, if it says what it must."""
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        for key, is_right in _ENTRY.items():
+            found = entry.get(key) if isinstance(entry, dict) else None
+            if not is_right(found):
+                raise ValueError(f"its header says {found!r} for the {key} of {name}")
+    return header
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(number, int) for number in value)
+
+
+_ENTRY: dict[str, Callable[[Any], bool]] = {
+    "dtype": lambda value: isinstance(value, str),
+    "shape": _are_numbers,
+    "data_offsets": lambda value: _are_numbers(value) and len(value) == 2,
+}
 
 
 def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) -> dict[str, FileTensor]:
@@ -129,9 +158,16 @@ def _dtype(path: Path, name: str, code: str) -> torch.dtype:
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:
     try:
-        paths = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        table = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
         raise ModelError(f"{index} is no index of safetensors files ({error}); download the model again") from error
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ModelError(
+            f"{index} is no index of safetensors files (it has no table weight_map from names to files); download the "
+            "model again"
+        )
+    paths = {name: index.parent / file for name, file in files.items()}
     if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
         raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
     headers = {path: read_header(path) for path in dict.fromkeys(paths.values())}

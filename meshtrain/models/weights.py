@@ -136,7 +136,8 @@ def _contradictions(
         if tensor is not None and not _is_equal(local_tensor(tensor), other, local_ranges(tensor), reader):
             problems.append(
                 f"{source} has other values for {copy} than for {original}, but the configuration ties them; "
-                "from_pretrained would not tie them: set tie_word_embeddings = false (model.config in a run file)"
+                "from_pretrained would not tie them: set config.tie_word_embeddings = False "
+                "(under model.config in a run file)"
             )
     return problems
 

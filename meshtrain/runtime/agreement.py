@@ -1,6 +1,6 @@
 """Processes that learn of each other's problems, so that they fail together and with the same words."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -29,6 +29,30 @@ def raise_together(problems: Iterable[str], kind: type[UserError], group: Proces
     found = dict.fromkeys(problem for answer in gather_objects(list(problems), group) for problem in answer)
     if found:
         raise kind(found)
+
+
+def check_alike(
+    call: str, given: Mapping[str, object], kind: type[UserError], group: ProcessGroup | None = None
+) -> None:
+    """Check that a function which all ranks call is given the same on each. Collective.
+
+    Args:
+        call: its name.
+        given: name -> argument that shows what it is.
+        kind: of the error.
+        group: as for `gather_objects`.
+
+    Raises:
+        kind: on all ranks alike, naming the first argument that differs.
+    """
+    answers = gather_objects({name: str(value) for name, value in given.items()}, group)
+    for rank, answer in enumerate(answers):
+        for name, value in answer.items():
+            if value != answers[0][name]:
+                raise kind(
+                    f"{call}: {name} is {answers[0][name]} on rank 0 and {value} on rank {rank}; all ranks make this "
+                    "call together, give all of them the same"
+                )
 
 
 def is_first_rank() -> bool:

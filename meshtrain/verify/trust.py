@@ -1,6 +1,7 @@
 """A class that nothing has proven yet is proven before its first training run; the answer is kept."""
 
 import inspect
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,11 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
 
 
 def _prove(subject: Subject, directory: Path, *, switch: str) -> None:
+    if multiprocessing.current_process().daemon:
+        raise ModelError(
+            f"{subject.architecture} is new here, and a daemonic process may not start the others that a proof takes; "
+            f"{switch}"
+        )
     what = "its documents apart" if subject.rows == "separate" else "the plan"
     console.line(f"{subject.architecture} is new here: proving {what} on a tiny copy of it")
     prepare_ranks()

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import meshtrain
-from meshtrain.errors import ModelError
+from meshtrain.errors import ModelError, UserError
 from tests.ranks import run_on_ranks
 
 GPT2 = GPT2Config(
@@ -67,3 +67,23 @@ def test_a_model_without_values_cannot_write() -> None:
         run_on_ranks(2, write_from_nothing)
     assert isinstance(failed.value.original, ModelError)  # type: ignore[attr-defined]
     assert "have no values yet" in str(failed.value)
+
+
+def ask_for_too_much() -> list[str]:
+    model = meshtrain.parallelize(stock(), {"mesh": {"pp": 2}})
+    said = []
+    for prompt, options in ((PROMPT.double(), {}), (PROMPT[0], {}), (PROMPT, {"guidance_scale": 1.5})):
+        with pytest.raises(UserError) as refused:
+            meshtrain.generate(model, prompt, **OPTIONS | options)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_only_one_stage_would_notice_is_refused_on_all() -> None:
+    for said in run_on_ranks(2, ask_for_too_much):
+        assert said == [
+            "generate: the prompts are (2, 4) float64; give token ids (batch, seq), whole numbers",
+            "generate: the prompts are (4,) int64; give token ids (batch, seq), whole numbers",
+            "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
+            "use a mesh with pp = 1",
+        ]

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +178,36 @@ def test_the_parallel_model_knows_its_handle() -> None:
 def _handle() -> tuple[str, bool]:
     model = parallel(AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])), {})
     return type(model).__name__, handle_of(model).has_values
+
+
+def bring_different_values(folder: Path) -> list[str]:
+    """Give each rank a seed of its own, a folder, a folder that only one has; return what is said."""
+    model = parallel(meshtrain.build_model(load_hf_config(MODELS["gpt2-tied"])), {"tp": 2})
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])).save_pretrained(folder / "0")
+    torch.distributed.barrier()
+    (folder / "1").symlink_to(folder / "0") if rank == 1 else None
+    torch.distributed.barrier()
+    return [
+        told(ModelError, lambda: meshtrain.initialize(model, seed=rank)),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / str(rank))),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / ("0", "missing")[rank])),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0", enlarge_vocabulary=rank == 1)),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0" / "config.json")),
+    ]
+
+
+def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
+    same = "all ranks make this call together, give all of them the same"
+    for said in run_on_ranks(2, bring_different_values, tmp_path):
+        assert said == [
+            f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",
+            f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
+            f"folder = '{tmp_path}/missing': there is no such directory, and a hub id looks like 'owner/name'",
+            f"load_weights: enlarge_vocabulary is False on rank 0 and True on rank 1; {same}",
+            f"folder = '{tmp_path}/0/config.json' is a file; give the directory that it lies in, '{tmp_path}/0'",
+        ]
 
 
 def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:

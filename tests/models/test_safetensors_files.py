@@ -48,7 +48,7 @@ def test_every_number_format_is_found_where_safetensors_has_put_it(tmp_path: Pat
         ({"shape": [2, 4]}, 24, "a of shape (2, 4) is said to lie in bytes 100 to 124 of 124"),
         ({"data_offsets": [4, 28]}, 28, "a of shape (2, 3) is said to lie in bytes 104 to 128 of 128"),
         ({"data_offsets": [0, -2]}, 24, "a of shape (2, 3) is said to lie in bytes 100 to 98 of 124"),
-        ({"data_offsets": 3}, 24, "'int' object is not"),
+        ({"data_offsets": 3}, 24, "its header says 3 for the data_offsets of a"),
     ],
 )
 def test_a_tensor_that_cannot_lie_there_is_refused(
@@ -65,12 +65,20 @@ def test_a_tensor_that_cannot_lie_there_is_refused(
         ({}, 1000, "its header has 1,000 bytes, the file 100"),
         ({}, 2**63, "its header has 9,223,372,036,854,775,808 bytes, the file 100"),
         ([], None, "its header is no table"),
-        ({"a": {"dtype": "F32"}}, None, "a tensor has no 'data_offsets'"),
+        ({"a": {"dtype": "F32"}}, None, "its header says None for the shape of a"),
     ],
 )
 def test_a_header_that_is_none_is_refused(tmp_path: Path, header: object, length: int | None, reason: str) -> None:
     path = write(tmp_path / "model.safetensors", header, 0, length)
     assert refusal(path).startswith(f"{path} cannot be read ({reason})")
+
+
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    assert refusal(path) == (
+        f"{path} is no weights but what git-lfs keeps in their place; run `git lfs pull` in its directory"
+    )
 
 
 def test_what_is_shorter_than_any_header_is_refused(tmp_path: Path) -> None:

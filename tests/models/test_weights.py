@@ -191,7 +191,8 @@ def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(source: Path,
     assert first == second
     assert first == (
         f"{source} has other values for lm_head.weight than for transformer.wte.weight, but the configuration ties "
-        "them; from_pretrained would not tie them: set tie_word_embeddings = false (model.config in a run file)",
+        "them; from_pretrained would not tie them: set config.tie_word_embeddings = False (under "
+        "model.config in a run file)",
     )
     parameters = {name: torch.zeros_like(value) for name, value in untied.named_parameters()}
     config = GPT2Config(**{**GPT2.to_dict(), "tie_word_embeddings": False})
@@ -265,6 +266,9 @@ def test_directories_without_usable_files_are_named(source: Path) -> None:
     assert refusal(source).startswith(f"{path} cannot be read (")
     assert refusal(source).endswith("is it cut short? Download it again")
     path.unlink()
+    path.symlink_to("blob")
+    assert refusal(source) == f"{path} is a link to blob, which is not there; download the model again"
+    path.unlink()
     assert refusal(source) == (
         f"{source} has neither model.safetensors nor model.safetensors.index.json; give a directory that holds the "
         "weights"
@@ -272,7 +276,7 @@ def test_directories_without_usable_files_are_named(source: Path) -> None:
     (source / "pytorch_model-00001-of-00002.bin").write_text("")
     assert refusal(source).startswith(f"{source} has its weights in pytorch_model.bin, a pickle; convert it")
     index.write_text("[]")
-    assert refusal(source).startswith(f"{index} is no index of safetensors files (list indices")
+    assert refusal(source).startswith(f"{index} is no index of safetensors files (it has no table weight_map")
     index.write_text('{"weight_map": {"wte.weight": "a.safetensors", "wpe.weight": "b.safetensors"}}')
     assert (
         refusal(source)
