@@ -6,6 +6,7 @@ here, so that no asynchronous tensor reaches a compiled block (where torch silen
 Source: Megatron-LM (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2 for the sequence dimension).
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -45,8 +46,10 @@ def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
 
-def _function(forward: Collective, backward: Collective) -> Callable[[Tensor, ProcessGroup], Tensor]:
-    class Function(torch.autograd.Function):
+def _pair(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:
+    """Return two functions, each of which is the backward pass of the other, so that gradients have gradients too."""
+
+    class Forward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
             ctx.group = group  # type: ignore[attr-defined]
@@ -54,44 +57,60 @@ def _function(forward: Collective, backward: Collective) -> Callable[[Tensor, Pr
 
         @staticmethod
         def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-            return backward(gradient, ctx.group), None  # type: ignore[attr-defined]
+            return _derived(Transposed.apply, transposed, gradient, ctx.group), None  # type: ignore[attr-defined]
 
-    return Function.apply
+    class Transposed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+            ctx.group = group  # type: ignore[attr-defined]
+            return transposed(x, group)
 
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+            return _derived(Forward.apply, forward, gradient, ctx.group), None  # type: ignore[attr-defined]
 
-copy_to_shards = _function(_identity, _all_reduce)
-"""Replicated (batch, seq, hidden) for computing with a shard of the weights: the gradient is a sum over the shards."""
-
-reduce_from_shards = _function(_all_reduce, _identity)
-"""Partial sums to their replicated sum."""
-
-gather_sequence = _function(_all_gather, _reduce_scatter)
-"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing with a shard of the weights."""
-
-scatter_sequence = _function(_reduce_scatter, _all_gather)
-"""Partial sums (batch, seq, hidden) to this process's part of their sum, (batch, seq/tp, hidden)."""
-
-split_sequence = _function(_split, _all_gather)
-"""Replicated (batch, seq, hidden) to this process's part, (batch, seq/tp, hidden)."""
-
-join_sequence = _function(_all_gather, _split)
-"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing the same on every process."""
+    return Forward.apply, Transposed.apply
 
 
-class _GatherVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
-        width = shard_width(vocabulary, group)
-        ctx.group, ctx.width = group, width  # type: ignore[attr-defined]
-        padded = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+def _derived(function: Collective, plain: Collective, gradient: Tensor, group: ProcessGroup) -> Tensor:
+    # torch's functional collectives have no derivative, and say nothing: `create_graph=True` wants one. Otherwise the
+    # plain one is cheaper, and can be compiled.
+    return function(gradient, group) if torch.is_grad_enabled() else plain(gradient, group)
+
+
+copy_to_shards, reduce_from_shards = _pair(_identity, _all_reduce)
+"""Replicated (batch, seq, hidden) for computing with a shard of the weights: the gradient is a sum over the shards.
+And partial sums to their replicated sum."""
+
+gather_sequence, scatter_sequence = _pair(_all_gather, _reduce_scatter)
+"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing with a shard of the weights.
+And partial sums (batch, seq, hidden) to this process's part of their sum, (batch, seq/tp, hidden)."""
+
+split_sequence, join_sequence = _pair(_split, _all_gather)
+"""Replicated (batch, seq, hidden) to this process's part, (batch, seq/tp, hidden).
+And (batch, seq/tp, hidden) to (batch, seq, hidden), for computing the same on every process."""
+
+
+def _split_last(x: Tensor, group: ProcessGroup) -> Tensor:
+    width = shard_width(x.shape[-1], group)
+    start = group.rank() * width
+    return x[..., start : start + width].contiguous()
+
+
+def _gather_last(size: int) -> Collective:
+    def gather(x: Tensor, group: ProcessGroup) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, shard_width(size, group) - x.shape[-1]))
         gathered = _gather_along(padded, x.dim() - 1, group)
         # Not a view: FSDP2 warns of one, as an in-place change of it would lose gradients.
-        return gathered if gathered.shape[-1] == vocabulary else gathered[..., :vocabulary].contiguous()
+        return gathered if gathered.shape[-1] == size else gathered[..., :size].contiguous()
 
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        start = ctx.group.rank() * ctx.width  # type: ignore[attr-defined]
-        return gradient[..., start : start + ctx.width].contiguous(), None, None  # type: ignore[attr-defined]
+    return gather
+
+
+@functools.cache
+def _last_dimension(size: int) -> tuple[Collective, Collective]:
+    """Return what splits and what gathers a last dimension of a length."""
+    return _pair(_split_last, _gather_last(size))
 
 
 def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
@@ -99,23 +118,12 @@ def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> T
 
     The shards may be uneven: the last ones are smaller, as torch.chunk makes them.
     """
-    return _GatherVocabulary.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
-
-
-class _SplitFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return x.chunk(group.size(), -1)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather_along(gradient, gradient.dim() - 1, ctx.group), None  # type: ignore[attr-defined]
+    return _last_dimension(vocabulary)[1](logits, group)
 
 
 def split_features(x: Tensor, group: ProcessGroup) -> Tensor:
     """Replicated (batch, seq, features) to this process's part, (batch, seq, features/tp)."""
-    return _SplitFeatures.apply(x, group)  # type: ignore[no-untyped-call]
+    return _last_dimension(x.shape[-1])[0](x, group)
 
 
 def shard_width(size: int, group: ProcessGroup) -> int:

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshtrain.data.samples import IGNORE_INDEX
@@ -72,6 +73,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return (normaliser.log() - target).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         weights, columns, here, counted = ctx.saved_tensors  # type: ignore[attr-defined]
         weights.scatter_add_(-1, columns.unsqueeze(-1), -here.to(weights.dtype).unsqueeze(-1))

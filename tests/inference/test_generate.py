@@ -79,7 +79,7 @@ def test_an_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
         generate(folder, "")
     with pytest.raises(
         UserError,
-        match=r"has 30 tokens and 12 more are asked for, but the model has 32 positions; ask for at most 2 "
+        match=r"a prompt of 30 tokens with 12 more is asked for, but the model has 32 positions; ask for at most 2 "
         "or shorten the prompt",
     ):
         generate(folder, "x" * 30)

@@ -92,6 +92,16 @@ def call_the_head(model: Any, part: Callable[[Any], Any]) -> None:
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum").backward()
 
 
+def gradient_of_a_gradient(model: Any, part: Callable[[Any], Any]) -> None:
+    """Penalise how much the output changes with the embeddings."""
+    embeddings = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    embeddings = part({"": embeddings})[""].requires_grad_()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        logits = model(inputs_embeds=embeddings).logits
+        (change,) = torch.autograd.grad(logits.square().sum(), embeddings, create_graph=True)
+        change.square().sum().backward()
+
+
 def gradients_of(program: Program, mesh: dict[str, int], *, kind: str = "gpt2-tied", **tables: Any) -> None:
     stock, model = stock_model(kind), parallel(stock_model(kind), mesh, **tables)
     program(stock, lambda batch: batch)
@@ -116,8 +126,9 @@ def habits(mesh: dict[str, int]) -> None:
         gradients_of(program, mesh)
     if "dp_shard" not in mesh:
         gradients_of(call_the_head, mesh, kind="llama-untied")
+        gradients_of(gradient_of_a_gradient, mesh, kind="gpt2-odd")
     if "tp" in mesh:
-        for program in (loss_of_hidden_states, call_the_head):
+        for program in (loss_of_hidden_states, call_the_head, gradient_of_a_gradient):
             gradients_of(program, mesh, kind="llama-untied", tensor={"sequence_parallel": True})
 
 
