@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -15,6 +16,7 @@ from meshtrain.library.batches import check_same_batch
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle
 from meshtrain.library.loss import LossOfAllRanks
+from meshtrain.library.same_call import check_same_call
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
 from meshtrain.parallel.tensor.region import stream_in_parts
@@ -51,15 +53,18 @@ class Calls:
         given = self._given(args, kwargs)
         self._check_wishes(given)
         self._gradients.recover()
+        has_labels = given.get("labels") is not None
         if not self._handle.is_generating:
             # What a forward pass without a backward pass has gathered may have changed since.
             reshard(model)
             check_tokens(self._handle.pipeline, given.get("input_ids"))
-        if torch.is_grad_enabled():
             check_same_batch(self._handle.pipeline, given)
-            if self._handle.pipeline.plan.recompute.mode != "none" and "use_cache" in self._names:
-                # Computed again, a layer would find in the cache what it has put there itself.
-                kwargs = kwargs | {"use_cache": False}
+        if torch.is_grad_enabled() or has_labels:
+            check_same_call(self._handle.pipeline, has_labels=has_labels)
+        recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
+        if recomputes and "use_cache" in self._names:
+            # Computed again, a layer would find in the cache what it has put there itself.
+            kwargs = kwargs | {"use_cache": False}
         if model.training:
             self._streams.begin()
         self._is_inside = True
@@ -112,6 +117,11 @@ class Calls:
             raise ModelError(
                 "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
                 "or use a mesh with tp = 1"
+            )
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise ModelError(
+                "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time; "
+                'leave that out, dp axes of the mesh do it: {"mesh": {"dp_replicate": 2}}'
             )
         if torch.is_inference_mode_enabled() and not self._has_gathered and fsdp_modules(self._model):
             raise ModelError(

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from meshtrain.errors import ModelError
 from meshtrain.parallel.lineage import tensors_in
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.shard import abandon_backward
+from meshtrain.parallel.shard import abandon_backward, fsdp_modules
 from meshtrain.training.gradients import complete_gradients
 
 NO_BACKWARD_PASS = -1
@@ -32,17 +32,21 @@ class WholeGradients:
         self._running: int | None = None
         self._watched: set[nn.Parameter] = set()
         self._reached: set[nn.Parameter] = set()
+        self._watch_parameters()
 
     def watch(self, output: Any) -> None:
         """Be told when the backward pass of this forward pass begins."""
         # Again and again: parameters may be frozen and thawed between passes.
+        self._watch_parameters()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def _watch_parameters(self) -> None:
         for parameter in _summed_parameters(self._pipeline):
             if parameter not in self._watched:
                 self._watched.add(parameter)
                 parameter.register_hook(partial(self._reach, parameter))
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin)
 
     def recover(self) -> None:
         """Clear away what a backward pass has left that has ended with an exception, before a forward pass."""
@@ -61,6 +65,12 @@ class WholeGradients:
             raise ModelError(
                 "an earlier backward pass of this model has ended with an exception, and has left gradients that are "
                 "in part those of this rank; call optimizer.zero_grad(), and the model again, before the next one"
+            )
+        # Gradients are enabled in a backward pass whose own gradients are wanted.
+        if torch.is_grad_enabled() and any(fsdp_modules(stage.model) for stage in self._pipeline.stages):
+            raise ModelError(
+                "create_graph = True: gradients of gradients do not pass through parameters that FSDP2 has gathered; "
+                "use a mesh with dp_shard = 1, without offload and with one number format"
             )
         self._running = number
         self._earlier = set_gradients_aside(self._pipeline)
@@ -82,8 +92,8 @@ class WholeGradients:
         add_gradients(earlier)
         if lost:
             raise ModelError(
-                f"torch.autograd.grad was asked for the gradient of {lost[0]}, which is a sum over ranks, and would "
-                "return that of this rank; call loss.backward(), and take parameter.grad"
+                f"the gradient of {lost[0]} was taken before it was the sum over all ranks, by torch.autograd.grad or "
+                "by a hook of the parameter; call loss.backward(), and take parameter.grad when it is done"
             )
 
     def _is_lost(self, parameter: nn.Parameter) -> bool:

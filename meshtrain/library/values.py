@@ -48,7 +48,7 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
         adapters: that were taken off it, likewise.
 
     Raises:
-        ModelError: if part of it is on meta.
+        ModelError: if part of it is on meta, or has hooks on gradients.
     """
     parameters = dict(model.named_parameters()) | adapter_parameters(adapters)
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -57,6 +57,12 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
         raise ModelError(
             f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
             "values; build the whole model on meta, or none of it"
+        )
+    hooked = [name for name, parameter in parameters.items() if _has_hooks(parameter)]
+    if hooked:
+        raise ModelError(
+            f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would see that of one rank "
+            "at best; change parameter.grad after loss.backward() instead"
         )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
@@ -71,6 +77,10 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
     layers: Mapping[str, Any] = adapters
     scalings = {name: dict(layer.scaling) for name, layer in layers.items()}
     return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def check_equal_on_all(values: Values) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2ForQuestionAnswering
 
 import meshtrain
-from meshtrain.errors import ModelError
+from meshtrain.errors import DataError, ModelError
 from meshtrain.library.handle import pipeline_of
 from meshtrain.parallel import replicas
 from tests.library.programs import own_part, padded_batches, parallel, stock_model
@@ -147,7 +148,21 @@ def misuse(mesh: dict[str, int]) -> dict[str, str]:
             found["inference mode"] = told(ModelError, lambda: model(**batch))
         found["head"] = told(ModelError, lambda: model.lm_head(torch.zeros(1, 1, 32, dtype=torch.float64)))
         found["embedding"] = told(ModelError, lambda: model.get_input_embeddings()(batch["input_ids"]))
+    found |= differ_from_other_ranks(model, batch)
+    if "dp_shard" in mesh:
+        loss = model(**batch).loss
+        found["twice"] = told(ModelError, lambda: loss.backward(create_graph=True))
     if "dp_replicate" in mesh:
+        # What its forward pass sets; its constructor falls over in the tests, where torch checks every collective.
+        DistributedDataParallel._active_ddp_module = model
+        found["wrapped"] = told(ModelError, lambda: model(**batch))
+        DistributedDataParallel._active_ddp_module = None
+        hooked = stock_model("gpt2-tied")
+        hooked.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+        found["hooked"] = told(ModelError, lambda: parallel(hooked, mesh))
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        found["in the pass"] = told(ModelError, model(**batch).loss.backward)
+        model.lm_head.weight._post_accumulate_grad_hooks.clear()
         found["gradient"] = told(ModelError, lambda: torch.autograd.grad(model(**batch).loss, [*model.parameters()]))
     if "tp" in mesh:
         in_parts = parallel(stock_model("gpt2-tied"), mesh, tensor={"sequence_parallel": True})
@@ -170,6 +185,23 @@ def misuse(mesh: dict[str, int]) -> dict[str, str]:
     found["backward"] = told(ModelError, losses[1].backward)
     model.zero_grad()
     found |= cast_a_part(model, batch) if "dp_replicate" not in mesh else {}
+    return found
+
+
+def differ_from_other_ranks(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
+    """Do on rank 1 otherwise than on rank 0."""
+    rank, found = torch.distributed.get_rank(), {}
+    without = {name: value for name, value in batch.items() if name != "labels"}
+    if model.num_data_ranks == 1:
+        with torch.no_grad():
+            rolled = {name: value.roll(rank, 0) for name, value in batch.items()}
+            found["shuffled"] = told(DataError, lambda: model(**rolled))
+    else:
+        found["labels"] = told(ModelError, lambda: model(**(without if rank else batch)))
+    norm = model.transformer.ln_f.bias
+    norm.requires_grad_(rank == 0)
+    found["frozen"] = told(ModelError, lambda: model(**batch))
+    norm.requires_grad_()
     return found
 
 
@@ -205,8 +237,15 @@ def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
 WANTED = {
     "head": r"the head of a model over dp_shard was called by itself, .*; call the model itself, with input_ids",
     "embedding": r"the embedding of a model over dp_shard was called by itself, .*; call the model itself, with input",
-    "gradient": r"torch.autograd.grad was asked for the gradient of transformer.wte.weight, which is a sum over ranks, "
-    r".*; call loss.backward\(\), and take parameter.grad",
+    "gradient": r"the gradient of transformer.wte.weight was taken before it was the sum over all ranks, by torch."
+    r"autograd.grad or by a hook of the parameter; call loss.backward\(\), and take parameter.grad when it is done",
+    "in the pass": r"the gradient of lm_head.weight was taken before it was the sum|the gradient of transformer",
+    "twice": r"create_graph = True: gradients of gradients do not pass .*; use a mesh with dp_shard = 1",
+    "wrapped": r"the model is wrapped in DistributedDataParallel, .*; leave that out, dp axes of the mesh do it",
+    "hooked": r"1 parameters have hooks on their gradients \(transformer.wte.weight\), .*; change parameter.grad after",
+    "labels": r"rank \d calls the model with(out)? labels and trains 68 of 68 parameters, another rank does otherwise",
+    "frozen": r"rank \d calls the model with labels and trains 6[78] of 68 parameters, another rank does otherwise",
+    "shuffled": r"rank \d was given another batch than a rank that shares its model over tp or pp",
     "tuple of states": r"return_dict = False with output_hidden_states = True: .*; leave return_dict out",
     "own loss": r"model.loss_function was set to a function of yours: .*; compute it from the logits, divided by model",
     "part": r"a part of a parallel model was called, .*; call the model itself, and take model\(..., output_hidden",
