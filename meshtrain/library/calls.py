@@ -48,6 +48,7 @@ class Calls:
         if self._model.base_model is not self._model:
             self._model.base_model.register_forward_pre_hook(self._check_inside, prepend=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._handle.check_values()
         given = self._given(args, kwargs)
@@ -70,6 +71,7 @@ class Calls:
         self._is_inside = True
         return args, kwargs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         given = self._given(args, kwargs)
         self._loss.put_into(output, given)
@@ -80,6 +82,7 @@ class Calls:
             self._gradients.watch(output)
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
         self._streams.end()
@@ -93,6 +96,7 @@ class Calls:
         mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
         return plan.tensor.sequence_parallel and axis_size(mesh, "tp") > 1 and stream_in_parts()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_end(self, what: str, *_: Any) -> None:
         if not self._is_inside and fsdp_modules(self._model):
             raise ModelError(
@@ -100,6 +104,7 @@ class Calls:
                 "inside of a call of the model; call the model itself, with input_ids, and take its logits"
             )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_inside(self, *_: Any) -> None:
         if not self._is_inside:
             raise ModelError(

@@ -49,7 +49,8 @@ def parallelize(
     whole. With data parallelism each rank gives its own part of the batch; the loss is the mean over the trained tokens
     of all parts, and its gradient that of this mean (the auxiliary loss of routers in it is that of each part, weighted
     by its tokens). A loss of your own, made of the logits, is added up over the parts: divide what is a mean on each
-    rank by `model.num_data_ranks`. After an exception in a backward pass call `optimizer.zero_grad()`.
+    rank by `model.num_data_ranks`. A penalty on the parameters themselves is added up over dp_replicate only. After an
+    exception in a backward pass call `optimizer.zero_grad()`.
 
     With a pipeline it returns a `PipelinedModel`, and the model that was given cannot be used any more.
 
