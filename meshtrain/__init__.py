@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.runtime.garbage import rare_collections
+from meshtrain.runtime.garbage import NEVER, rare_collections
 
 if TYPE_CHECKING:
     from meshtrain.config.toml import load_plan, load_run
@@ -62,8 +62,9 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: importing meshtrain costs nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshtrain' has no attribute {name!r}; it has {', '.join(__all__)}")
-    with rare_collections():
-        return getattr(import_module(_HOMES[name]), name)
+    with rare_collections(NEVER):
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

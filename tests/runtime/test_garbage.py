@@ -3,11 +3,13 @@
 import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
-from meshtrain.runtime.garbage import RARELY, rare_collections
+import meshtrain
+from meshtrain.runtime.garbage import NEVER, RARELY, rare_collections
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run
@@ -43,6 +45,52 @@ def test_what_was_holds_again_after_a_failure() -> None:
     with pytest.raises(ValueError, match=rf"\({RARELY}, {before[1]}, {before[2]}\)"):
         fail()
     assert gc.get_threshold() == before
+
+
+def full_collections_among_garbage() -> int:
+    """Create enough garbage for a dozen collections of the middle generation; return how many were of everything."""
+    found = []
+    gc.callbacks.append(count := lambda phase, told: found.append((phase, told["generation"])))
+    for _ in range(150_000):
+        circle: list[object] = []
+        circle.append(circle)
+    gc.callbacks.remove(count)
+    return found.count(("start", 2))
+
+
+def test_what_was_created_is_not_looked_at_until_it_is_garbage() -> None:
+    class Node:
+        me: "Node"
+
+    gc.collect()
+    with rare_collections(NEVER):
+        # A quarter more than at the latest full collection would call for the next one.
+        kept = [[] for _ in range(len(gc.get_objects()) // 2)]
+        node = Node()
+        node.me = node
+    assert full_collections_among_garbage() == 0
+    gone = weakref.ref(node)
+    del node
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert gone() is None
+    assert kept
+
+
+def test_what_was_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with rare_collections():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_public_name_is_loaded_once() -> None:
+    found = meshtrain.load_plan
+    assert vars(meshtrain)["load_plan"] is found
 
 
 class CountsFrozen(Hook):
