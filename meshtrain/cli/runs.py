@@ -120,6 +120,6 @@ def schema(
     kind: Annotated[Literal["run", "plan", "corpus"], typer.Argument(metavar="run|plan|corpus", show_default=False)],
 ) -> None:
     """Show a JSON schema. With it, editors complete run, plan and corpus files."""
-    from meshtrain.config.schema import json_schema
+    from meshtrain.config.schema import described_schema
 
-    console.line(json.dumps(json_schema(kind), indent=2))
+    console.line(json.dumps(described_schema(kind), indent=2))

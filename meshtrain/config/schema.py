@@ -1,5 +1,7 @@
 """The JSON schemas of run, plan and corpus files: editors complete them, error messages say from them what to write."""
 
+import copy
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -7,6 +9,7 @@ from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.settings import Key
+from meshtrain.config.words import Words, field_docstrings
 
 Schema = dict[str, Any]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -18,7 +21,8 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     """Return the JSON schema (draft 2020-12) of a file as it is written: with `extends`, and `plan` as a name.
 
     Args:
-        kind: which of the files. The answer is made once and shared: it is not to be changed.
+        kind: which of the files. The answer is made once and shared: it is not to be changed. It describes no key:
+            every start of a run needs it, and only editors the descriptions (`described_schema`).
     """
     if kind == "plan":
         plan = ParallelPlan.model_json_schema()
@@ -35,6 +39,22 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     table = {"$ref": run["properties"]["plan"].pop("$ref")}
     run["properties"]["plan"]["anyOf"] = [{"type": "string"}, table]
     return {"$schema": DIALECT, **_required_or_extends(run)}
+
+
+def described_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
+    """Return the JSON schema of a file with a description of every key: the docstring under the field."""
+    schema = copy.deepcopy(json_schema(kind))
+    kinds = {words.__name__: words for words in _derived_from(Words)}
+    for table in (schema, *schema["$defs"].values()):
+        for name, docstring in field_docstrings(kinds[table["title"]]).items():
+            table["properties"][name].setdefault("description", docstring)
+    return schema
+
+
+def _derived_from(words: type[Words]) -> Iterator[type[Words]]:
+    for kind in words.__subclasses__():
+        yield kind
+        yield from _derived_from(kind)
 
 
 def _required_or_extends(file: Schema) -> Schema:

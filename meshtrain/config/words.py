@@ -1,5 +1,9 @@
 """What every group of words in a file has in common."""
 
+import ast
+import inspect
+from functools import cache
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,4 +19,20 @@ class Words(BaseModel):
     The docstrings become the JSON schema, so editors show them while a file is written.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True)
+    # Without `use_attribute_docstrings`: it would read the sources of all words at every start.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@cache
+def field_docstrings(words: type[Words]) -> dict[str, str]:
+    """Return field -> the docstring under it, for a class of words and those that it is derived from."""
+    found = {}
+    for kind in reversed(words.__mro__):
+        if issubclass(kind, Words):
+            (definition,) = ast.parse(inspect.getsource(kind)).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in pairwise(definition.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = inspect.cleandoc(text)
+    return found

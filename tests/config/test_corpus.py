@@ -5,7 +5,7 @@ import os
 import pytest
 
 from meshtrain.config.corpus import STEPS, CorpusConfig
-from meshtrain.config.schema import json_schema
+from meshtrain.config.schema import described_schema
 from meshtrain.config.toml import dump_toml, load_corpus
 from meshtrain.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_a_missing_file_and_a_circle(write):
 
 
 def test_every_word_is_explained_in_the_schema():
-    schema = json_schema("corpus")
+    schema = described_schema("corpus")
     tables = [schema, *schema["$defs"].values()]
     unexplained = [
         name

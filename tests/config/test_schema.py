@@ -5,11 +5,13 @@ import tomllib
 import pytest
 from jsonschema import Draft202012Validator
 
+from meshtrain.config.data import MixedSourceConfig, SourceConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shipped_plans
 from meshtrain.config.run import RunConfig
-from meshtrain.config.schema import json_schema
+from meshtrain.config.schema import described_schema, json_schema
 from meshtrain.config.toml import dump_toml, load_run
+from meshtrain.config.words import field_docstrings
 
 RUN = 'run_directory = "out"\nsteps = 3\nglobal_batch_size = 8\nmodel.type = "gpt2"\n'
 LAUNCH_RUNS = shipped_plans().parent / "launch" / "runs"
@@ -59,11 +61,24 @@ def test_mistakes_are_refused(mistake):
 
 
 def test_the_words_explain_themselves():
-    run, plan = json_schema("run"), json_schema("plan")
+    run, plan = described_schema("run"), described_schema("plan")
 
-    assert run["properties"]["steps"]["description"] == RunConfig.model_fields["steps"].description
+    assert run["properties"]["steps"]["description"] == field_docstrings(RunConfig)["steps"]
     assert run["properties"]["plan"]["description"].startswith("How the model is parallelised")
     assert (
         plan["$defs"]["MeshPlan"]["properties"]["pp"]["description"] == "Pipeline stages held by different processes."
     )
     assert plan["properties"]["extends"]["description"].startswith("The plan to start from")
+
+
+def test_what_a_class_of_words_inherits_is_explained_too():
+    inherited = set(MixedSourceConfig.model_fields) & set(SourceConfig.model_fields)
+    assert inherited
+    assert {*field_docstrings(MixedSourceConfig)} == {*MixedSourceConfig.model_fields}
+
+
+def test_a_description_changes_nothing_else():
+    bare, described = json_schema("plan"), described_schema("plan")
+    assert "description" not in bare["$defs"]["MeshPlan"]["properties"]["pp"]
+    assert described["$defs"]["MeshPlan"]["properties"]["pp"].pop("description")
+    assert described["$defs"]["MeshPlan"]["properties"]["pp"] == bare["$defs"]["MeshPlan"]["properties"]["pp"]
