@@ -13,12 +13,13 @@ from torch import Tensor
 
 from meshtrain.errors import ModelError
 from meshtrain.models.safetensors_files import FileTensor
+from meshtrain.runtime.pages import bring_pages
 
 BOUNCE_BYTES = 4 * 2**20
+# So much memory is brought at once: few calls, and what the kernel has cleared is still in the cache of the processor.
+FRESH_BYTES = 2 * 2**20
 # Shorter runs are read together with what lies between them: a call for each would cost more than the bytes.
 SHORTEST_RUN_BYTES = 256 * 2**10
-# Linux reads no more at once.
-_MOST_BYTES = 2**31 - 4096
 
 
 class BlockReader:
@@ -61,9 +62,15 @@ class BlockReader:
         fits = out.device.type == "cpu" and out.dtype == tensor.dtype
         if fits and out[(0,) * dim].is_contiguous() and (dim == 0 or run_bytes >= SHORTEST_RUN_BYTES):
             for index, start in _runs(tensor, ranges, dim):
-                self._read_bytes(tensor, start, _bytes_of(out[index]))
+                self._read_fresh(tensor, start, _bytes_of(out[index]))
         else:
             self._read_rows(tensor, ranges, max(0, dim - 1), out)
+
+    def _read_fresh(self, tensor: FileTensor, start: int, target: Tensor) -> None:
+        for first in range(0, len(target), FRESH_BYTES):
+            piece = target[first : first + FRESH_BYTES]
+            bring_pages(piece)
+            self._read_bytes(tensor, start + first, piece)
 
     def _read_rows(self, tensor: FileTensor, ranges: Sequence[slice], dim: int, out: Tensor) -> None:
         """Read whole rows, counted along `dim`, into the buffer, and copy from there what is wanted of them."""
@@ -94,7 +101,7 @@ class BlockReader:
         memory, done = memoryview(target.numpy()), 0  # type: ignore[arg-type]
         while done < len(memory):
             try:
-                read = os.preadv(self._descriptor(tensor.path), [memory[done : done + _MOST_BYTES]], start + done)
+                read = os.preadv(self._descriptor(tensor.path), [memory[done:]], start + done)
             except OSError as error:
                 raise ModelError(
                     f"{tensor.path} cannot be read ({error.strerror}); see whether its disk is well"

@@ -57,6 +57,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Let tiny tensors take every path: in one piece, row by row, by parts of rows."""
     if request.param == "small buffers":
         monkeypatch.setattr(block_reader, "BOUNCE_BYTES", 32)
+        monkeypatch.setattr(block_reader, "FRESH_BYTES", 100)
         monkeypatch.setattr(block_reader, "SHORTEST_RUN_BYTES", 64)
         monkeypatch.setattr(moves, "RESHAPED_BYTES", 300)
         monkeypatch.setattr(moves, "FEW_ROWS", 3)

@@ -1,0 +1,56 @@
+"""Memory that is there before it is written to."""
+
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from meshtrain.runtime.pages import _advise, bring_pages
+
+NUM_PAGES = 8192
+KNOWS_HOW = sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14)
+
+
+def fresh_tensor() -> torch.Tensor:
+    """Return memory that no one has written to, and that begins within a page."""
+    return torch.frombuffer(mmap.mmap(-1, NUM_PAGES * mmap.PAGESIZE), dtype=torch.uint8)[100:-100]
+
+
+def faults_of_filling(tensor: torch.Tensor) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensor.fill_(7)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not KNOWS_HOW, reason="a Linux from 5.14 on does it")
+def test_what_was_brought_is_there() -> None:
+    tensor = fresh_tensor()
+    bring_pages(tensor)
+    assert faults_of_filling(tensor) < NUM_PAGES / 100
+
+
+def test_values_stay() -> None:
+    tensor = torch.arange(1000, 9000)
+    for part in (tensor, tensor[3:], tensor[:0]):
+        bring_pages(part)
+    assert tensor.equal(torch.arange(1000, 9000))
+
+
+@pytest.fixture
+def on_another_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _advise.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    yield
+    _advise.cache_clear()
+
+
+@pytest.mark.usefixtures("on_another_system")
+def test_another_system_is_not_asked() -> None:
+    tensor = fresh_tensor()
+    bring_pages(tensor)
+    assert faults_of_filling(tensor) > 0
+    assert bool((tensor == 7).all())
