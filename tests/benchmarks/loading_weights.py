@@ -142,6 +142,8 @@ def start(name: str, folder: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as answers:
         rank = ["tests.benchmarks.loading_weights", "--rank", name, str(folder), str(time.time()), answers]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # All as pip installs them: a checkout whose compiled modules may not be kept is compiled at every start.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         done = subprocess.run([*torchrun, *rank], env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
