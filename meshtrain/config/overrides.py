@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtrain.config.arguments import check_strings
 from meshtrain.config.problems import problem
 from meshtrain.config.settings import Setting, Source, Table, as_table
 
@@ -17,7 +18,11 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
 
     A value that is not TOML is taken as a string (`run_directory=out`). No value at all takes the key away (`epochs=`),
     so that one can set what it excludes.
+
+    Raises:
+        ConfigError: for what is no list of strings.
     """
+    check_strings("overrides", lines, "a list of strings, such as ['mesh.tp=4']")
     source = Source("command line", Path.cwd())
     tables = []
     for line in lines:

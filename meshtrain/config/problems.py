@@ -154,9 +154,10 @@ def _found(node: Table | Setting) -> str:
     if isinstance(node, dict):
         return "a table"
     if isinstance(node.value, str):
-        return f"the string {_shortened(repr(node.value))}"
-    return _shortened(json.dumps(node.value, default=str, ensure_ascii=False))
+        return f"the string {shortened(repr(node.value))}"
+    return shortened(json.dumps(node.value, default=str, ensure_ascii=False))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Cut a value that is too long for a line."""
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."

@@ -1,30 +1,32 @@
 """From TOML files to words and back: runs, plans, corpora, and the families of models that plans are shipped for."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 
+from meshtrain.config.arguments import described, path_text
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.overrides import read_overrides
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.problems import Explainer
+from meshtrain.config.problems import Explainer, problem
 from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
-from meshtrain.config.settings import Source, Table, as_table, merge, plain
+from meshtrain.config.settings import Key, Source, Table, as_table, merge, plain
 from meshtrain.config.words import Words
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Words)
 FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
+PLAN_FILE = "a .toml or .json file, or the name of a shipped plan, such as 'families/gpt2'"
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -42,9 +44,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Source: TOML 1.0 (toml.io); the words are those of transformers, torch and torchtitan.
     """
-    file = absolute(str(path), Path.cwd())
+    named = path_text("load_run: path", path, wanted="a .toml or .json file")
+    file = absolute(named, Path.cwd())
     reader = Reader()
-    table = reader.read_root(str(path), file, reader.read_run)
+    table = reader.read_root(named, file, reader.read_run)
     for top in sorted(read_overrides(overrides, reader.problems), key=names_plan, reverse=True):
         reader.lay_over_run(table, top)
     return _checked(RunConfig, "run", table, file, reader.problems)
@@ -68,8 +71,9 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
     """
     if path_or_name is None:
         return _overridden(ParallelPlan, "plan", {}, Path.cwd() / "plan", overrides, [])
-    file, reader = plan_path(str(path_or_name), Path.cwd()), Reader()
-    table = reader.read_root(str(path_or_name), file, reader.read_plan)
+    named = path_text("load_plan: path_or_name", path_or_name, wanted=PLAN_FILE)
+    file, reader = plan_path(named, Path.cwd()), Reader()
+    table = reader.read_root(named, file, reader.read_plan)
     return _overridden(ParallelPlan, "plan", table, file, overrides, reader.problems)
 
 
@@ -86,10 +90,27 @@ def read_plan(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> ParallelPl
     if isinstance(plan, ParallelPlan):
         return plan
     if not isinstance(plan, Mapping):
-        return load_plan(plan)
+        return load_plan(path_text("plan", plan, wanted=f'a table such as {{"mesh": {{"tp": 4}}}}, {PLAN_FILE}'))
     reader, source = Reader(), Source("plan", Path.cwd())
-    table = reader.lay_over_named(as_table(copy.deepcopy(dict(plan)), source))
+    table = reader.lay_over_named(as_table(_as_written(plan, source), source))
     return _checked(ParallelPlan, "plan", table, Path.cwd() / "plan", reader.problems)
+
+
+def _as_written(value: Any, source: Source, above: Key = ()) -> Any:
+    """Return a table of a program's as a file would give it: in dicts with strings for keys, lists and plain integers.
+
+    Raises:
+        ConfigError: for a key that is no string.
+    """
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(problem(source, above, f"a key is {described(name)}; give strings for keys"))
+        return {name: _as_written(below, source, (*above, name)) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_written(entry, source, above) for entry in value]
+    # A bool is an integer too, and stays one; an integer of numpy is as good as one of Python.
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshtrain.config.arguments import wrong
 from meshtrain.errors import UserError
 from meshtrain.inference.agreement import agree
 from meshtrain.inference.staged import as_one_model
@@ -62,6 +63,8 @@ def generate_on_mesh(
 
 def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -> None:
     ids = options.get("input_ids") if inputs is None else inputs
+    if ids is not None:
+        check_prompts("generate: inputs", ids)
     if ids is not None and ids.numel() == 0:
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
@@ -81,6 +84,17 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
             "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
             "for it; leave it out, and give max_new_tokens"
         )
+
+
+def check_prompts(asked: str, prompts: object) -> None:
+    """Check that prompts have been encoded.
+
+    Raises:
+        UserError: if not.
+    """
+    if not isinstance(prompts, Tensor):
+        wanted = 'token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
+        raise wrong(asked, prompts, wanted, UserError)
 
 
 @contextmanager

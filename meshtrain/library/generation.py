@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.inference.generation import check_prompts, generate_on_mesh
 from meshtrain.library.handle import handle_of
 from meshtrain.library.pipelined import PipelinedModel
 
@@ -39,7 +39,9 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     """
     handle = handle_of(model)
     handle.check_values()
-    inputs = None if inputs is None else inputs.to(handle.device)
+    if inputs is not None:
+        check_prompts("generate: inputs", inputs)
+        inputs = inputs.to(handle.device)
     if isinstance(model, PipelinedModel):
         return generate_on_mesh(handle.pipeline, inputs, **options)
     return model.generate(inputs, **options)

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from meshtrain.config.arguments import described
 from meshtrain.errors import ModelError
 from meshtrain.parallel.pipeline import Pipeline
 
@@ -63,7 +64,7 @@ def handle_of(model: object) -> Handle:
     handle = find_handle(model)
     if handle is None:
         raise ModelError(
-            f"a {type(model).__name__} is no parallel model; give what meshtrain.parallelize(model, plan) returns"
+            f"{described(model)} is no parallel model; give what meshtrain.parallelize(model, plan) returns"
         )
     return handle
 

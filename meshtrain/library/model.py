@@ -14,7 +14,7 @@ from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.calls import Calls
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
-from meshtrain.library.saving import save_parallelized, save_pretrained
+from meshtrain.library.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
@@ -45,7 +45,7 @@ class ParallelModel:
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
-        save_pretrained(self, save_directory, **kwargs)
+        save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
 
     def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_parallelized`. Collective."""

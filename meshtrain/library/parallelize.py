@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from meshtrain.config.arguments import check_flag, described, whole_number, wrong
 from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan, with_family
 from meshtrain.errors import ModelError, PlanError, name_some
@@ -29,6 +32,7 @@ from meshtrain.runtime.process import join_for_script
 from meshtrain.verify.trust import ensure_model_proven
 
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
+WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 LONGEST_BALANCED = 1024
 """Stages are balanced for sequences of so many tokens, or as many as the model has positions for."""
 
@@ -72,13 +76,16 @@ def parallelize(
         The model itself, or a `PipelinedModel`.
 
     Raises:
-        ConfigError: if the plan is wrong.
+        ConfigError: if the plan is wrong, or another argument no number or flag of its kind.
         PlanError: if it does not fit the model or the number of processes.
         ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
 
     Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
     ZeRO (arXiv:1910.02054) for dp_shard.
     """
+    call, micro_batch_size = "parallelize", whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
+    seed = None if seed is None else whole_number(f"{call}: seed", seed)
+    check_flag(f"{call}: prove_unknown_class", prove_unknown_class)
     stock = _check_stock(model)
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)
@@ -126,14 +133,28 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
             "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
             "(model.save_pretrained) and load it anew, or build it again"
         )
+    _check_no_wrapper(model)
     if hasattr(model, "get_base_model"):
         model = _inside_of_adapter(model)
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"a {type(model).__name__} is no model of transformers; give one, such as GPT2LMHeadModel")
+        raise ModelError(f"{described(model)} is no model of transformers; give one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
         what = "is quantised" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
         raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
     return model
+
+
+def _check_no_wrapper(model: object) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was "
+            'given, and {"compile": {"enabled": True}} in the plan'
+        )
+    if isinstance(model, WRAPPERS):
+        raise ModelError(
+            f"a {type(model).__name__} has copies or shards of its own; give the model inside (model.module), the plan "
+            'does the same: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
+        )
 
 
 def _inside_of_adapter(model: Any) -> Any:
@@ -172,6 +193,8 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
 
 
 def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
+    if not isinstance(mesh, DeviceMesh):
+        raise wrong("parallelize: mesh", mesh, "what meshtrain.build_mesh(plan) returns, or None")
     if mesh.mesh_dim_names != AXES:
         raise PlanError(
             f"the mesh has the axes {mesh.mesh_dim_names}, a plan needs {AXES}; build it with meshtrain.build_mesh"

@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.directory import MANIFEST_NAME
+from meshtrain.config.arguments import check_flag, path_text, positive_number, whole_number, wrong
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError
+from meshtrain.library.arguments import dtype_named
 from meshtrain.library.handle import handle_of
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_model as build_stock
@@ -54,7 +56,7 @@ def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMes
 def build_model(
     source: str | Path | PretrainedConfig,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -62,7 +64,7 @@ def build_model(
 
     Args:
         source: a Hugging Face directory, a hub id, a checkpoint of meshtrain, or a configuration.
-        dtype: of every parameter, whatever the configuration says.
+        dtype: of every parameter, whatever the configuration says; itself, or its name.
         attention: an attention implementation of transformers; None: what it takes for this class by itself.
         trust_remote_code: run Python code that comes with the model.
 
@@ -74,9 +76,15 @@ def build_model(
 
     Source: transformers.AutoModelForCausalLM.from_config, under torch.device("meta").
     """
+    call, kind = "build_model", ModelError
+    dtype = dtype_named(f"{call}: dtype", dtype, kind)
+    check_flag(f"{call}: trust_remote_code", trust_remote_code, kind)
+    if not isinstance(attention, str | None):
+        raise wrong(f"{call}: attention", attention, "'eager', 'sdpa' or another name of transformers", kind)
     config = source
     if not isinstance(config, PretrainedConfig):
-        config = load_hf_config(ModelConfig(path=str(source), trust_remote_code=trust_remote_code))
+        path = path_text(f"{call}: source", source, kind, wanted="a directory, a hub id or a configuration")
+        config = load_hf_config(ModelConfig(path=path, trust_remote_code=trust_remote_code))
     original = config.dtype
     model = build_stock(copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     # What `save_pretrained` writes unless it is told otherwise: training in float32 changes no model for good.
@@ -98,6 +106,7 @@ def initialize(model: Any, seed: int = 0) -> None:
     Source: the rules of each model in transformers (PreTrainedModel._init_weights), drawn tile by tile.
     """
     handle = handle_of(model)
+    seed = whole_number("initialize: seed", seed, ModelError)
     check_alike("initialize", {"seed": seed}, ModelError)
     for stage in handle.pipeline.stages:
         for parameter in stage.model.parameters():
@@ -127,6 +136,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     """
     handle = handle_of(model)
     pipeline = handle.pipeline
+    folder = path_text("load_weights: folder", folder, ModelError, wanted="a directory or a hub id")
+    check_flag("load_weights: enlarge_vocabulary", enlarge_vocabulary, ModelError)
     if not handle.has_values:
         for stage in pipeline.stages:
             with without_adapters(stage.model) as adapters:
@@ -177,10 +188,13 @@ def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
 
     Raises:
         ModelError: if the model is no parallel one.
+        ConfigError: if `max_norm` is no number above 0.
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
     """
     pipeline = handle_of(model).pipeline
+    # Below 0 it would turn the gradients around.
+    max_norm = positive_number("clip_grad_norm: max_norm", max_norm, wanted="a number above 0, or inf to measure only")
     (norm,) = gradient_norm(pipeline)
     scale_gradients([parameter for _, parameter in pipeline.trainable_parameters()], norm, max_norm)
     return norm

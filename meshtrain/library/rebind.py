@@ -1,14 +1,16 @@
 """Optimizers that were made for a model before it became a parallel one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshtrain.errors import ModelError
+from meshtrain.library.arguments import check_optimizer
 from meshtrain.library.values import Heirs
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels
@@ -29,6 +31,8 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 HEIRS = "meshtrain_heirs"
+HAS_ALL = "meshtrain_has_all"
+"""On a parameter of a parallel model: whether all of the others are on this process too, be it in part."""
 _WATCHED: list[RemovableHandle] = []
 
 
@@ -53,10 +57,23 @@ def rebind(optimizer: Optimizer) -> None:
         optimizer: changed in place.
 
     Raises:
-        ModelError: if it remembers something that cannot be cut.
+        ModelError: if it remembers something that cannot be cut, holds no parameter of a parallel model, or is LBFGS,
+            whose parameters cannot be changed.
 
     Source: ZeRO (arXiv:1910.02054): an optimizer needs to see nothing but the shards that lie on its process.
     """
+    check_optimizer("rebind: optimizer", optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "rebind: LBFGS has a list of its parameters that cannot be changed; make it after meshtrain.parallelize, "
+            "on a mesh with tp = 1 and pp = 1"
+        )
+    held = _held(optimizer)
+    if held and not any(map(_is_of_parallel_model, held)):
+        raise ModelError(
+            f"rebind: this {type(optimizer).__name__} holds {len(held)} parameters, and none of a parallel model; call "
+            "it after meshtrain.parallelize, with the optimizer of that model"
+        )
     local = type(optimizer) in ELEMENTWISE
     for group in optimizer.param_groups:
         followed: list[nn.Parameter] = []
@@ -69,6 +86,28 @@ def rebind(optimizer: Optimizer) -> None:
         group["params"] = followed
     if local:
         choose_kernels(optimizer)
+
+
+def _held(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_of_parallel_model(parameter: nn.Parameter) -> bool:
+    # What was gathered is told more of at the first step.
+    known = hasattr(parameter, HEIRS) or hasattr(parameter, HAS_ALL) or is_gathered(parameter)
+    return known or isinstance(parameter, (LocalParameter, DTensor))
+
+
+def _check_sees_all(optimizer: Optimizer, held: Sequence[nn.Parameter]) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    # Over tp torch cannot join its gradients, of which some are cut; over pp each rank would go a way of its own.
+    num_cut = sum(isinstance(parameter, DTensor) for parameter in held)
+    if 0 < num_cut < len(held) or not all(getattr(parameter, HAS_ALL, True) for parameter in held):
+        raise ModelError(
+            "LBFGS computes with all parameters at once, which no rank has over tp or pp; take a mesh with tp = 1 and "
+            "pp = 1, or an optimizer such as torch.optim.AdamW"
+        )
 
 
 def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tuple[nn.Parameter, dict[str, object]]]:
@@ -93,8 +132,11 @@ def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tup
 
 def leave_heirs(heirs: Mapping[nn.Parameter, Heirs]) -> None:
     """Note on every old parameter what it has become, so that an optimizer that still holds it can be told."""
+    has_all = all(any(True for _ in found) for found in heirs.values())
     for old, found in heirs.items():
         setattr(old, HEIRS, found)
+        for heir in found:
+            setattr(heir, HAS_ALL, has_all)
     if not _WATCHED:
         _WATCHED.append(register_optimizer_step_pre_hook(_check_bound))
 
@@ -108,7 +150,8 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
         ModelError: naming one of them; or if they are gathered ones, or the model's parameters have left the memory
             that they shared with it.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = _held(optimizer)
+    _check_sees_all(optimizer, held)
     lost = [parameter for parameter in held if getattr(parameter, HEIRS, None) is not None]
     if lost:
         raise ModelError(

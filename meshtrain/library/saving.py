@@ -1,5 +1,7 @@
 """Weights out of a parallel model: as an ordinary Hugging Face folder, or as they lie on the ranks."""
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,32 @@ from meshtrain.checkpoint.description import Tokenizer
 from meshtrain.checkpoint.folder_layout import MAX_SHARD_SIZE
 from meshtrain.checkpoint.parallelized import save_parallelized as write_parallelized
 from meshtrain.checkpoint.pretrained import save_pretrained as write_pretrained
-from meshtrain.errors import ModelError
+from meshtrain.config.arguments import check_flag, described, whole_number
+from meshtrain.config.problems import did_you_mean
+from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.library.arguments import check_tokenizer, dtype_named, new_folder
 from meshtrain.library.handle import Handle, handle_of
 from meshtrain.models.adapters import is_adapter_parameter
+
+# Of stock `save_pretrained`: keyword -> values with which it changes nothing here (None: any), what is written instead.
+STOCK_KEYWORDS: Mapping[str, tuple[tuple[object, ...] | None, str]] = {
+    "is_main_process": (None, ""),
+    "token": (None, ""),
+    "safe_serialization": ((True, None), "safetensors only; leave it out"),
+    "state_dict": ((None,), "the values that it has; leave it out"),
+    "push_to_hub": ((False, None), "a folder; upload that afterwards, with huggingface_hub.upload_folder"),
+    "variant": ((None, ""), "files with their usual names; leave it out, and rename them"),
+    "save_peft_format": ((True, None), "adapters as peft does; leave it out"),
+    "save_original_format": ((True, None), "the layout of the hub; leave it out"),
+    "distributed_checkpoint": ((False, None), "that with meshtrain.save_parallelized(model, folder)"),
+}
 
 
 def save_pretrained(
     model: Any,
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     tokenizer: Tokenizer = None,
     merge_adapters: bool = False,
@@ -38,9 +56,9 @@ def save_pretrained(
     Args:
         model: what `parallelize` returned.
         folder: must not exist, or be empty; every machine must see the same one.
-        dtype: number format of the weights, such as `torch.bfloat16`; None: the original one, in which `parallelize`
-            was given the values, or `model.config.dtype` of a model from meta; not that in which the plan trains. What
-            transformers keeps in float32 whatever the rest is in stays so.
+        dtype: number format of the weights, such as `torch.bfloat16`, or its name; None: the original one, in which
+            `parallelize` was given the values, or `model.config.dtype` of a model from meta; not that in which the plan
+            trains. What transformers keeps in float32 whatever the rest is in stays so.
         max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
         tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
             loaded from, if it was one.
@@ -55,7 +73,13 @@ def save_pretrained(
 
     Source: the layout of the hub, transformers.core_model_loading.revert_weight_conversion.
     """
-    handle = _ready(model)
+    handle, call = _ready(model), "save_pretrained"
+    folder = new_folder(f"{call}: folder", folder)
+    dtype = None if dtype is None else dtype_named(f"{call}: dtype", dtype, CheckpointError)
+    check_tokenizer(f"{call}: tokenizer", tokenizer)
+    check_flag(f"{call}: merge_adapters", merge_adapters)
+    if not isinstance(max_shard_size, str):
+        whole_number(f"{call}: max_shard_size", max_shard_size, CheckpointError, least=1, wanted="'5GB', or bytes")
     has_adapters = any(map(is_adapter_parameter, handle.pipeline.parameter_names))
     if merge_adapters and not has_adapters:
         raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
@@ -66,7 +90,7 @@ def save_pretrained(
         return
     write_pretrained(
         handle.pipeline,
-        Path(folder),
+        folder,
         dtype=dtype,
         max_shard_size=max_shard_size,
         tokenizer=tokenizer,
@@ -94,12 +118,38 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     Source: OSLO's `save_parallelized`; the files are those of torch.distributed.checkpoint.
     """
     handle = _ready(model)
+    folder = new_folder("save_parallelized: folder", folder)
+    check_tokenizer("save_parallelized: tokenizer", tokenizer)
     if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):
         raise ModelError(
             "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained(model, folder), for "
             "the whole model with merge_adapters=True, or meshtrain.save_checkpoint"
         )
-    write_parallelized(handle.pipeline, Path(folder), tokenizer=tokenizer, origin=source_of(handle))
+    write_parallelized(handle.pipeline, folder, tokenizer=tokenizer, origin=source_of(handle))
+
+
+def without_stock_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords without those of stock `save_pretrained` that change nothing here.
+
+    Raises:
+        CheckpointError: for the others, and for what is no keyword of either.
+    """
+    own = [
+        name
+        for name, parameter in inspect.signature(save_pretrained).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    for name, value in given.items():
+        if name in STOCK_KEYWORDS:
+            values, instead = STOCK_KEYWORDS[name]
+            # By identity: 0 and 1 are no flags, and a dict of tensors has no equal.
+            if values is not None and not any(value is one for one in values):
+                raise CheckpointError(
+                    f"save_pretrained: {name} is {described(value)}, and a parallel model writes {instead}"
+                )
+        elif name not in own:
+            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}{did_you_mean(name, own, 'it takes')}")
+    return {name: value for name, value in given.items() if name not in STOCK_KEYWORDS}
 
 
 def source_of(handle: Handle) -> Path | None:

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from meshtrain.checkpoint.location import Location, open_location
+from meshtrain.checkpoint.location import Location
+from meshtrain.config.arguments import check_flag, whole_number, wrong
+from meshtrain.errors import CheckpointError
+from meshtrain.library.arguments import check_optimizer, checkpoints_at
 from meshtrain.library.handle import handle_of
 from meshtrain.library.saving import source_of
 from meshtrain.models.initialize import restore_buffers
@@ -34,13 +37,19 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
 
     Source: torch.distributed.checkpoint, to which hashes and a manifest are added.
     """
+    call = "save_checkpoint"
+    root = checkpoints_at(f"{call}: directory", directory)
+    _check_state(call, state)
+    whole_number(f"{call}: state.step", state.step, CheckpointError, least=0)
+    if not isinstance(state.values, dict):
+        raise wrong(f"{call}: state.values", state.values, "a dict, such as {'position': 3}", CheckpointError)
     handle = handle_of(state.model)
     handle.check_values()
     return save_state(
-        open_location(str(directory)),
+        root,
         handle.pipeline,
         state,
-        keep=keep,
+        keep=whole_number(f"{call}: keep", keep, CheckpointError),
         origin=source_of(handle),
         forward_passes=handle.num_forwards,
     )
@@ -69,11 +78,22 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
 
     Source: torch.distributed.checkpoint, which reads any layout into any other.
     """
+    call = "load_checkpoint"
+    where = checkpoints_at(f"{call}: directory", directory)
+    _check_state(call, state)
+    check_flag(f"{call}: missing_ok", missing_ok, CheckpointError)
     handle = handle_of(state.model)
     if not handle.has_values:
         for stage in handle.pipeline.stages:
             restore_buffers(stage.model)
-    manifest = restore_state(open_location(str(directory)), handle.pipeline, state, missing_ok=missing_ok)
+    manifest = restore_state(where, handle.pipeline, state, missing_ok=missing_ok)
     if manifest is not None:
         handle.has_values, handle.num_forwards = True, manifest.forward_passes
     return state
+
+
+def _check_state(call: str, state: object) -> None:
+    if not isinstance(state, TrainState):
+        raise wrong(f"{call}: state", state, "a meshtrain.TrainState(model, optimizer, step, values)", CheckpointError)
+    if state.optimizer is not None:
+        check_optimizer(f"{call}: state.optimizer", state.optimizer, CheckpointError)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from meshtrain import console
+from meshtrain.config.arguments import wrong
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.environment import rank_from_environment
@@ -29,11 +30,13 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         Why it has ended: `Ending.DONE`, or asked to stop (by a signal, by `stop_after` or by a hook) with all saved.
 
     Raises:
-        ConfigError: if the program has joined a process group before, or a hook is none.
+        ConfigError: if the program has joined a process group before, or a hook is none or would not be called.
         UserError: for what else a person can mend; the message has a line for each problem.
 
     Source: the loop of torchtitan (arXiv:2410.06511), with the hooks of Colossal-AI and transformers.TrainerCallback.
     """
+    if not isinstance(config, RunConfig):
+        raise wrong("train: config", config, "what meshtrain.load_run(path) returns")
     if dist.is_initialized():
         raise ConfigError(
             "train joins the process group by itself, and this program has joined one already; call it in a program of "

@@ -3,12 +3,15 @@
 All hooks get the same calls in the same order, the built-in ones first, on every rank.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from meshtrain.checkpoint.saver import Saved
+from meshtrain.config.arguments import described, wrong
+from meshtrain.config.problems import did_you_mean
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.agreement import is_first_rank
@@ -113,6 +116,9 @@ class Hook:
         """
 
 
+MOMENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
+
+
 @dataclass
 class Hooks:
     """The hooks of a run, and the state that they are given."""
@@ -165,11 +171,47 @@ def check_hooks(hooks: Iterable[object]) -> tuple[Hook, ...]:
     """Return the hooks.
 
     Raises:
-        ConfigError: if one is none.
+        ConfigError: if one is none, or has a method that would never be called, or not as it is written.
     """
+    if not isinstance(hooks, Iterable):
+        raise wrong("hooks", hooks, "a list of them, such as [hook]")
     found = tuple(hooks)
     for index, hook in enumerate(found):
         if not isinstance(hook, Hook):
-            what = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
-            raise ConfigError(f"hooks[{index}] is {what}; give an object of a subclass of meshtrain.Hook")
+            raise wrong(f"hooks[{index}]", hook, "an object of a subclass of meshtrain.Hook")
+        _check_methods(hook)
     return tuple(hook for hook in found if isinstance(hook, Hook))
+
+
+def _check_methods(hook: Hook) -> None:
+    name_of_hook = type(hook).__name__
+    # What comes from a class beside Hook is for others to call.
+    own = {name for kind in type(hook).__mro__ if issubclass(kind, Hook) for name in vars(kind)}
+    for name in sorted(own):
+        if name.startswith("on_") and name not in MOMENTS:
+            hint = did_you_mean(name, MOMENTS, "there are")
+            raise ConfigError(f"{name_of_hook}.{name} would never be called, a hook has no such method{hint}")
+    for name in MOMENTS:
+        if not _takes_state_and_metrics(getattr(hook, name)):
+            raise ConfigError(
+                f"{name_of_hook}.{name} cannot be called with a state and metrics, it is "
+                f"{_written(getattr(hook, name))}; write def {name}(self, state, metrics)"
+            )
+
+
+def _takes_state_and_metrics(method: object) -> bool:
+    # What is awaited by nobody does nothing.
+    if not callable(method) or inspect.iscoroutinefunction(method):
+        return False
+    try:
+        inspect.signature(method).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _written(method: object) -> str:
+    if not callable(method):
+        return described(method)
+    kind = "async def" if inspect.iscoroutinefunction(method) else "def"
+    return f"{kind} {getattr(method, '__name__', type(method).__name__)}{inspect.signature(method)}"

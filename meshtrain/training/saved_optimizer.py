@@ -95,6 +95,8 @@ def not_json(value: object, where: str) -> Iterator[str]:
             yield from not_json(inner, f"{where}[{index}]")
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield f"{where} is a {type(value).__name__}, which JSON does not have"
+    elif value != value:
+        yield f"{where} is nan, which JSON does not have"
 
 
 def _here(pipeline: Pipeline, optimizer: Optimizer) -> _Here:

@@ -1,0 +1,103 @@
+"""What a program gives a public function: looked at where it comes in, and told in one line if it cannot be meant.
+
+Each takes what was asked as "function: argument", and the kind of error that the function raises.
+"""
+
+import os
+from collections.abc import Sequence
+from numbers import Integral
+from typing import SupportsFloat
+
+from meshtrain.config.problems import shortened
+from meshtrain.errors import ConfigError, UserError
+
+
+def wrong(asked: str, given: object, wanted: str, kind: type[UserError] = ConfigError) -> UserError:
+    """Return the error that says what was given, and what to give instead."""
+    return kind(f"{asked} is {described(given)}; give {wanted}")
+
+
+def described(given: object) -> str:
+    """Say in a few words what a value is: itself, if it is a simple one."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, str):
+        return f"the string {shortened(repr(given))}"
+    if given is None or isinstance(given, (bool, int, float, bytes)):
+        return shortened(repr(given))
+    name = type(given).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def whole_number(
+    asked: str, given: object, kind: type[UserError] = ConfigError, *, least: int | None = None, wanted: str = ""
+) -> int:
+    """Return an integer of Python or of numpy as one of Python.
+
+    Args:
+        asked: function and argument.
+        given: for it.
+        kind: of the error.
+        least: the smallest that makes sense; None: any does.
+        wanted: what to call it, if not a whole number.
+
+    Raises:
+        kind: for anything else, `True` included.
+    """
+    is_whole = isinstance(given, Integral) and not isinstance(given, bool)
+    if is_whole and (least is None or int(given) >= least):  # type: ignore[call-overload]
+        return int(given)  # type: ignore[call-overload]
+    raise wrong(asked, given, (wanted or "a whole number") + ("" if least is None else f" from {least}"), kind)
+
+
+def positive_number(
+    asked: str, given: object, kind: type[UserError] = ConfigError, *, wanted: str = "a number above 0"
+) -> float:
+    """Return a number above 0, be it of Python, numpy or a tensor of one; it may be `inf`.
+
+    Raises:
+        kind: for anything else, NaN and `True` included.
+    """
+    if isinstance(given, SupportsFloat) and not isinstance(given, bool):
+        try:
+            number = float(given)
+        except (TypeError, ValueError, RuntimeError):
+            number = 0.0
+        if number > 0:
+            return number
+    raise wrong(asked, given, wanted, kind)
+
+
+def check_flag(asked: str, given: object, kind: type[UserError] = ConfigError) -> None:
+    """Check that something is `True` or `False`: the string "no" would count as true.
+
+    Raises:
+        kind: if not.
+    """
+    if not isinstance(given, bool):
+        raise wrong(asked, given, "True or False", kind)
+
+
+def path_text(asked: str, given: object, kind: type[UserError] = ConfigError, *, wanted: str = "a path") -> str:
+    """Return a path as a string.
+
+    Raises:
+        kind: for what is none: an empty string too, which would be the current directory.
+    """
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if isinstance(path, str) and path:
+        return path
+    raise wrong(asked, given, wanted, kind)
+
+
+def check_strings(asked: str, given: object, wanted: str, kind: type[UserError] = ConfigError) -> None:
+    """Check that something is a list of strings, and no string, which is one of its letters.
+
+    Raises:
+        kind: if not.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise wrong(asked, given, wanted, kind)
+    for index, entry in enumerate(given):
+        if not isinstance(entry, str):
+            raise wrong(f"{asked}[{index}]", entry, "a string", kind)
