@@ -1,5 +1,6 @@
 """Arguments of the public functions that only torch and transformers can tell; the others see `config.arguments`."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from meshtrain.checkpoint.folder_layout import FLOATS
 from meshtrain.checkpoint.location import Location, open_location
 from meshtrain.config.arguments import path_text, wrong
 from meshtrain.errors import CheckpointError, ModelError, UserError
+from meshtrain.runtime.agreement import raise_together
 
 
 def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype:
@@ -26,15 +28,17 @@ def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype
 
 
 def checkpoints_at(asked: str, given: object) -> Location:
-    """Return a directory for checkpoints.
+    """Return a directory for checkpoints. Collective.
 
     Raises:
-        CheckpointError: if it is neither a path nor a URL, or a file.
+        CheckpointError: if it is neither a path nor a URL; on all ranks alike, if it is a file on one of them.
     """
     text = str(given) if isinstance(given, UPath) else path_text(asked, given, CheckpointError, wanted="a path or URL")
     location = open_location(text)
-    if isinstance(location, Path) and location.is_file():
-        raise CheckpointError(f"{asked} = {text!r} is a file; give the directory of the checkpoints")
+    # Not `Path.is_file`, which fails where nobody may look.
+    is_file = isinstance(location, Path) and os.path.isfile(location)
+    advice = "give the directory of the checkpoints"
+    raise_together([f"{asked} = {text!r} is a file; {advice}"] if is_file else [], CheckpointError)
     return location
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.adapters import save_adapters
+from meshtrain.checkpoint.description import Tokenizer
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.library.arguments import check_tokenizer, new_folder
 from meshtrain.library.calls import Calls
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
@@ -18,6 +20,8 @@ from meshtrain.library.saving import save_parallelized, save_pretrained, without
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
+
+OF_PEFT = ("tokenizer", "selected_adapters", "path_initial_model_for_weight_conversion")
 
 
 class ParallelModel:
@@ -107,9 +111,20 @@ class ParallelModel:
 
 def become_adapted(model: Any, pipeline: Pipeline) -> None:
     """Let a PeftModel around a parallel model save what lies on all ranks, and load nothing into parts of it."""
-    model.save_pretrained = partial(save_adapters, model, pipeline)
+    model.save_pretrained = partial(_save_adapters, model, pipeline)
     # peft skips what it does not find, such as B of a fused projection, which is kept in parts.
     model.load_adapter = model.load_state_dict = _refuse_loading
+
+
+def _save_adapters(
+    model: Any, pipeline: Pipeline, save_directory: str | Path, *, tokenizer: Tokenizer = None, **kwargs: Any
+) -> None:
+    if "merge_adapters" in kwargs:
+        save_pretrained(model, save_directory, tokenizer=tokenizer, **without_stock_keywords(kwargs))
+        return
+    folder = new_folder("save_pretrained: save_directory", save_directory)
+    check_tokenizer("save_pretrained: tokenizer", tokenizer)
+    save_adapters(model, pipeline, folder, tokenizer=tokenizer, **without_stock_keywords(kwargs, OF_PEFT))
 
 
 def _refuse_adapters() -> NoReturn:

@@ -83,9 +83,9 @@ def parallelize(
     Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
     ZeRO (arXiv:1910.02054) for dp_shard.
     """
-    call, micro_batch_size = "parallelize", whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
-    seed = None if seed is None else whole_number(f"{call}: seed", seed)
-    check_flag(f"{call}: prove_unknown_class", prove_unknown_class)
+    micro_batch_size = whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
+    seed = None if seed is None else whole_number("parallelize: seed", seed)
+    check_flag("parallelize: prove_unknown_class", prove_unknown_class)
     stock = _check_stock(model)
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)

@@ -1,7 +1,7 @@
 """Weights out of a parallel model: as an ordinary Hugging Face folder, or as they lie on the ranks."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from meshtrain.library.arguments import check_tokenizer, dtype_named, new_folder
 from meshtrain.library.handle import Handle, handle_of
 from meshtrain.models.adapters import is_adapter_parameter
 
-# Of stock `save_pretrained`: keyword -> values with which it changes nothing here (None: any), what is written instead.
+# Of stock `save_pretrained`, of transformers and of peft: keyword -> values with which it changes nothing
+# here (None: any), what is written instead.
 STOCK_KEYWORDS: Mapping[str, tuple[tuple[object, ...] | None, str]] = {
     "is_main_process": (None, ""),
     "token": (None, ""),
@@ -27,6 +28,7 @@ STOCK_KEYWORDS: Mapping[str, tuple[tuple[object, ...] | None, str]] = {
     "state_dict": ((None,), "the values that it has; leave it out"),
     "push_to_hub": ((False, None), "a folder; upload that afterwards, with huggingface_hub.upload_folder"),
     "variant": ((None, ""), "files with their usual names; leave it out, and rename them"),
+    "save_embedding_layers": (("auto", False), "adapters alone; leave it out"),
     "save_peft_format": ((True, None), "adapters as peft does; leave it out"),
     "save_original_format": ((True, None), "the layout of the hub; leave it out"),
     "distributed_checkpoint": ((False, None), "that with meshtrain.save_parallelized(model, folder)"),
@@ -128,28 +130,31 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     write_parallelized(handle.pipeline, folder, tokenizer=tokenizer, origin=source_of(handle))
 
 
-def without_stock_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_stock_keywords(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """Return keywords without those of stock `save_pretrained` that change nothing here.
 
+    Args:
+        given: as a program for one process gives them.
+        own: what is taken beside them; nothing: what `save_pretrained` takes.
+
     Raises:
-        CheckpointError: for the others, and for what is no keyword of either.
+        CheckpointError: for those that change something, and for what is no keyword.
     """
-    own = [
-        name
-        for name, parameter in inspect.signature(save_pretrained).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
+    parameters = inspect.signature(save_pretrained).parameters.values()
+    own = own or [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name, value in given.items():
         if name in STOCK_KEYWORDS:
-            values, instead = STOCK_KEYWORDS[name]
-            # By identity: 0 and 1 are no flags, and a dict of tensors has no equal.
-            if values is not None and not any(value is one for one in values):
-                raise CheckpointError(
-                    f"save_pretrained: {name} is {described(value)}, and a parallel model writes {instead}"
-                )
+            _check_stock_keyword(name, value)
         elif name not in own:
-            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}{did_you_mean(name, own, 'it takes')}")
+            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}{did_you_mean(name, [*own], 'it takes')}")
     return {name: value for name, value in given.items() if name not in STOCK_KEYWORDS}
+
+
+def _check_stock_keyword(name: str, value: object) -> None:
+    values, instead = STOCK_KEYWORDS[name]
+    # By type too: 0 and 1 are no flags, and a dict of tensors is not to be compared.
+    if values is not None and not any(type(value) is type(one) and value == one for one in values):
+        raise CheckpointError(f"save_pretrained: {name} is {described(value)}, and a parallel model writes {instead}")
 
 
 def source_of(handle: Handle) -> Path | None:

@@ -40,7 +40,7 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
     call = "save_checkpoint"
     root = checkpoints_at(f"{call}: directory", directory)
     _check_state(call, state)
-    whole_number(f"{call}: state.step", state.step, CheckpointError, least=0)
+    state.step = whole_number(f"{call}: state.step", state.step, CheckpointError, least=0)
     if not isinstance(state.values, dict):
         raise wrong(f"{call}: state.values", state.values, "a dict, such as {'position': 3}", CheckpointError)
     handle = handle_of(state.model)

@@ -31,9 +31,9 @@ class TrainState:
         optimizer: of its parameters; None if there is none. Any torch optimizer that keeps, for each parameter,
             numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW, Adagrad, RMSprop and others.
         step: optimizer steps done.
-        values: whatever else is to survive, the same on all processes: None, bools, numbers and strings, in lists and
-            in dicts with strings for keys. Such as the `state_dict` of a learning-rate scheduler, or the place in the
-            data.
+        values: whatever else is to survive, the same on all processes: None, bools, numbers (but NaN) and strings, in
+            lists and in dicts with strings for keys. Such as the `state_dict` of a learning-rate scheduler, or the
+            place in the data.
 
     Source: torch.distributed.checkpoint.stateful; the data order is no part of it, as it is a function of `step`.
     """

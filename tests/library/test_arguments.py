@@ -382,10 +382,12 @@ def save_with_stock_keywords(folder: Path) -> list[torch.dtype]:
     }
     model.save_pretrained(folder / "stock", dtype="torch.bfloat16", **stock)
     again = meshtrain.build_model(folder / "stock", dtype="float64")
+    saved = meshtrain.save_checkpoint(folder, meshtrain.TrainState(model, step=np.int64(3)))
+    assert saved == folder / "step-3"
     return [next(again.parameters()).dtype, again.config.dtype]
 
 
-def test_names_of_number_formats_and_stock_keywords_are_taken(tmp_path: Path) -> None:
+def test_numbers_of_numpy_names_of_formats_and_stock_keywords_are_taken(tmp_path: Path) -> None:
     assert run_on_ranks(1, save_with_stock_keywords, tmp_path) == [[torch.float64, torch.bfloat16]]
 
 
