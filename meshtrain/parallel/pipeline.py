@@ -152,11 +152,12 @@ class Pipeline:
         modes = [stage.model.training for stage in self.stages]
         for stage in self.stages:
             stage.model.eval()
-        loss = _run_forward(self, inputs, labels, loss_function)
-        for stage, mode in zip(self.stages, modes, strict=True):
-            stage.model.train(mode)
-            reshard(stage.model)
-        return loss
+        try:
+            return _run_forward(self, inputs, labels, loss_function)
+        finally:
+            for stage, mode in zip(self.stages, modes, strict=True):
+                stage.model.train(mode)
+                reshard(stage.model)
 
     def _set_sequence_length(self, labels: Tensor) -> None:
         for stage in self.stages:
@@ -249,6 +250,11 @@ class _WatchedStage(PipelineStage):
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._place.enter("after backward of weights", self.stage_index, bwd_chunk_id)
         return result
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # It is called for every new shape, and would forget the gradients of all parameters under FSDP2, those of
+        # batches before it too. There is nothing to clean up: shapes are given, so nothing was computed to infer them.
+        pass
 
 
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
