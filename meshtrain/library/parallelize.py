@@ -26,7 +26,7 @@ from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, tak
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import join_for_script
 from meshtrain.verify.trust import ensure_model_proven
@@ -77,7 +77,7 @@ def parallelize(
 
     Raises:
         ConfigError: if the plan is wrong, or another argument no number or flag of its kind.
-        PlanError: if it does not fit the model or the number of processes.
+        PlanError: if it does not fit the model or the number of processes, or differs between ranks.
         ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
 
     Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
@@ -89,6 +89,7 @@ def parallelize(
     stock = _check_stock(model)
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)
+    _check_call(wanted, micro_batch_size, prove_unknown_class)
     adapters = take_off_adapters(stock)
     values = take(stock, adapters)
     check_equal_on_all(values)
@@ -178,6 +179,15 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
     if "precision" not in plan.model_fields_set:
         plan = plan.model_copy(update={"precision": _precision_of(model)})
     return with_family(plan, model.config.model_type)
+
+
+def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool) -> None:
+    """Check that all ranks ask for the same: others would wait for messages that never come. Collective."""
+    given: dict[str, object] = {"micro_batch_size": micro_batch_size, "prove_unknown_class": prove_unknown_class}
+    for table, values in plan.model_dump().items():
+        keys = values if isinstance(values, dict) else {"": values}
+        given |= {f"{table}.{key}".removesuffix("."): value for key, value in keys.items()}
+    check_alike("parallelize", given, PlanError)
 
 
 def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, *, prove: bool) -> ParallelPlan:

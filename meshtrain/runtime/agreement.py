@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from meshtrain.errors import UserError
 
 T = TypeVar("T")
+SHOWN, BEFORE = 120, 40
+"""Of a long value so many characters are shown, so many of them before the place where it differs."""
 
 
 def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
@@ -48,11 +50,27 @@ def check_alike(
     answers = gather_objects({name: str(value) for name, value in given.items()}, group)
     for rank, answer in enumerate(answers):
         for name, value in answer.items():
-            if value != answers[0][name]:
+            first = answers[0].get(name, "missing")
+            if value != first:
+                first, value = _differing_parts(first, value)
                 raise kind(
-                    f"{call}: {name} is {answers[0][name]} on rank 0 and {value} on rank {rank}; all ranks make this "
+                    f"{call}: {name} is {first} on rank 0 and {value} on rank {rank}; all ranks make this "
                     "call together, give all of them the same"
                 )
+
+
+def _differing_parts(one: str, other: str) -> tuple[str, str]:
+    """Shorten texts that differ to what a line has room for, from a little before the first difference on."""
+    if max(len(one), len(other)) <= SHOWN:
+        return one, other
+    alike = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    start = max(0, alike - BEFORE)
+    return _part(one, start), _part(other, start)
+
+
+def _part(text: str, start: int) -> str:
+    before, after = "..." if start else "", "..." if len(text) > start + SHOWN else ""
+    return f"{before}{text[start : start + SHOWN]}{after}"
 
 
 def is_first_rank() -> bool:
