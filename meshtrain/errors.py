@@ -5,6 +5,7 @@ MeshtrainError
     ├── ConfigError           a run or plan file, or an override, is wrong
     ├── PlanError             the plan contradicts the model, the run or the number of processes
     ├── ModelError            the model cannot be built, cut, sharded or loaded
+    │   └── NoAttribute       it has not what the stock model has; an AttributeError too, so that hasattr says no
     ├── DataError             the data or the tokenizer is missing, broken or too small
     ├── CheckpointError       a checkpoint is missing, foreign, of another shape, or cannot be written
     ├── HostError             a machine of the run cannot be reached by the others
@@ -50,6 +51,10 @@ class PlanError(UserError):
 
 class ModelError(UserError):
     """The model cannot be built, cut, sharded or loaded."""
+
+
+class NoAttribute(ModelError, AttributeError):
+    """A parallel model has not what the stock one has."""
 
 
 class DataError(UserError):

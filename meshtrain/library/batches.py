@@ -22,20 +22,39 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
     Raises:
         DataError: on all of these ranks alike.
     """
-    mesh = pipeline.mesh
-    if axis_size(mesh, *MODEL_AXES) == 1:
+    if axis_size(pipeline.mesh, *MODEL_AXES) == 1:
         return
+    is_same, _ = compare_batches(pipeline, batch)
+    if not is_same:
+        raise DataError(other_batch(batch))
+
+
+def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int) -> tuple[bool, list[int]]:
+    """Compare the inputs of the ranks that share a model, in one message. Collective over tp and pp.
+
+    Args:
+        further: numbers of this rank.
+
+    Returns:
+        Whether all have the same tensors, and the largest of each of the further numbers.
+    """
     digests = [(name, tensor_digest(value)) for name, value in _tensors(batch)]
     digest = xxhash.xxh3_64_intdigest(str(digests).encode()) >> 2
     # The largest and the smallest in one message.
-    extremes = all_reduce_over(torch.tensor([digest, -digest]), mesh, MODEL_AXES, dist.ReduceOp.MAX)
-    if int(extremes[0]) != -int(extremes[1]):
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
-        raise DataError(
-            f"rank {dist.get_rank()} was given another batch than a rank that shares its model over tp or pp (here: "
-            f"{shapes}); give all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
-            "shuffles, or a sampler over the data ranks only"
-        )
+    numbers = all_reduce_over(
+        torch.tensor([digest, -digest, *further]), pipeline.mesh, MODEL_AXES, dist.ReduceOp.MAX
+    ).tolist()
+    return numbers[0] == -numbers[1], numbers[2:]
+
+
+def other_batch(batch: Mapping[str, Any]) -> str:
+    """Return what a rank says that was given another batch than those it shares a model with."""
+    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
+    return (
+        f"rank {dist.get_rank()} was given another batch than a rank that shares its model over tp or pp (here: "
+        f"{shapes}); give all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
+        "shuffles, or a sampler over the data ranks only"
+    )
 
 
 def _tensors(batch: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

@@ -4,15 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from meshtrain.inference.generation import check_prompts, generate_on_mesh
+from meshtrain.inference.generation import check_prompts
 from meshtrain.library.handle import handle_of
-from meshtrain.library.pipelined import PipelinedModel
 
 
 def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     """Let a parallel model write, as transformers' `generate` does. Collective: every process of the program calls it.
 
-    It computes in evaluation mode, with a cache of keys and values for each stage. Without a pipeline it is the same as
+    It computes in evaluation mode, with a cache of keys and values for each stage. It is the same as
     `model.generate(inputs, **options)`.
 
     Args:
@@ -42,6 +41,4 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     if inputs is not None:
         check_prompts("generate: inputs", inputs)
         inputs = inputs.to(handle.device)
-    if isinstance(model, PipelinedModel):
-        return generate_on_mesh(handle.pipeline, inputs, **options)
     return model.generate(inputs, **options)

@@ -1,23 +1,45 @@
 """A parallel model with a pipeline: no rank holds all of it, so it is not called but given whole batches."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from meshtrain.data.samples import IGNORE_INDEX
-from meshtrain.errors import DataError
-from meshtrain.library.batches import check_same_batch
+from meshtrain.errors import ModelError, NoAttribute, UserError
+from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.gradients import add_gradients, set_gradients_aside
 from meshtrain.library.handle import ATTRIBUTE, Handle
+from meshtrain.library.saving import save_parallelized, save_pretrained
 from meshtrain.library.streams import ProgramStreams
-from meshtrain.parallel.check.batch import BatchShape
-from meshtrain.parallel.check.pipeline import check_microbatches
-from meshtrain.parallel.tokens import check_tokens
+from meshtrain.library.whole_batches import WholeBatch, WholeBatches
+from meshtrain.parallel.pipeline import NOTHING_TRAINS
 from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
-from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss import TokenLoss
+
+TRAIN = "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
+MOVE = (
+    "every rank keeps its stages on its own device; leave the call out, and choose number formats with model.to(...) "
+    "before meshtrain.parallelize or in [precision] of the plan"
+)
+MODULES = "a rank holds its stages only; do what you want with the stock model before meshtrain.parallelize"
+INSTEAD = {
+    **dict.fromkeys(("forward", "loss", "loss_function"), TRAIN),
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), MOVE),
+    "state_dict": "call meshtrain.save_checkpoint(directory, state), or model.save_pretrained(folder)",
+    "load_state_dict": "call meshtrain.load_checkpoint(directory, state), or meshtrain.load_weights(model, folder)",
+    "requires_grad_": "freeze with parameter.requires_grad_(False) for name, parameter in model.named_parameters()",
+    **dict.fromkeys(
+        ("gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+        'give the plan {"recompute": {"mode": "full"}}, or "none"',
+    ),
+    "compile": 'give the plan {"compile": {"enabled": true}}',
+    "resize_token_embeddings": "call it on the stock model before meshtrain.parallelize",
+}
 
 
 class PipelinedModel:
@@ -25,7 +47,8 @@ class PipelinedModel:
 
     Every call is collective: all ranks make it. Ranks that share a model (pp and tp) give the same batch; over the dp
     axes each gives its own part. `meshtrain.generate`, `save_pretrained`, `save_checkpoint` and `clip_grad_norm` take
-    it as they take a model without a pipeline.
+    it as they take a model without a pipeline. A tied weight has two ends, on the first stage and on the last; it is
+    frozen where the first is, under the name that the stock model has for it.
 
     Args:
         handle: of the model.
@@ -37,6 +60,8 @@ class PipelinedModel:
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
         group = self._pipeline.mesh.get_group("tp") if self._pipeline.logits_are_sharded else None
+        self._batches = WholeBatches(handle.pipeline, handle.device)
+        self._failure: str | None = None
         self._loss = TokenLoss(self.config.get_text_config().vocab_size, group)
 
     @property
@@ -48,6 +73,11 @@ class PipelinedModel:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._handle.device
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout is on."""
+        return self._pipeline.stages[0].model.training
 
     @property
     def has_last_stage(self) -> bool:
@@ -86,85 +116,125 @@ class PipelinedModel:
         """Switch dropout off."""
         return self.train(mode=False)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or fill them with zeros."""
         for parameter in self.parameters():
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
 
-    def forward_backward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward_backward(self, batch: Mapping[str, Any]) -> Tensor:
         """Run all microbatches of a batch forward and backward; afterwards every gradient is whole.
 
         As with `loss.backward()`, gradients are added to those that are there: call `optimizer.zero_grad()` before.
 
         Args:
             batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them, unshifted and -100 where a
-                token shall not count, and further inputs of the model, such as `attention_mask`. The rows are a
-                multiple of the micro batch size, and enough for the schedule.
+                token shall not count, and further inputs of the model, such as `attention_mask` (rows, seq). The rows
+                are a multiple of the micro batch size, and enough for the schedule. What is None is left out.
 
         Returns:
             () float64, the same on every rank: the mean loss over the trained tokens of all data ranks, in nats;
             without the auxiliary loss of routers, which trains nevertheless.
 
         Raises:
-            ModelError: if the parameters have no values yet.
-            DataError: if the batch does not fit the plan, or differs between ranks that share a model.
+            ModelError: if the parameters have no values yet, all are frozen, gradients are switched off, or an earlier
+                batch has ended with an exception halfway.
+            DataError: on all ranks alike: the batch does not fit the plan or the model, or differs between ranks that
+                share a model.
         """
-        inputs = self._prepare(batch)
+        whole = self._take(batch)
+        if not whole.trains:
+            raise ModelError(NOTHING_TRAINS)
+        if not torch.is_grad_enabled():
+            raise ModelError("forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)")
         earlier = set_gradients_aside(self._pipeline)
-        self._streams.begin()
-        local = self._pipeline.forward_backward(inputs, self._loss)
-        self._streams.end()
-        complete_gradients(self._pipeline)
+        try:
+            with self._streams_of_model(), self._exchange("forward_backward"):
+                local = self._pipeline.forward_backward(whole.inputs, self._loss)
+                complete_gradients(self._pipeline)
+        except BaseException:
+            # What is there is in part that of this rank.
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient
+            raise
         add_gradients(earlier)
         return self._summed(local)
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def evaluate(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a batch, without dropout and gradients; as `forward_backward` otherwise."""
-        return self._summed(self._pipeline.evaluate(self._prepare(batch), self._loss))
+        whole = self._take(batch)
+        with self._exchange("evaluate"):
+            return self._summed(self._pipeline.evaluate(whole.inputs, self._loss))
 
-    def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
+        """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
         self._handle.check_values()
-        missing = [name for name in ("input_ids", "labels") if name not in batch]
-        if missing:
-            raise DataError(
-                f"the batch has no {missing[0]}, it has {', '.join(batch) or 'nothing'}; the ranks of a pipeline take "
-                "input_ids and labels, and compute the loss themselves"
-            )
-        self._check_shape(batch)
-        check_same_batch(self._pipeline, batch)
-        check_tokens(self._pipeline, batch["input_ids"])
-        check_tokens(self._pipeline, batch["labels"][batch["labels"] != IGNORE_INDEX], what="labels")
-        inputs = {name: value.to(self.device) for name, value in batch.items()}
-        # What a stock loss does: each token predicts the next.
-        labels = inputs["labels"]
-        inputs["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1)
-        counted = all_reduce_over(count_trained_tokens(inputs["labels"]), self._pipeline.mesh, DATA_AXES)
-        self._loss.num_tokens = counted.clamp(min=1)
-        return inputs
+        self._check_stages_wait_for_nothing()
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        return generate_on_mesh(self._pipeline, inputs, **options)
 
-    def _check_shape(self, batch: Mapping[str, Tensor]) -> None:
-        rows, width = batch["input_ids"].shape
-        plan, micro = self._pipeline.plan, self._pipeline.micro_batch_size
-        if other := [name for name, value in batch.items() if value.shape[:1] != (rows,)]:
-            raise DataError(
-                f"{other[0]} has the shape {tuple(batch[other[0]].shape)}, input_ids {(rows, width)}: every tensor of "
-                "a batch is cut into microbatches along its first dimension; give all as many rows"
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_pretrained`. Collective."""
+        save_pretrained(self, save_directory, **kwargs)
+
+    def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_parallelized`. Collective."""
+        save_parallelized(self, save_directory, **kwargs)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise ModelError(f"a model over pp is not called, as no rank has all of it: {TRAIN}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Asked for what is not there only. What begins with an underscore is asked for by Python and libraries.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NoAttribute(f"a model over pp has no {name}: {INSTEAD.get(name, MODULES)}")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._handle.__deepcopy__(memo)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(
+            "a parallel model can be neither copied nor pickled, as no rank has all of it; save it with "
+            "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it"
+        )
+
+    def _take(self, batch: Mapping[str, Any]) -> WholeBatch:
+        self._handle.check_values()
+        self._check_stages_wait_for_nothing()
+        whole = self._batches.take(batch)
+        self._loss.num_tokens = whole.num_tokens.clamp(min=1)
+        return whole
+
+    def _check_stages_wait_for_nothing(self) -> None:
+        if self._failure is not None:
+            raise ModelError(
+                f"{self._failure}: the stages on other ranks wait for messages that never come, so this model cannot "
+                "go on; end the program on all ranks, and start again from a checkpoint"
             )
-        if batch["labels"].shape != batch["input_ids"].shape:
-            raise DataError(
-                f"labels has the shape {tuple(batch['labels'].shape)}, input_ids {(rows, width)}; give a label for "
-                "every token, -100 where none shall count"
-            )
-        if rows % micro:
-            raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
-        if plan.tensor.sequence_parallel and width % plan.mesh.tp:
-            raise DataError(
-                f"tensor.sequence_parallel splits the {width} tokens of a row over tp = {plan.mesh.tp}, which does not "
-                "divide them; pad with pad_to_multiple_of, or set sequence_parallel = false"
-            )
-        shape = BatchShape(rows * axis_size(self._pipeline.mesh, *DATA_AXES), micro, width)
-        if problems := list(check_microbatches(plan, shape)):
-            raise DataError(problems)
+
+    @contextmanager
+    def _exchange(self, call: str) -> Iterator[None]:
+        """Remember an exception: messages between stages are then lost, and the next batch would take those of this."""
+        try:
+            yield
+        except UserError:
+            # Found on all ranks, before anything was sent.
+            raise
+        except BaseException as error:
+            self._failure = f"an earlier {call} has ended halfway with an exception ({type(error).__name__})"
+            raise
+
+    @contextmanager
+    def _streams_of_model(self) -> Iterator[None]:
+        self._streams.begin()
+        try:
+            yield
+        finally:
+            self._streams.end()
 
     def _summed(self, local: Tensor) -> Tensor:
         return all_reduce_over(local.detach().clone(), self._pipeline.mesh, ("pp", *DATA_AXES))

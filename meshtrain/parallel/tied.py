@@ -27,6 +27,19 @@ class TiedCopies:
     ) -> None:
         self.originals, self.copies, self.group = tuple(originals), tuple(copies), group
 
+    def trained_originals(self) -> int:
+        """Return which ties are not frozen, a bit for each; 0 on a process that does not hold the first stage."""
+        return sum(original.requires_grad << number for number, original in enumerate(self.originals))
+
+    def freeze_copies(self, trained: int) -> None:
+        """Freeze and thaw the copies as their originals are, whose names are those that a program knows.
+
+        Args:
+            trained: what `trained_originals` has returned where the first stage lies.
+        """
+        for number, copy in enumerate(self.copies):
+            copy.requires_grad_(bool(trained >> number & 1))
+
     def reduce_gradients(self) -> None:
         """Add both ends' gradients; call once per step, before the norm is taken."""
         self.add_up(local_gradient)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import meshtrain
 from meshtrain.parallel import replicas
@@ -120,3 +121,92 @@ def look_at_outputs(mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=str)
 def test_outputs_and_gradients_are_those_of_the_stock_model_after_every_backward_pass(mesh: dict[str, int]) -> None:
     run_on_ranks(2, look_at_outputs, mesh)
+
+
+def own_loop(model: Any, optimizer: Any, part: Any) -> list[float]:
+    """Accumulate over widths never seen before, evaluate in between, freeze and thaw, clip; return all numbers."""
+    is_stock = isinstance(model, PreTrainedModel)
+    numbers = []
+    for step, batch in enumerate(padded_batches((8, 12, 6, 10, 8, 14))):
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        if step in (2, 4):
+            for name, parameter in model.named_parameters():
+                # A tied weight under the one name that the stock model has for it.
+                if "embed_tokens" in name or "layers.0." in name:
+                    parameter.requires_grad_(step == 4)
+        # One data rank has no token that trains.
+        batch["labels"][:4] = -100
+        loss = model(**batch).loss if is_stock else model.forward_backward(part(batch))
+        if is_stock:
+            loss.backward()
+        numbers.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            numbers.append((model(**batch).loss if is_stock else model.evaluate(part(batch))).item())
+        model.train()
+        if step % 2:
+            clip = torch.nn.utils.clip_grad_norm_ if is_stock else meshtrain.clip_grad_norm
+            numbers.append(clip(model.parameters() if is_stock else model, 0.3).item())
+            optimizer.step()
+    return numbers
+
+
+def run_own_loops(cases: list[Case]) -> None:
+    replicas.LARGE = 64
+    for name, mesh, tables in cases:
+        results = []
+        for is_parallel in (False, True):
+            stock = model = stock_model(name)
+            optimizer = make_adam(model)
+            # The optimizer has a past.
+            train(model, optimizer, padded_batches()[:1], lambda batch: batch)
+            optimizer.zero_grad()
+            if is_parallel:
+                model = parallel(stock, mesh, **tables)
+                meshtrain.rebind(optimizer)
+            numbers = own_loop(model, optimizer, lambda batch, model=model: own_part(model, batch))
+            results.append((numbers, whole_parameters(model) if is_parallel else dict(stock.named_parameters())))
+        (wanted, parameters), (found, others) = results
+        assert found == pytest.approx(wanted, rel=1e-12, abs=0), (name, mesh)
+        assert_equal(others, {key: value.detach() for key, value in parameters.items()})
+
+
+V_SHAPED = {"pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("llama-tied", {"pp": 2}, {}), ("llama-tied", {"pp": 2}, V_SHAPED)],
+        [("llama-tied", {"pp": 2, "dp_replicate": 2}, {}), ("llama-tied", {"pp": 2, "dp_shard": 2}, {})],
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_a_loop_of_ones_own_computes_the_same_over_a_pipeline(cases: list[Case]) -> None:
+    run_on_ranks(2 * len(cases[0][1]), run_own_loops, cases)
+
+
+def drop_over_a_pipeline() -> list[float]:
+    """Train with dropout, each rank with draws of its own, then once more from the start; return the losses."""
+    losses = []
+    for _ in range(2):
+        stock = stock_model("gpt2-tied")
+        for module in stock.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        model = meshtrain.parallelize(stock, {"mesh": {"pp": 2}}, seed=3)
+        torch.manual_seed(torch.distributed.get_rank())
+        for batch in 2 * padded_batches()[:1]:
+            torch.rand(1 + torch.distributed.get_rank())
+            before = torch.get_rng_state()
+            losses.append(model.forward_backward(batch).item())
+            assert torch.equal(torch.get_rng_state(), before)
+    return losses
+
+
+def test_dropout_over_a_pipeline_is_a_function_of_seed_and_step() -> None:
+    (losses, others) = run_on_ranks(2, drop_over_a_pipeline)
+    assert losses == others
+    assert losses[:2] == losses[2:]
+    assert losses[0] != losses[1]

@@ -1,6 +1,7 @@
 """What a program may not do with a parallel model, and what it is told to do instead."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ import meshtrain
 from meshtrain.errors import DataError, MeshtrainError, ModelError, PlanError
 from meshtrain.library.handle import handle_of
 from meshtrain.models.build import load_hf_config
-from tests.library.programs import Batch, padded_batches, parallel, stock_model
+from tests.library.programs import Batch, own_part, padded_batches, parallel, stock_model
 from tests.parity import MODELS, VOCABULARY
 from tests.ranks import run_on_ranks
 
@@ -113,18 +114,58 @@ def misuse_pipeline() -> dict[str, str]:
     model = meshtrain.parallelize(stock_model("llama-tied"), plan, micro_batch_size=2)
     batch = padded_batches()[0]
     odd = {name: value.repeat(2, 1)[:10] for name, value in batch.items()}
-    return {
-        "copied": told(ModelError, lambda: copy.deepcopy(model)),
-        "no labels": told(DataError, lambda: model.forward_backward({"input_ids": batch["input_ids"]})),
-        "rows": told(DataError, lambda: model.evaluate({name: value[:3] for name, value in batch.items()})),
-        "few": told(DataError, lambda: model.forward_backward(odd)),
-        "short": told(DataError, lambda: model.forward_backward(batch | {"labels": batch["labels"][:, :3]})),
-        "unknown": told(DataError, lambda: model.evaluate(batch | {"labels": batch["labels"] + 98})),
-        "other rows": told(DataError, lambda: model.forward_backward(batch | {"position_ids": torch.arange(8)[None]})),
+    given = {
+        "no labels": {"input_ids": batch["input_ids"]},
+        "few": odd,
+        "short": batch | {"labels": batch["labels"][:, :3]},
+        "unknown": batch | {"labels": batch["labels"] + 98},
+        "other rows": batch | {"position_ids": torch.arange(8)[None]},
+        "other width": batch | {"attention_mask": batch["attention_mask"][:, :5]},
+        "other width of a whole mask": batch | {"attention_mask": torch.ones(8, 1, 8, 5, dtype=torch.bool)},
+        "rows": {name: value[:3] for name, value in batch.items()},
+        "no rows": {name: value[:0] for name, value in batch.items()},
+        "one row": {name: value[0] for name, value in batch.items()},
+        "floats": batch | {"input_ids": batch["input_ids"].double()},
+        "lists": {name: value.tolist() for name, value in batch.items()},
+        "flag": batch | {"use_cache": True},
+        "embeddings": batch | {"inputs_embeds": torch.zeros(8, 8, 32)},
+        "shifted": batch | {"shift_labels": batch["labels"]},
+        "list": [batch["input_ids"], batch["labels"]],
+        "tensor": batch["input_ids"],
+        "None": None,
     }
+    found = {what: told(DataError, partial(model.forward_backward, value)) for what, value in given.items()}
+    assert found == {what: told(DataError, partial(model.evaluate, value)) for what, value in given.items()}
+    with torch.no_grad():
+        found["no gradients"] = told(ModelError, lambda: model.forward_backward(batch))
+    found["called"] = told(ModelError, lambda: model(**batch))
+    found["copied"] = told(ModelError, lambda: copy.deepcopy(model))
+    found["pickled"] = told(ModelError, lambda: pickle.dumps(model))
+    for name in ("forward", "to", "state_dict", "num_parameters"):
+        assert not hasattr(model, name)
+        found[name] = told(ModelError, partial(getattr, model, name))
+    assert not hasattr(model, "__array__")
+    # What changes nothing may be said.
+    loss = model.evaluate(batch)
+    silent = batch | {"use_cache": False, "position_ids": None, "labels": batch["labels"].int()}
+    assert torch.equal(model.evaluate(silent), loss)
+    torch.testing.assert_close(model.forward_backward(silent), loss, rtol=1e-12, atol=0)
+    model.zero_grad(set_to_none=False)
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    found["frozen"] = told(ModelError, lambda: model.forward_backward(batch))
+    return found
 
 
-def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
+def test_a_pipeline_refuses_what_it_cannot_run() -> None:
+    trains = (
+        "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
+    )
+    tensors = (
+        "and a pipeline cuts tensors into microbatches; give a tensor with as many rows as input_ids, or leave it out"
+    )
+    mapping = 'give a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"'
     wanted = {
         "copied": "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model "
         "parallel for each, or keep what you need of the parameters (parameter.detach().clone())",
@@ -139,9 +180,143 @@ def test_a_pipeline_refuses_batches_that_it_cannot_run() -> None:
         "the model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize",
         "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
         "microbatches along its first dimension; give all as many rows",
+        "other width": "attention_mask has the shape (8, 5), input_ids (8, 8): its last dimension goes over the 8 "
+        "tokens of a row; give as many",
+        "other width of a whole mask": "attention_mask has the shape (8, 1, 8, 5), input_ids (8, 8): its last "
+        "dimension goes over the 8 tokens of a row; give as many",
+        "no rows": "input_ids has the shape (0, 8), there is nothing to compute; leave such out",
+        "one row": "input_ids is (8,) int64; give token ids (rows, seq), int64",
+        "floats": "input_ids is (8, 8) float64; give token ids (rows, seq), int64",
+        "lists": f"input_ids in the batch is a list, {tensors}",
+        "flag": f"use_cache in the batch is a bool, {tensors}",
+        "embeddings": "inputs_embeds is in the batch: only the first stage could use them; give input_ids",
+        "shifted": "shift_labels is in the batch: the ranks of a pipeline shift labels themselves; give labels, "
+        "unshifted",
+        "list": f"the batch is a list; {mapping}",
+        "tensor": f"the batch is a Tensor; {mapping}",
+        "None": f"the batch is a NoneType; {mapping}",
+        "no gradients": "forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)",
+        "called": f"a model over pp is not called, as no rank has all of it: {trains}",
+        "pickled": "a parallel model can be neither copied nor pickled, as no rank has all of it; save it with "
+        "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it",
+        "forward": f"a model over pp has no forward: {trains}",
+        "to": "a model over pp has no to: every rank keeps its stages on its own device; leave the call out, and "
+        "choose number formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan",
+        "state_dict": "a model over pp has no state_dict: call meshtrain.save_checkpoint(directory, state), or "
+        "model.save_pretrained(folder)",
+        "num_parameters": "a model over pp has no num_parameters: a rank holds its stages only; do what you want with "
+        "the stock model before meshtrain.parallelize",
+        "frozen": "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some",
     }
     for found in run_on_ranks(2, misuse_pipeline):
         assert found == wanted
+
+
+def misuse_on_one_rank() -> list[str]:
+    """Give a wrong batch to one rank of four, pp x dp; all are told the same. Then one fails halfway."""
+    model = parallel(stock_model("gpt2-tied"), {"pp": 2, "dp_replicate": 2})
+    rank = torch.distributed.get_rank()
+    batch = own_part(model, padded_batches()[0])
+    long = torch.ones(4, 70, dtype=torch.long)
+    wrong = [
+        {name: value for name, value in batch.items() if name != "labels"},
+        batch | {"attention_mask": batch["attention_mask"] * 0},
+        batch | {"input_ids": None},
+    ]
+    said = [
+        told(DataError, partial(model.forward_backward, other if rank == place else batch))
+        for place, other in enumerate(wrong, start=1)
+    ]
+    for rows in ({"input_ids": long, "labels": long}, batch | {"position_ids": torch.arange(60, 68).expand(4, 8)}):
+        said.append(told(DataError, partial(model.evaluate, rows)))
+    model.forward_backward(batch)
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_said_on_all() -> None:
+    takes = "the ranks of a pipeline take input_ids and labels, and compute the loss themselves"
+    shorter = "give shorter rows (truncation=True, max_length=... of the tokenizer)"
+    for said in run_on_ranks(4, misuse_on_one_rank):
+        assert said == [
+            f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
+            "rank 0 was given another batch than a rank that shares its model over tp or pp (here: attention_mask "
+            "(4, 8), input_ids (4, 8), labels (4, 8)); give all of these the same rows in the same order: "
+            "torch.manual_seed(0) before the DataLoader shuffles, or a sampler over the data ranks only",
+            f"rank 3: the batch has no input_ids, it has attention_mask, labels; {takes}",
+            f"rank 0: rows of 70 tokens, but the model has learned 0 to 63 as positions; {shorter}",
+            f"rank 0: position_ids from 60 to 67, but the model has learned 0 to 63 as positions; {shorter}",
+        ]
+
+
+def parallelize_differently() -> list[str]:
+    rank = torch.distributed.get_rank()
+    plan = {"mesh": {"pp": 2}}
+    others: list[tuple[dict[str, Any], Any]] = [
+        (plan, 1 + rank),
+        ({"mesh": {"pp": 2 - rank, "tp": 1 + rank}}, 1),
+        (plan | {"tensor": {"styles": {f"transformer.h.*.{n}": "replicate" for n in [*"abcdefgh", str(rank)]}}}, 1),
+        (plan, 0),
+        (plan, 1.5),
+    ]
+    model = stock_model("gpt2-tied")
+    return [
+        told(PlanError, partial(meshtrain.parallelize, model, given, micro_batch_size=rows)) for given, rows in others
+    ]
+
+
+def test_ranks_make_a_model_parallel_in_one_way() -> None:
+    same = "all ranks make this call together, give all of them the same"
+    for said in run_on_ranks(2, parallelize_differently):
+        assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
+        assert said[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
+        assert said[2].startswith("parallelize: tensor.styles is ...")
+        assert "transformer.h.*.0': 'replicate'} on rank 0 and ..." in said[2]
+        assert said[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
+        # The long table is shown from a little before the place where it differs.
+        assert len(said[2]) < 300
+        assert said[3:] == [
+            "micro_batch_size = 0; give a whole number of sequences, 1 or more",
+            "micro_batch_size = 1.5; give a whole number of sequences, 1 or more",
+        ]
+
+
+def fail_halfway() -> list[str]:
+    """Let the first stage fail in its second microbatch; return what is said there afterwards."""
+    model = parallel(stock_model("gpt2-tied"), {"pp": 2})
+    first, second, *_ = padded_batches()
+    model.forward_backward(first)
+    tied = next(parameter for name, parameter in model.named_parameters() if "wte" in name or "lm_head" in name)
+    gradient = tied.grad.clone()
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    if not model.has_last_stage:
+        model._pipeline.stages[0].model.register_forward_pre_hook(FailsTheSecondTime())
+    # The other rank waits for this one, until this one has ended.
+    with pytest.raises(RuntimeError):
+        model.forward_backward(second)
+    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(tied.grad, gradient)
+    return [told(ModelError, partial(use, second)) for use in (model.forward_backward, model.evaluate)]
+
+
+class FailsTheSecondTime:
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self._calls += 1
+        if self._calls > 1:
+            raise ValueError("broken")
+
+
+def test_a_pipeline_that_has_failed_halfway_says_so_and_leaves_the_program_as_it_was() -> None:
+    for said in run_on_ranks(2, fail_halfway, joins=False):
+        assert said == 2 * [
+            "an earlier forward_backward has ended halfway with an exception (RuntimeError): the stages on other ranks "
+            "wait for messages that never come, so this model cannot go on; end the program on all ranks, and start "
+            "again from a checkpoint"
+        ]
 
 
 def call(model: Any, batch: Batch) -> Any:
