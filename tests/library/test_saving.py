@@ -36,7 +36,7 @@ def save_gpt2(folder: Path) -> None:
     with pytest.raises(ModelError, match="the parameters of this model have no values yet"):
         meshtrain.save_pretrained(again, folder / "never")
     meshtrain.load_weights(again, folder / "parts")
-    meshtrain.save_pretrained(again, folder / "again")
+    again.save_pretrained(folder / "again")
 
 
 def test_a_users_model_is_saved_as_the_stock_one_would_be(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def load_with_tokenizer(folder: Path) -> str:
     """Load what `save_parallelized` wrote into a model that came from nowhere; return what cannot be loaded so."""
     plan = {"mesh": {"tp": 2}}
     model = meshtrain.parallelize(LlamaForCausalLM.from_pretrained(folder / "stock"), plan)
-    meshtrain.save_parallelized(model, folder / "parts")
+    model.save_parallelized(folder / "parts")
     again = meshtrain.parallelize(meshtrain.build_model(LlamaConfig(**model.config.to_dict())), plan)
     with pytest.raises(ModelError) as refused:
         meshtrain.load_weights(again, folder / "parts", enlarge_vocabulary=True)
