@@ -13,7 +13,7 @@ from meshtrain.errors import ModelError, NoAttribute, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.gradients import add_gradients, set_gradients_aside
 from meshtrain.library.handle import ATTRIBUTE, Handle
-from meshtrain.library.saving import save_parallelized, save_pretrained
+from meshtrain.library.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.library.whole_batches import WholeBatch, WholeBatches
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
@@ -178,7 +178,7 @@ class PipelinedModel:
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_pretrained`. Collective."""
-        save_pretrained(self, save_directory, **kwargs)
+        save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
 
     def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_parallelized`. Collective."""

@@ -255,8 +255,6 @@ def parallelize_differently() -> list[str]:
         (plan, 1 + rank),
         ({"mesh": {"pp": 2 - rank, "tp": 1 + rank}}, 1),
         (plan | {"tensor": {"styles": {f"transformer.h.*.{n}": "replicate" for n in [*"abcdefgh", str(rank)]}}}, 1),
-        (plan, 0),
-        (plan, 1.5),
     ]
     model = stock_model("gpt2-tied")
     return [
@@ -274,10 +272,6 @@ def test_ranks_make_a_model_parallel_in_one_way() -> None:
         assert said[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
         # The long table is shown from a little before the place where it differs.
         assert len(said[2]) < 300
-        assert said[3:] == [
-            "micro_batch_size = 0; give a whole number of sequences, 1 or more",
-            "micro_batch_size = 1.5; give a whole number of sequences, 1 or more",
-        ]
 
 
 def fail_halfway() -> list[str]:
