@@ -90,7 +90,8 @@ class WholeBatches:
         if num_wrong:
             _raise_first(problems, None if is_same else other_batch(inputs))
         inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
-        placed = {name: value.to(self._device) for name, value in inputs.items()}
+        # torch's stages want the strides of a whole tensor, which columns cut off a wider one do not have.
+        placed = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
         return WholeBatch(placed, num_tokens.to(self._device), bool(trains))
 
     def _check(self, inputs: Mapping[str, Tensor]) -> None:

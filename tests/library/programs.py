@@ -33,15 +33,19 @@ def stock_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def padded_batches(widths: tuple[int, ...] = (8, 12, 6, 10)) -> list[Batch]:
-    """Return batches as a tokenizer pads them, each of another width; rows end on the right or begin later."""
+    """Return batches as a tokenizer pads them, each of another width; rows end on the right or begin later.
+
+    As of a program that cuts a wider batch to what it needs, they are views.
+    """
     generator = torch.Generator().manual_seed(1)
     batches = []
     for width in widths:
-        ids = torch.randint(3, VOCABULARY, (ROWS, width), generator=generator)
+        ids = torch.randint(3, VOCABULARY, (ROWS, width + 1), generator=generator)
         mask = torch.ones_like(ids)
         mask[1, width // 2 :] = 0
         mask[2, : width // 3] = 0
-        batches.append({"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+        batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        batches.append({name: value[:, :width] for name, value in batch.items()})
     return batches
 
 
