@@ -66,6 +66,15 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Other frequencies for more than 10 tokens: some batches of different widths are longer, others are not.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 10,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 MODELS = {
     "gpt2-tied": ModelConfig(type="gpt2", config=GPT2),
     "gpt2-short": ModelConfig(type="gpt2", config={**GPT2, "n_layer": 3}),
@@ -78,6 +87,10 @@ MODELS = {
     ),
     "qwen2-grouped": ModelConfig(type="qwen2", config={**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "mistral-grouped": ModelConfig(type="mistral", config={**LLAMA, "num_key_value_heads": 2, "head_dim": 8}),
+    "llama-longrope": ModelConfig(type="llama", config={**LLAMA, "rope_parameters": LONGROPE}),
+    "llama-dynamic": ModelConfig(
+        type="llama", config={**LLAMA, "rope_parameters": DYNAMIC, "max_position_embeddings": 10}
+    ),
 }
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 

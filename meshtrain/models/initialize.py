@@ -19,6 +19,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import stock_class
 from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.models.rotary import forget_sequences
 from meshtrain.models.tiles import fill_tiles, seeded_stream
 
 # Their values do not depend on the shape of the tensor they fill, so a tile may be filled alone.
@@ -106,6 +107,7 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
     # transformers marks what it has initialised, on meta already, and would skip it.
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
+    forget_sequences(model)
     # It leaves out some rules of what it takes for custom code (GPT-2's scaled projections), and it takes every class
     # for that whose module is not its own: FSDP2 gives the model such a class.
     model.is_custom_code = stock_class(model).is_custom_code  # type: ignore[method-assign]

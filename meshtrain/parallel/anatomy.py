@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError
+from meshtrain.models.rotary import probed
 from meshtrain.parallel.lineage import Descendants, tensors_in
 
 PROBE_LENGTH = 3
@@ -148,6 +149,7 @@ def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple
     with (
         _short_circuit(layers, pass_through),
         _eval_mode(model),
+        probed(model, PROBE_LENGTH),
         _hooks(model, _siblings(model, name), note),
         elsewhere,
     ):

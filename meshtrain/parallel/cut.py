@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtrain.models.adapters import stock_name
+from meshtrain.models.rotary import probed
 from meshtrain.parallel.anatomy import (
     MISFITS,
     PROBE_LENGTH,
@@ -145,7 +146,8 @@ def _run_probe(stage: Stage, anatomy: Anatomy, received: Tensor | None) -> Tenso
     stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
     stage.channel.sequence_length = PROBE_LENGTH
     first = probe_ids(torch.device("meta")) if received is None else received
-    output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
+    with probed(stage.model, PROBE_LENGTH):
+        output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
     if received is not None and not stage.is_last and not _is_whole(output, received):
         raise ValueError("it does not hand on what its layers give")
     return output

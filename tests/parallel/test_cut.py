@@ -19,7 +19,7 @@ from meshtrain.parallel.balance import even_layers
 from meshtrain.parallel.cut import Stage, check_cut, cut
 from meshtrain.parallel.stubs import LayerStub
 from meshtrain.verify.tiny import tiny_config
-from tests.parity import GPT2, LLAMA
+from tests.parity import DYNAMIC, GPT2, LLAMA, LONGROPE
 
 SEQUENCE, BATCH = 8, 2
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 98}
@@ -27,7 +27,12 @@ QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 WIDE = {"intermediate_size": 48, "max_position_embeddings": 64}
 OPT = {**SMALL, "ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}
 GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
-# Tied and untied heads, positions that are added and that are rotated, layers that return tuples, windows.
+# More than 6 tokens have other frequencies.
+SHORT = LONGROPE | {"original_max_position_embeddings": 6}
+PHIMOE = {"rope_parameters": SHORT | {"short_mscale": 1.2, "long_mscale": 1.4}}
+CALM = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+# Tied and untied heads, positions that are added and that are rotated, layers that return tuples, windows,
+# frequencies that depend on the length of the sequence.
 MODELS = {
     "gpt2": ModelConfig(type="gpt2", config=GPT2),
     "llama": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
@@ -41,13 +46,19 @@ MODELS = {
     "phi": ModelConfig(type="phi", config={**SMALL, **WIDE, "attention_dropout": 0.0, "resid_pdrop": 0.0}),
     "gemma2": ModelConfig(type="gemma2", config=GEMMA, attention="eager"),
     "gemma3_text": ModelConfig(type="gemma3_text", config=GEMMA),
+    "phi3": ModelConfig(type="phi3", config={**LLAMA, "rope_parameters": SHORT, "original_max_position_embeddings": 6}),
+    "phimoe": ModelConfig(type="phimoe", config={**LLAMA, **PHIMOE, **CALM}, attention="eager"),
+    "dynamic": ModelConfig(type="llama", config={**LLAMA, "rope_parameters": DYNAMIC, "max_position_embeddings": 6}),
 }
 CUTS = ([1, 2, 1], [3, 1], [4, 0], [1, 1, 1, 1])
 INPUTS = ("plain", "padded", "positions")
 
 
 def config_of(name: str) -> PretrainedConfig:
-    return load_hf_config(MODELS[name])
+    config = load_hf_config(MODELS[name])
+    # The grouped matrix product that experts use by default is not there for float64.
+    config._experts_implementation = "eager"
+    return config
 
 
 def stock_model(name: str) -> PreTrainedModel:
