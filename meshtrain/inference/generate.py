@@ -16,6 +16,7 @@ from meshtrain.errors import ConfigError, ModelError, UserError, name_some
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.inference.source import Source, find_source, pipeline_from
 from meshtrain.models.build import refusal_reason
+from meshtrain.models.rotary import most_positions
 from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.process import check_devices, process_group
 
@@ -142,7 +143,7 @@ def _encode(
     if not all(rows):
         # transformers makes a tokenizer without a vocabulary where the files are missing.
         raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; are its files there?")
-    width, limit = max(map(len, rows)), getattr(config, "max_position_embeddings", None)
+    width, limit = max(map(len, rows)), most_positions(config)
     if limit is not None and width + decoding.max_new_tokens > limit:
         raise UserError(
             f"a prompt of {width} tokens with {decoding.max_new_tokens} more is asked for, but the model has {limit} "

@@ -24,6 +24,7 @@ from meshtrain.library.rebind import leave_heirs
 from meshtrain.library.values import check_equal_on_all, put, put_buffers, take
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
 from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.rotary import most_positions
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.agreement import check_alike, gather_objects
@@ -234,8 +235,7 @@ def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
 def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int) -> BatchShape:
     """Return a batch that every plan can run: the real ones are known when they come."""
     rows = dist.get_world_size() * plan.mesh.pp * plan.pipeline.stages_per_rank * micro_batch_size
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = LONGEST_BALANCED if positions is None or positions < 0 else min(positions, LONGEST_BALANCED)
+    length = min(most_positions(model.config) or LONGEST_BALANCED, LONGEST_BALANCED)
     tp = plan.mesh.tp
     return BatchShape(rows, micro_batch_size, max(tp, length // tp * tp))
 

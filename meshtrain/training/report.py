@@ -14,6 +14,7 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.tokenizer import open_tokenizer
 from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.rotary import constant_length
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
@@ -84,10 +85,19 @@ def hf_config_of(config: RunConfig, *, end_id: int | None = None) -> PretrainedC
 
 
 def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
-    if config.data.documents == "separate" and "position_ids" not in inspect.signature(model.forward).parameters:
+    if config.data.documents != "separate":
+        return
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
             f"{type(model).__name__} takes no position_ids, by which documents are kept apart; set data.documents = "
             '"joined", or data.form = "padded"'
+        )
+    constant = constant_length(model)
+    if constant is not None and constant < config.data.sequence_length:
+        raise ModelError(
+            f'data.documents = "separate", but documents of more than {constant:,} tokens change the rotary '
+            f"frequencies of this {type(model).__name__} for all others in their batch (rope_type in its "
+            f'rope_parameters); set data.sequence_length = {constant:,} or less, or data.documents = "joined"'
         )
 
 

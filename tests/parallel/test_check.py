@@ -25,7 +25,7 @@ from meshtrain.parallel.check import BatchShape, execution, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.verify.tiny import shrink, tiny_config
-from tests.parity import GPT2, LLAMA
+from tests.parity import DYNAMIC, GPT2, LLAMA
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
@@ -207,6 +207,22 @@ def test_sequence_length() -> None:
     assert problems(plan, batch=BatchShape(8, 1, 12, width_multiple=3)) == (
         "tensor.sequence_parallel splits every batch over tp = 2, which does not divide data.pad_to_multiple_of = 3; "
         "the nearest are 2 and 4",
+    )
+
+
+def test_frequencies_that_grow_with_the_sequence() -> None:
+    model = meta_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=8)
+    assert resolve_plan(make_plan("llama", mesh={"pp": 2}), model, BATCH, 2).mesh.pp == 2
+
+
+def test_frequencies_inside_of_layers_that_depend_on_the_length() -> None:
+    config = tiny_config("moshi")
+    config.rope_parameters = {**DYNAMIC}
+    model = build_model(config, dtype=torch.float32, attention="eager")
+    assert problems(make_plan(), model, world_size=1) == (
+        "the rotary frequencies of model.layers.0.self_attn.rotary_emb depend on the length of the sequence, and "
+        "inside of a layer a recomputation, or another microbatch, would find those of another length; choose a "
+        "rope_type in rope_parameters that does not (not longrope, not dynamic)",
     )
 
 

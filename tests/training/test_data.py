@@ -25,6 +25,7 @@ from meshtrain.training.report import resolve_run
 from meshtrain.training.run import train
 from meshtrain.verify.trust import ensure_proven
 from tests.data.corpora import byte_tokenizer
+from tests.parity import LLAMA, LONGROPE
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, read_metrics, samples_seen, steps_of, train_here, write_text
 
@@ -188,6 +189,22 @@ def test_documents_of_a_class_without_positions(tmp_path: Path) -> None:
     bloom = config.model.model_copy(update={"type": "bloom", "config": {"vocab_size": 300}, "attention": "eager"})
     with pytest.raises(ModelError, match="BloomForCausalLM takes no position_ids, by which documents are kept apart"):
         resolve_run(config.model_copy(update={"model": bloom}), 1)
+
+
+def test_separate_documents_of_a_model_whose_frequencies_depend_on_the_length(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
+    tables = {"rope_parameters": LONGROPE, "max_position_embeddings": 40}
+    model = config.model.model_copy(update={"type": "llama", "config": {**LLAMA, "vocab_size": 300, **tables}})
+    config = config.model_copy(update={"model": model})
+    with pytest.raises(ModelError) as refused:
+        resolve_run(config, 1)
+    assert str(refused.value) == (
+        'data.documents = "separate", but documents of more than 10 tokens change the rotary frequencies of this '
+        "LlamaForCausalLM for all others in their batch (rope_type in its rope_parameters); set data.sequence_length = "
+        '10 or less, or data.documents = "joined"'
+    )
+    for data in ({"documents": "joined"}, {"sequence_length": 10}):
+        assert resolve_run(config.model_copy(update={"data": config.data.model_copy(update=data)}), 1)
 
 
 def test_a_class_is_seen_to_keep_documents_apart_before_it_is_trusted(

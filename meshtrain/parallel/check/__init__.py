@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
-from meshtrain.parallel.check.execution import check_recompute
+from meshtrain.parallel.check.execution import check_recompute, check_rotary
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
@@ -33,7 +33,8 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
         plan = with_shared_heads(with_derived_rules(plan, model), model)
     except PlanError as error:
         problems += error.problems
-    for check in (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, check_recompute):
+    checks = (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, check_recompute, check_rotary)
+    for check in checks:
         problems += check(plan, model, batch)
     if problems:
         raise PlanError(problems)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.models.rotary import most_positions
 from meshtrain.parallel.rules import Problems
 
 
@@ -41,9 +42,8 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
 
 
 def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    # XLNet says -1: its positions are relative.
-    if positions is not None and 0 <= positions < batch.sequence_length:
+    positions = most_positions(model.config)
+    if positions is not None and positions < batch.sequence_length:
         yield (
             f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model; "
             "shorten it, or raise max_position_embeddings of a new model"

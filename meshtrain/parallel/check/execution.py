@@ -5,6 +5,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import UserError
+from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.rules import Problems
@@ -25,6 +26,20 @@ def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
         yield (
             f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; "
             "set it to 'none'"
+        )
+
+
+def check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    try:
+        layers, _ = find_layers(model)
+    except UserError:
+        # Said already, by the check of the pipeline.
+        return
+    if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
+        yield (
+            f"the rotary frequencies of {inside[0]} depend on the length of the sequence, and inside of a layer a "
+            "recomputation, or another microbatch, would find those of another length; choose a rope_type in "
+            "rope_parameters that does not (not longrope, not dynamic)"
         )
 
 
