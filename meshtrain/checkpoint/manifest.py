@@ -113,6 +113,8 @@ class Manifest(Words):
     """What its tensors do not say, of a program that is no run."""
     forward_passes: int = 0
     """In training, of a program that is no run: what its dropout is a function of, as that of a run is of the step."""
+    rotary_length: int = 0
+    """Tokens of the sequence that dynamic rotary frequencies have grown for; 0: they are as in the beginning."""
     values: str = "{}"
     """JSON: what a person's own program, or own hook, wants back."""
     versions: dict[str, str] = Field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -83,7 +83,10 @@ class _Stages:
                 "leave it out, or use a mesh with pp = 1"
             )
         assert input_ids is not None
-        caches = self.caches.of(past_key_values, use_cache=bool(inputs.get("use_cache")))
+        use_cache = bool(inputs.get("use_cache"))
+        if past_key_values is None and use_cache and "cache_params" not in inputs:
+            past_key_values = _begin_anew(self.pipeline.stages[0].model)
+        caches = self.caches.of(past_key_values, use_cache=use_cache)
         borders = Borders(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, "pp"))
         for stage, cache in zip(self.pipeline.stages, caches, strict=True):
             stage.channel.sequence_length = input_ids.shape[1]
@@ -156,6 +159,14 @@ class _StageCaches:
             part.layers = whole.layers[place * num_layers : (place + 1) * num_layers]
             parts.append(part)
         return parts
+
+
+def _begin_anew(model: Any) -> Cache | None:
+    """Return an empty cache for a model that has dropped the one of `generate`, as Phi-3 where its frequencies change.
+
+    A model that keeps something else was given none, and gets none here.
+    """
+    return DynamicCache(config=model.config.get_text_config()) if model._supports_default_dynamic_cache() else None
 
 
 def _refusal(model: str, what: str) -> str:

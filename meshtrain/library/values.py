@@ -14,6 +14,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
+from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
 from meshtrain.parallel.local_parameter import laid_out_as
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
@@ -32,12 +33,15 @@ class Values:
         buffers: FQN -> values.
         is_meta: whether there are none.
         scalings: stock FQN -> name of an adapter there -> its factor.
+        grown_length: for how many tokens its rotary frequencies have been made, 0: they are as in the beginning; None:
+            they do not depend on it.
     """
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     is_meta: bool
     scalings: dict[str, dict[str, float]] = field(default_factory=dict)
+    grown_length: int | None = None
 
 
 def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
@@ -76,7 +80,8 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
             module._buffers[name] = None if buffer is None else buffer.to("meta")
     layers: Mapping[str, Any] = adapters
     scalings = {name: dict(layer.scaling) for name, layer in layers.items()}
-    return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings)
+    grown = grown_length(model) if length_dependent(model) else None
+    return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings, grown_length=grown)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -95,6 +100,8 @@ def check_equal_on_all(values: Values) -> None:
     """
     mine = {name: _describe(parameter) for name, parameter in values.parameters.items()}
     mine |= {f"the scaling of {name}": str(scaling) for name, scaling in values.scalings.items()}
+    if values.grown_length is not None:
+        mine["the longest sequence of its rotary frequencies"] = f"{values.grown_length} tokens"
     # A few bytes of every rank; all there is to say only where they differ.
     if len(set(gather_objects(xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())))) == 1:
         return
@@ -175,6 +182,8 @@ def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Heirs]:
 def put_buffers(values: Values, pipeline: Pipeline) -> None:
     """Copy the buffers, which every stage has whole."""
     for stage in pipeline.stages:
+        if values.grown_length:
+            see_sequence(stage.model, values.grown_length)
         for name, buffer in stage.model.named_buffers():
             if name in values.buffers:
                 buffer.copy_(values.buffers[name])

@@ -23,6 +23,7 @@ from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
 from meshtrain.parallel.cut import Stage, cut
+from meshtrain.parallel.longest import LongestSequence
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.recompute import apply_recompute
@@ -111,6 +112,7 @@ def parallelize(
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         router_loss=router_loss,
+        longest=LongestSequence(tuple(stages), mesh, device),
         peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
     )
 

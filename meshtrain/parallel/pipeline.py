@@ -18,6 +18,7 @@ from meshtrain.models.fused import FusedParameter
 from meshtrain.parallel.borders import Borders
 from meshtrain.parallel.collectives import shard_width
 from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.longest import LongestSequence
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.router_loss import RouterLoss
@@ -49,6 +50,7 @@ class Pipeline:
         replicas: sums gradients over whole copies of the model.
         streams: seeds for dropout.
         router_loss: the auxiliary loss of routers, if the model has one.
+        longest: the longest sequence of a batch, if rotary frequencies go by it.
         peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
             of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
         place: where this process is, for who asks from outside.
@@ -66,6 +68,7 @@ class Pipeline:
     replicas: Replicas
     streams: ForwardStreams
     router_loss: RouterLoss
+    longest: LongestSequence
     peers: dist.ProcessGroup | None
     place: Place = field(default_factory=Place)
     _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
@@ -142,7 +145,8 @@ class Pipeline:
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches)
         run = _run_schedule if self.num_stages > 1 else _run_whole
-        return run(self, inputs, labels, loss_function)
+        with self.longest.of(inputs):
+            return run(self, inputs, labels, loss_function)
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
@@ -153,7 +157,8 @@ class Pipeline:
         for stage in self.stages:
             stage.model.eval()
         try:
-            return _run_forward(self, inputs, labels, loss_function)
+            with self.longest.of(inputs):
+                return _run_forward(self, inputs, labels, loss_function)
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.model.train(mode)

@@ -234,6 +234,7 @@ def _begin(state: RunState, trainer: Trainer, feed: Feed, found: Found | None) -
 
 def _restore(state: RunState, trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None:
     load_state(checkpoint, trainer.pipeline, trainer.optimizer)
+    trainer.pipeline.longest.restore(manifest.rotary_length)
     trainer.loss_scale.restore(manifest.loss_scale)
     trainer.history.restore(manifest.history, manifest.skipped_steps)
     state.step, state.values = manifest.step, json.loads(manifest.values)
@@ -326,7 +327,7 @@ def _save(
     streams = feed.stream_state(place_in_data(step, trainer.history.left_out))
     manifest = identity.manifest(
         step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss, streams
-    ).model_copy(update={"values": values})
+    ).model_copy(update={"values": values, "rotary_length": trainer.pipeline.longest.grown()})
     saver.save(tensors, manifest, identity.write_huggingface)
 
 

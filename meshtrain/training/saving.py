@@ -58,7 +58,12 @@ def save_state(
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     tensors = saved_tensors(pipeline, state.optimizer)
     check_finite(step, tensors)
-    own = {"optimizer": optimizer, "values": values, "forward_passes": forward_passes}
+    own = {
+        "optimizer": optimizer,
+        "values": values,
+        "forward_passes": forward_passes,
+        "rotary_length": pipeline.longest.grown(),
+    }
     manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
     description = partial(
         write_description,
@@ -101,6 +106,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     if problems := _optimizer_problems(there, here):
         raise CheckpointError(f"{checkpoint}: {problem}" for problem in problems)
     load_state(checkpoint, pipeline, state.optimizer, there)
+    pipeline.longest.restore(manifest.rotary_length)
     if state.optimizer is not None and manifest.optimizer is not None:
         restore_options(state.optimizer, manifest.optimizer)
     state.step, state.values = manifest.step, json.loads(manifest.values)

@@ -181,10 +181,13 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> tuple
     """
     pipeline = trainer.pipeline
     trainer.loss.num_tokens, trainer.loss.scale = torch.ones(()), 1.0
+    grown = pipeline.longest.grown()
     sums = [
         torch.stack([pipeline.evaluate(batch, trainer.loss), count_trained_tokens(batch["labels"]).double()])
         for batch in batches
     ]
+    # A run that was stopped before this evaluation goes on without it.
+    pipeline.longest.restore(grown)
     totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, ["pp"])

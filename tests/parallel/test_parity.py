@@ -95,6 +95,20 @@ def test_batches_of_different_widths() -> None:
     )
 
 
+@pytest.mark.parametrize("model", ["llama-longrope", "llama-dynamic"])
+def test_rotary_frequencies_that_depend_on_the_length_of_the_sequence(model: str) -> None:
+    """Of a long batch, one that is shorter, one that is short, and a long one again."""
+    prove(
+        Case(model, (2, 1, 1, 1), recompute=1, rows="bucketed"),
+        Case(model, (1, 1, 1, 2), sequence_parallel=True, rows="bucketed"),
+        Case(model, (1, 1, 2, 1), recompute=1, recompute_mode="selective", compiled=True, rows="bucketed"),
+    )
+    prove(
+        Case(model, (2, 1, 1, 2), "Interleaved1F1B", 2, recompute=1, rows="bucketed"),
+        Case(model, (2, 1, 2, 1), "ZBVZeroBubble", 2, rows="bucketed"),
+    )
+
+
 def test_uneven_stages_and_a_stage_with_the_head_only() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), layers=(3, 1)),
