@@ -21,7 +21,7 @@ from meshtrain.verify.kinds import Kind, layer_kinds
 from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Rows, Subject
-from meshtrain.verify.tiny import HEADS, key_value_heads, shrink
+from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
 
@@ -123,7 +123,9 @@ def make_subject(
     """
     real, plan = plan.mesh, shrink_plan(plan, mesh)
     heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
-    make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads)
+    # Documents that are kept apart have one length for the frequencies, and alone each has its own.
+    short = SEQUENCE if rows == "separate" else SHORT
+    make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads, short=short)
     build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
@@ -178,8 +180,8 @@ def _copy_with_all_kinds(
     )
 
 
-def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int) -> PretrainedConfig:
-    tiny = shrink(config, num_layers, tp=tp, heads=heads)
+def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
     # The class that comes with the model itself, if one does.
     if code := getattr(config, "auto_map", None):
         tiny.auto_map = code

@@ -8,8 +8,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 
 from meshtrain.errors import ModelError
 from meshtrain.models.build import REFUSALS, refusal_reason
+from meshtrain.models.rotary import rope_tables
 
 HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
+SHORT = 8
+"""Longer sequences have other rotary frequencies, in a model where these depend on the length."""
 # Norms around small values make rounding grow in training: 100 times a step in Gemma 4, whose attention has no scale.
 NORM_EPSILON = 1e-2
 # What the classes of transformers call their sizes. A size that a configuration does not have, or has as 0 or None, is
@@ -134,7 +137,9 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
     return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
 
 
-def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS) -> PretrainedConfig:
+def shrink(
+    config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS, short: int = SHORT
+) -> PretrainedConfig:
     """Return a tiny configuration of the same class: kinds of layers, norms, activation, ties and experts stay.
 
     Args:
@@ -143,6 +148,7 @@ def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int
         tp: how many processes will share a layer of the model itself. If they must share key-value heads, or do not
             divide its vocabulary, so it will be with the copy on 2.
         heads: of attention, in the copy.
+        short: up to so many tokens all sequences have the same rotary frequencies.
 
     Raises:
         ModelError: if transformers refuses it.
@@ -152,7 +158,7 @@ def shrink(config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int
         parts = f"; it holds several models ({', '.join(config.sub_configs)})" if config.sub_configs else ""
         raise ModelError(f"a {config.model_type} configuration does not say how many layers there are{parts}")
     try:
-        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads))
+        small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads) | _small_rope(text, short))
         if text is config:
             return small
         return type(config)(**_values(config) | _small_parts(config) | {"text_config": small.to_dict()})
@@ -177,6 +183,33 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
         tiny["num_kv_shared_layers"] = shared
     tiny |= {_own_name(config, name): num_layers for name in LAYER_COUNTS if _own_name(config, name) in values}
     return tiny | {name: token for name, token in TOKENS.items() if values.get(name) is not None}
+
+
+def _small_rope(config: Any, short: int) -> dict[str, Any]:
+    """Return the values that are other ones where rotary frequencies depend on the length of the sequence."""
+    tables = rope_tables(config)
+    kinds = {str(table.get("rope_type")) for table in tables.values()}
+    values: dict[str, Any] = {}
+    if "longrope" in kinds:
+        small: dict[Any, Any] = {layers: _small_longrope(table, short) for layers, table in tables.items()}
+        values["rope_parameters"] = small.get(None) or config.rope_parameters | small
+        if hasattr(config, "original_max_position_embeddings"):
+            values["original_max_position_embeddings"] = short
+    if any("dynamic" in kind for kind in kinds):
+        values[_own_name(config, "max_position_embeddings")] = short
+    return values
+
+
+def _small_longrope(table: Mapping[str, Any], short: int) -> dict[str, Any]:
+    if table.get("rope_type") != "longrope":
+        return dict(table)
+    # A factor for each pair of what is rotated of a head.
+    width = int(HEAD_SIZE * table.get("partial_rotary_factor", 1.0)) // 2
+    factors = {
+        name: [table[name][index * len(table[name]) // width] for index in range(width)]
+        for name in ("short_factor", "long_factor")
+    }
+    return {**table, **factors, "original_max_position_embeddings": short}
 
 
 def _values(config: PretrainedConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from meshtrain import cli
 from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, ShardPlan
@@ -27,6 +28,7 @@ from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import Subject, Trace
+from tests.parity import DYNAMIC, LLAMA, LONGROPE
 from tests.ranks import run_on_ranks
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
 
@@ -95,6 +97,18 @@ def lose_a_layer() -> None:
     parallel.parallelize = without_layer
 
 
+def forget_the_length() -> None:
+    """Compute with the frequencies of short sequences."""
+    train = parallel.train_pipeline
+
+    def with_fixed_frequencies(pipeline: Any, batches: Any) -> Trace:
+        for stage in pipeline.stages:
+            stage.model.model.rotary_emb.rope_type = "default"
+        return train(pipeline, batches)
+
+    parallel.train_pipeline = with_fixed_frequencies
+
+
 def leave_tied_copies_alone() -> None:
     """Do not add up the gradients of the two ends of a tie."""
     tied.TiedCopies.reduce_gradients = lambda self: None  # type: ignore[method-assign]
@@ -132,6 +146,18 @@ def test_what_is_right_is_proven() -> None:
     assert all(finding.holds for finding in found.values()), found
     assert found["initial weights"].error == 0.0
     assert divergent is None
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
+def test_frequencies_that_depend_on_the_length_are_proven(rope: dict[str, Any]) -> None:
+    plan = with_family(ParallelPlan(), "llama")
+    config = AutoConfig.for_model("llama", **{**LLAMA, "rope_parameters": rope})
+    found, divergent = findings_of(no_damage, make_subject(config, plan, MeshPlan(pp=2, dp_shard=1), rows="bucketed"))
+    assert all(finding.holds for finding in found.values()), found
+    assert divergent is None
+    found, divergent = findings_of(forget_the_length, make_subject(config, plan, MeshPlan(pp=2, dp_shard=1)))
+    assert not found["loss"].holds
+    assert divergent == "model.layers.0"
 
 
 def test_a_missing_rule_for_the_norms_of_heads() -> None:

@@ -11,9 +11,11 @@ from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.per_layer import values_in_layers
+from meshtrain.models.rotary import constant_length
 from meshtrain.verify.kinds import layer_kinds
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
+from tests.parity import DYNAMIC, LONGROPE
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,28 @@ def test_layers_that_share_keys_stay() -> None:
     assert tiny.num_kv_shared_layers == 2
     assert tiny.layer_types == ["sliding_attention", "full_attention"] * 2
     assert tiny.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
+
+
+def test_frequencies_that_depend_on_the_length_stay() -> None:
+    factors = [1.0 + index / 48 for index in range(48)]
+    longrope = {**LONGROPE, "short_factor": factors, "long_factor": [3 * factor for factor in factors]}
+    phi3 = AutoConfig.for_model("phi3", rope_parameters=longrope, original_max_position_embeddings=4096)
+    for config, width in ((phi3, 4), (AutoConfig.for_model("llama", rope_parameters=longrope), 4)):
+        tiny = shrink(config, 4)
+        table = tiny.rope_parameters
+        assert table["original_max_position_embeddings"] == 8 < tiny.max_position_embeddings
+        assert table["short_factor"] == factors[:: 48 // width]
+        assert table["long_factor"] == longrope["long_factor"][:: 48 // width]
+        assert constant_length(build_model(tiny, dtype=torch.float32, attention="eager")) == 8
+    assert shrink(phi3, 4).original_max_position_embeddings == 8
+    layered = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    for config in (
+        AutoConfig.for_model("llama", rope_parameters=DYNAMIC),
+        AutoConfig.for_model("gemma3_text", rope_parameters=layered),
+    ):
+        tiny = shrink(config, 4)
+        assert tiny.rope_parameters == config.rope_parameters
+        assert constant_length(build_model(tiny, dtype=torch.float32, attention="eager")) == 8
 
 
 @pytest.mark.parametrize(("model_type", "groups"), [("deepseek_v3", 2), ("glm4_moe", 1)])
