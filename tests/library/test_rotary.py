@@ -12,6 +12,7 @@ from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 import meshtrain
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.errors import ModelError
 from meshtrain.verify.casts import lift_float32_casts
 from tests.library.programs import Batch, make_adam, own_part, parallel, whole_parameters
@@ -226,6 +227,21 @@ def test_a_checkpoint_knows_the_longest_sequence(tmp_path: Path) -> None:
         run_on_ranks(1, go_on, {"tp": 1}, tmp_path, 20, range(4, 5)),
     ]
     assert [loss for ranks in parts for loss in ranks[0]] == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
+def look_alone(directory: Path) -> None:
+    model, wanted = parallel(stock_model("dynamic"), {"dp_replicate": 2}), stock_model("dynamic", seen=24)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model(torch.ones(1, 24, dtype=torch.long))
+    saved = meshtrain.save_checkpoint(directory, meshtrain.TrainState(model))
+    assert read_manifest(saved).rotary_length == 24
+    found = loss_of(model, own_rows(model, batch_of(BETWEEN))).item()
+    assert found == pytest.approx(loss_of(wanted, batch_of(BETWEEN)).item(), rel=1e-12, abs=0)
+
+
+def test_what_one_data_rank_has_computed_alone_all_have_seen(tmp_path: Path) -> None:
+    run_on_ranks(2, look_alone, tmp_path)
 
 
 def bring_other_lengths() -> str:
