@@ -1,7 +1,7 @@
 """The longest sequence of a batch, by which the frequencies of some rotary modules go.
 
-They look at the positions of a forward pass, and one process would give them the whole batch: what a data rank, or a
-microbatch, computes must not depend on what is in the others.
+They look at the positions of a forward pass, to which one process gives the whole batch. So a row must find the
+frequencies of the whole batch in whatever microbatch, and on whatever data rank, it is.
 """
 
 from collections.abc import Iterator, Mapping
