@@ -126,7 +126,7 @@ def test_values_that_contradict_each_other() -> None:
 
 def test_an_attention_that_the_model_does_not_have() -> None:
     assert problems(type="bloom") == (
-        "model.attention = 'sdpa': transformers has none for 'bloom'; set model.attention = 'eager'",
+        "attention = 'sdpa': transformers has none for 'bloom'; take 'eager' (model.attention in a run file)",
     )
 
 
@@ -152,11 +152,17 @@ def test_a_directory_with_a_broken_configuration(tmp_path: Path, text: str, reas
     assert reason in problem
 
 
-@pytest.mark.parametrize("path", ["nobody/nothing", "./no/such/directory"])
-def test_what_is_neither_a_directory_nor_on_the_hub(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nobody/nothing", "no such directory, and the hub cannot give it: "),
+        ("./no/such/directory", "there is no such directory, and a hub id looks like 'owner/name'"),
+    ],
+)
+def test_what_is_neither_a_directory_nor_on_the_hub(path: str, reason: str) -> None:
     (problem,) = problems(path=path)
     assert problem.startswith(f"model.path = {path!r}: no Hugging Face model there: ")
-    with pytest.raises(ModelError, match="no such directory, and the hub cannot give it: ") as caught:
+    with pytest.raises(ModelError, match=reason) as caught:
         local_directory(path)
     assert str(caught.value).startswith(f"model.path = {path!r}: ")
 
