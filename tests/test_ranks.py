@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,12 @@ def die_before_anything() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def crash(said: Path) -> None:
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.abort()
+
+
 def import_more() -> set[str]:
     """Import what most tests use, and return what of it was not there."""
     before = {*sys.modules}
@@ -61,6 +68,14 @@ def test_a_killed_rank_is_reported() -> None:
         run_on_ranks(2, die_on_one)
     with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, exit code -9$"):
         run_on_ranks(1, die_before_anything, joins=False)
+
+
+def test_a_rank_that_crashes_says_where(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, exit code -6$"):
+        run_on_ranks(1, crash, tmp_path / "said")
+    said = (tmp_path / "said").read_text()
+    assert "Fatal Python error: Aborted" in said
+    assert "in crash" in said
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:

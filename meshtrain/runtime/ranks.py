@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.runtime.failure import has_echo
+from meshtrain.runtime.signals import tell_of_crashes
 
 PRELOAD = (
     "torch",
@@ -50,6 +51,7 @@ def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseExcept
 
 def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
     os.environ.update(environment)
+    tell_of_crashes()
     # What the fork server has imported stays: to look for garbage in it would copy its pages, a tenth of a second each.
     gc.freeze()
     try:

@@ -4,6 +4,7 @@ The main thread may be blocked in a collective, where no Python handler runs. Wh
 main thread is in, is to write the number of a signal into a pipe; a thread reads it there.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -67,6 +68,16 @@ class StopRequest:
 def describe_reason(reason: int) -> str:
     """Say what `StopRequest.reason` returned."""
     return {TIME_IS_UP: "stop_after", HOOK: "a hook"}.get(reason) or signal.Signals(reason).name
+
+
+def tell_of_crashes() -> None:
+    """Let a signal that ends this process at once, as a crash in C++ does, leave the Python stacks on stderr.
+
+    torch's libraries abort from their own threads, with a line that names no caller, if any.
+    """
+    # A notebook or a service may have put something without a file there: what the interpreter began with has one.
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
 
 
 @contextmanager

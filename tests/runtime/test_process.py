@@ -1,6 +1,9 @@
 """A process of a run, from start to end."""
 
 import io
+import signal
+import subprocess
+import sys
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +65,25 @@ def train_twice(directory: Path) -> list[bool]:
 
 def test_a_program_that_trains_twice_finds_nothing_of_its_first_run(tmp_path: Path) -> None:
     assert run_on_ranks(2, train_twice, tmp_path, joins=False) == [[False] * 4] * 2
+
+
+CRASH = """
+import os
+from meshtrain.runtime.process import join_for_script
+
+def crash():
+    os.abort()
+
+join_for_script()
+crash()
+"""
+
+
+def test_a_process_that_crashes_leaves_its_python_stack() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
+    assert "in crash" in ended.stderr
 
 
 def leave_early() -> str:
