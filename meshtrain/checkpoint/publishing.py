@@ -37,7 +37,7 @@ def check_new(folder: Path) -> None:
     Raises:
         CheckpointError: if it has.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if _is_taken(folder):
         raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
 
 
@@ -53,14 +53,14 @@ def start_draft(draft: Location) -> None:
 def publish_checkpoint(draft: Location, final: Location) -> None:
     """Give a draft whose files are on the disk its name, whole at every moment.
 
-    A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
-    the draft has its name already.
+    A checkpoint of the same step is set aside first and stays valid until the new one has the name; an empty directory
+    is replaced. In an object store the draft has its name already.
     """
     if not isinstance(draft, Path) or not isinstance(final, Path):
         return
     for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
         _sync(directory)
-    if final.exists():
+    if _is_taken(final):
         aside = final.with_name(f"{final.name}.old")
         if aside.exists():
             _remove(aside)
@@ -108,6 +108,10 @@ def sync_tree(directory: Path) -> None:
     """Flush a directory and everything in it to the disk."""
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
+
+
+def _is_taken(name: Path) -> bool:
+    return name.exists() and (not name.is_dir() or any(name.iterdir()))
 
 
 def _kept(newest_first: list[Location], retention: Retention) -> list[Location]:

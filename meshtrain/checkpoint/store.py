@@ -121,7 +121,7 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
         CheckpointError: the same on all ranks: the folder has something in it, or any of them could not write.
     """
     outcome = "make room or write elsewhere"
-    _on_first_rank(folder, partial(_make_way, folder), f"cannot write {folder}", outcome, None)
+    _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
     _write_checkpoint(
         folder,
         folder.with_name(f"{folder.name}.tmp"),
@@ -131,12 +131,6 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
         outcome=outcome,
         group=None,
     )
-
-
-def _make_way(folder: Path) -> None:
-    check_new(folder)
-    if folder.exists():
-        folder.rmdir()
 
 
 def _write_checkpoint(
