@@ -1,6 +1,7 @@
 """Set up once, before anything imports torch."""
 
 import os
+import signal
 
 # DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
 # torch reads it when it is imported. The benchmarks, which are not started by pytest, go without.
@@ -10,3 +11,5 @@ os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Tiny tensors: on a busy machine threads would wait for each other forty times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts what it sends to the background with ctrl-C ignored, and every process begins as its parent does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
