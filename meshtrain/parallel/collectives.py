@@ -46,36 +46,39 @@ def _split(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
 
 
+class _Transposable(torch.autograd.Function):
+    """A collective whose backward pass is its transposed one, which has a gradient in the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup, there: Collective, back: Collective
+    ) -> Tensor:
+        ctx.group, ctx.there, ctx.back = group, there, back  # type: ignore[attr-defined]
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        group, there, back = ctx.group, ctx.there, ctx.back  # type: ignore[attr-defined]
+        # torch's functional collectives have no derivative, and say nothing: `create_graph=True` wants one. Otherwise
+        # the plain one is cheaper, and can be compiled.
+        if torch.is_grad_enabled():
+            return _apply(gradient, group, back, there), None, None, None
+        return back(gradient, group), None, None, None
+
+
+_apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Transposable.apply
+
+
 def _pair(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:
     """Return two functions, each of which is the backward pass of the other, so that gradients have gradients too."""
 
-    class Forward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-            ctx.group = group  # type: ignore[attr-defined]
-            return forward(x, group)
+    def one(x: Tensor, group: ProcessGroup) -> Tensor:
+        return _apply(x, group, forward, transposed)
 
-        @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-            return _derived(Transposed.apply, transposed, gradient, ctx.group), None  # type: ignore[attr-defined]
+    def other(x: Tensor, group: ProcessGroup) -> Tensor:
+        return _apply(x, group, transposed, forward)
 
-    class Transposed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-            ctx.group = group  # type: ignore[attr-defined]
-            return transposed(x, group)
-
-        @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-            return _derived(Forward.apply, forward, gradient, ctx.group), None  # type: ignore[attr-defined]
-
-    return Forward.apply, Transposed.apply
-
-
-def _derived(function: Collective, plain: Collective, gradient: Tensor, group: ProcessGroup) -> Tensor:
-    # torch's functional collectives have no derivative, and say nothing: `create_graph=True` wants one. Otherwise the
-    # plain one is cheaper, and can be compiled.
-    return function(gradient, group) if torch.is_grad_enabled() else plain(gradient, group)
+    return one, other
 
 
 copy_to_shards, reduce_from_shards = _pair(_identity, _all_reduce)
