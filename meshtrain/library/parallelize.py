@@ -1,6 +1,7 @@
 """From a user's model to a parallel one, by the same path as every run."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def parallelize(
         PlanError: if it does not fit the model or the number of processes, or differs between ranks.
         ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
 
+    What is refused for the plan, or for another model on another rank, leaves the model as it was.
+
     Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
     ZeRO (arXiv:1910.02054) for dp_shard.
     """
@@ -91,10 +94,14 @@ def parallelize(
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)
     _check_call(wanted, micro_batch_size, prove_unknown_class)
-    adapters = take_off_adapters(stock)
-    values = take(stock, adapters)
-    check_equal_on_all(values)
-    resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
+    with ExitStack() as undo:
+        # What is refused leaves the model as it was.
+        adapters = take_off_adapters(stock)
+        undo.callback(put_on_adapters, stock, adapters)
+        values = take(stock, adapters, undo)
+        check_equal_on_all(values)
+        resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
+        undo.pop_all()
     if not values.is_meta:
         # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
         stock.config.dtype = stock.dtype

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -44,12 +45,13 @@ class Values:
     grown_length: int | None = None
 
 
-def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
+def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -> Values:
     """Move a model to the meta device in place, and return what it held.
 
     Args:
         model: a stock model.
         adapters: that were taken off it, likewise.
+        undo: is told how to put everything back.
 
     Raises:
         ModelError: if part of it is on meta, or has hooks on gradients.
@@ -75,8 +77,10 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module]) -> Values:
                 if parameter not in replaced:
                     empty = torch.empty_like(parameter, device="meta")
                     replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                undo.callback(module._parameters.__setitem__, name, parameter)
                 module._parameters[name] = replaced[parameter]
         for name, buffer in module._buffers.items():
+            undo.callback(module._buffers.__setitem__, name, buffer)
             module._buffers[name] = None if buffer is None else buffer.to("meta")
     layers: Mapping[str, Any] = adapters
     scalings = {name: dict(layer.scaling) for name, layer in layers.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -107,6 +108,40 @@ def test_a_tensor_parallel_model_refuses_what_would_break_it() -> None:
         assert found.keys() == WANTED.keys()
         for what, message in found.items():
             assert re.search(WANTED[what], message), (what, message)
+
+
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def refuse_and_go_on() -> None:
+    """What is refused for the plan, or on another rank, is as it was: the program may go on with it, or ask again."""
+    rank = torch.distributed.get_rank()
+    for make in (stock_model, lambda name, **more: adapted(stock_model(name, **more))):
+        for plan, others, kind in (
+            ({"mesh": {"tp": 4}}, 0, PlanError),
+            ({"mesh": {"tp": 2}, "tensor": {"styles": {"no.such.*": "colwise"}}}, 0, PlanError),
+            ({"mesh": {"tp": 2}}, rank, ModelError),
+        ):
+            model = make("gpt2-tied", seed=others)
+            before, values = dict(model.named_parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+            buffers = dict(model.named_buffers())
+            told(kind, partial(meshtrain.parallelize, model, plan))
+            after = dict(model.named_parameters())
+            assert after.keys() == before.keys()
+            assert all(after[name] is before[name] for name in before)
+            assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+            assert model.state_dict().keys() == values.keys()
+            assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    again = stock_model("gpt2-tied")
+    batch = padded_batches()[0]
+    wanted = again(**batch).loss
+    told(PlanError, lambda: parallel(again, {"tp": 4}))
+    torch.testing.assert_close(parallel(again, {"tp": 2})(**batch).loss, wanted, rtol=1e-12, atol=0)
+
+
+def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+    run_on_ranks(2, refuse_and_go_on)
 
 
 def misuse_pipeline() -> dict[str, str]:
