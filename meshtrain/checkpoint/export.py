@@ -28,9 +28,9 @@ from meshtrain.checkpoint.folder_layout import (
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, as_local, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
-from meshtrain.checkpoint.publishing import check_new
+from meshtrain.checkpoint.named_folder import check_new, written_whole
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
-from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index, written_whole
+from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX
 from meshtrain.errors import CheckpointError, name_some

@@ -15,17 +15,15 @@ from meshtrain import console
 from meshtrain.checkpoint.adapters import Merging
 from meshtrain.checkpoint.folder_layout import FilePlan, Group, HubLayout
 from meshtrain.checkpoint.gathering import gather_block_by_block, receive, send
-from meshtrain.checkpoint.publishing import check_new
-from meshtrain.checkpoint.safetensors_folder import (
-    FileWriter,
+from meshtrain.checkpoint.named_folder import (
     cannot_write,
+    check_new,
     draft_of,
-    find_lost_files,
     publish_folder,
     remove_draft,
     start_folder,
-    write_index,
 )
+from meshtrain.checkpoint.safetensors_folder import FileWriter, find_lost_files, write_index
 from meshtrain.checkpoint.stock_tensors import Shape, StockTensor
 from meshtrain.errors import CheckpointError, UserError
 from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
@@ -117,7 +115,8 @@ def write_live_folder(
     Raises:
         CheckpointError: the same on all processes: the folder has something in it, or cannot be written.
     """
-    draft, agreement = draft_of(folder), live.groups.agreement
+    agreement = live.groups.agreement
+    draft = gather_objects(draft_of(folder), agreement)[0]
     try:
         _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
         problem = _Writing(draft, layout, plan, live).run(folder)

@@ -1,6 +1,5 @@
 """How a checkpoint appears and goes: written into a draft, published whole, removed when newer ones are there."""
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
 from meshtrain.checkpoint.location import Location, children, files_below, is_local, remove_tree
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.named_folder import sync_directory
 from meshtrain.errors import CheckpointError, name_some
 
 _LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
@@ -31,16 +31,6 @@ class Retention:
     best: int = 0
 
 
-def check_new(folder: Path) -> None:
-    """Refuse a folder that has something in it.
-
-    Raises:
-        CheckpointError: if it has.
-    """
-    if _is_taken(folder):
-        raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
-
-
 def start_draft(draft: Location) -> None:
     """Make an empty directory to write a checkpoint into."""
     if children(draft) or (is_local(draft) and draft.exists()):
@@ -53,20 +43,20 @@ def start_draft(draft: Location) -> None:
 def publish_checkpoint(draft: Location, final: Location) -> None:
     """Give a draft whose files are on the disk its name, whole at every moment.
 
-    A checkpoint of the same step is set aside first and stays valid until the new one has the name; an empty directory
-    is replaced. In an object store the draft has its name already.
+    A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
+    the draft has its name already.
     """
     if not isinstance(draft, Path) or not isinstance(final, Path):
         return
     for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
-        _sync(directory)
-    if _is_taken(final):
+        sync_directory(directory)
+    if final.exists():
         aside = final.with_name(f"{final.name}.old")
         if aside.exists():
             _remove(aside)
         final.rename(aside)
     draft.rename(final)
-    _sync(final.parent)
+    sync_directory(final.parent)
 
 
 def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> None:
@@ -102,16 +92,6 @@ def foreign_files(checkpoint: Location) -> list[str]:
     """
     known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
     return [name for name, _ in files_below(checkpoint) if name not in known]
-
-
-def sync_tree(directory: Path) -> None:
-    """Flush a directory and everything in it to the disk."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
-
-
-def _is_taken(name: Path) -> bool:
-    return name.exists() and (not name.is_dir() or any(name.iterdir()))
 
 
 def _kept(newest_first: list[Location], retention: Retention) -> list[Location]:
@@ -155,11 +135,3 @@ def _remove(directory: Location) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         directory.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

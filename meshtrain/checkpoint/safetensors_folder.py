@@ -7,9 +7,7 @@ place in the file, and shapes and number formats are known before. Format: githu
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,8 +15,6 @@ import torch
 from torch import Tensor
 
 from meshtrain.checkpoint.folder_layout import FilePlan, HubLayout
-from meshtrain.checkpoint.publishing import check_new, sync_tree
-from meshtrain.errors import CheckpointError
 from meshtrain.models.safetensors_files import INDEX_NAME
 
 # In the order in which the library sorts them: large ones first, so that every tensor is aligned.
@@ -35,28 +31,6 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
-
-
-def draft_of(folder: Path) -> Path:
-    """Return where a folder is written before it is complete."""
-    return folder.with_name(f".{folder.name}.writing")
-
-
-def start_folder(draft: Path) -> None:
-    """Make an empty directory to write a folder into."""
-    remove_draft(draft)
-    draft.mkdir(parents=True)
-
-
-def remove_draft(draft: Path) -> None:
-    """Remove what was written in vain."""
-    shutil.rmtree(draft, ignore_errors=True)
-
-
-def publish_folder(draft: Path, folder: Path) -> None:
-    """Give a draft its name, when all of it is on the disk."""
-    sync_tree(draft)
-    draft.rename(folder)
 
 
 def write_index(draft: Path, layout: HubLayout, plan: FilePlan) -> None:
@@ -133,30 +107,6 @@ class FileWriter:
         stream.write(header)
         self._offsets |= offsets
         self._started.add(name)
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """Give a draft to write into; it gets the name of the folder at the end, and is removed after an error.
-
-    Raises:
-        CheckpointError: if the folder has something in it, or the disk is full.
-    """
-    check_new(folder)
-    draft = draft_of(folder)
-    try:
-        start_folder(draft)
-        yield draft
-        publish_folder(draft, folder)
-    except OSError as error:
-        raise CheckpointError(cannot_write(folder, error)) from error
-    finally:
-        remove_draft(draft)
-
-
-def cannot_write(folder: Path, error: OSError) -> str:
-    """Say why a folder cannot be written, in a line."""
-    return f"cannot write {folder}: {error.strerror or error}; make room or write elsewhere"
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:

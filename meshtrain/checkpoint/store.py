@@ -39,8 +39,9 @@ from meshtrain.checkpoint.location import (
     write_hashed,
 )
 from meshtrain.checkpoint.manifest import Manifest, write_manifest
+from meshtrain.checkpoint.named_folder import check_new, draft_of, publish_folder
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
-from meshtrain.checkpoint.publishing import Retention, check_new, prune_checkpoints, publish_checkpoint, start_draft
+from meshtrain.checkpoint.publishing import Retention, prune_checkpoints, publish_checkpoint, start_draft
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
@@ -88,9 +89,11 @@ def save_blocks(
     step = manifest.step
     final = checkpoint_directory(root, step)
     outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
+    draft = draft_directory(root, step)
     _write_checkpoint(
-        final,
-        draft_directory(root, step),
+        draft,
+        draft,
+        partial(publish_checkpoint, draft, final),
         blocks,
         manifest=manifest,
         huggingface=huggingface,
@@ -122,9 +125,11 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
     """
     outcome = "make room or write elsewhere"
     _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
+    draft = gather_objects(draft_of(folder))[0]
     _write_checkpoint(
         folder,
-        folder.with_name(f"{folder.name}.tmp"),
+        draft,
+        partial(publish_folder, draft, folder),
         {key: block_of(tensor) for key, tensor in tensors.items()},
         manifest=manifest,
         huggingface=huggingface,
@@ -134,8 +139,9 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
 
 
 def _write_checkpoint(
-    final: Location,
+    named: Location,
     draft: Location,
+    publish: Callable[[], None],
     blocks: Mapping[str, Block],
     *,
     manifest: Manifest,
@@ -143,8 +149,12 @@ def _write_checkpoint(
     outcome: str,
     group: ProcessGroup | None,
 ) -> None:
-    """Write a checkpoint into a draft, and publish it."""
-    failure = f"cannot write {draft}"
+    """Write a checkpoint into a draft, and publish it.
+
+    Args:
+        named: what an error names.
+    """
+    failure = f"cannot write {named}"
     described: dict[str, SavedFile] = {}
 
     def begin() -> None:
@@ -154,8 +164,8 @@ def _write_checkpoint(
 
     try:
         _on_first_rank(draft, begin, failure, outcome, group)
-        written = _write_blocks(draft, blocks, outcome, group)
-        finish = partial(_finish_draft, draft, final, manifest, {**written, **described})
+        written = _write_blocks(named, draft, blocks, outcome, group)
+        finish = partial(_finish_draft, draft, publish, manifest, {**written, **described})
         _on_first_rank(draft, finish, failure, outcome, group)
     except CheckpointError:
         # What cannot be removed now is removed by the next save.
@@ -242,7 +252,7 @@ def _on_first_rank(
 
 
 def _write_blocks(
-    draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+    named: Location, draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
 ) -> dict[str, SavedFile]:
     """Write what every rank has, and return what all have written."""
     writer = _Writer(draft)
@@ -264,13 +274,15 @@ def _write_blocks(
         if not ranks:
             raise
         raise CheckpointError(
-            f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {draft}: {reason}; {outcome}"
+            f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {named}: {reason}; {outcome}"
             for reason, who in ranks.items()
         ) from error
     return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
 
 
-def _finish_draft(draft: Location, final: Location, manifest: Manifest, written: Mapping[str, SavedFile]) -> None:
+def _finish_draft(
+    draft: Location, publish: Callable[[], None], manifest: Manifest, written: Mapping[str, SavedFile]
+) -> None:
     lost = [
         f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
         "sees the same files"
@@ -280,7 +292,7 @@ def _finish_draft(draft: Location, final: Location, manifest: Manifest, written:
     if lost:
         raise CheckpointError(lost)
     write_manifest(draft, manifest.model_copy(update={"files": dict(written)}))
-    publish_checkpoint(draft, final)
+    publish()
 
 
 def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, SavedFile]:

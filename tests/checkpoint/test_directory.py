@@ -61,14 +61,6 @@ def test_the_same_step_is_replaced_and_the_old_one_pruned(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
-def test_an_empty_directory_makes_way(tmp_path: Path) -> None:
-    """A program that makes its folder on every rank has made it anew, maybe, when the first rank publishes."""
-    (tmp_path / "step-10").mkdir()
-    publish_checkpoint(make(tmp_path, "step-10.tmp", "new"), tmp_path / "step-10")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
-    assert (tmp_path / "step-10" / "mark").read_text() == "new"
-
-
 def test_pruning_keeps_the_newest_and_clears_what_killed_saves_left(tmp_path: Path) -> None:
     for name in ("step-1", "step-2", "step-3", "step-9", "step-2.tmp", "step-3.old", "step-4.old.tmp", "best"):
         make(tmp_path, name)

@@ -129,7 +129,7 @@ def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp
     taken, without, full = first
     assert taken == f"{tmp_path}/taken exists and is not empty; write into a new folder"
     assert without == "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself"
-    assert full == f"rank 1 cannot write {tmp_path}/full.tmp: File too large; make room or write elsewhere"
+    assert full == f"rank 1 cannot write {tmp_path}/full: File too large; make room or write elsewhere"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
@@ -145,6 +145,23 @@ def test_an_empty_folder_is_filled_and_a_name_like_that_of_a_step_is_kept(tmp_pa
     run_on_ranks(2, save_twice, tmp_path / "step-7")
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
     assert read_manifest(tmp_path / "step-7").step == 7
+
+
+def save_into(folder: Path) -> None:
+    pipeline = pipeline_of(LOADED_ON)
+    save_parallelized(pipeline, folder / "parts")
+    save_pretrained(pipeline, folder / "whole")
+
+
+def test_a_link_is_followed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
+    for name in ("parts", "whole"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+        (tmp_path / f"{name}.tmp").mkdir()
+    run_on_ranks(2, save_into, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "parts", "parts.tmp", "whole", "whole.tmp"]
+    assert read_manifest(tmp_path / "disk" / "parts").step == 0
+    assert (tmp_path / "disk" / "whole" / "model.safetensors").is_file()
 
 
 def fill_with(pipeline: Pipeline, value: float) -> None:

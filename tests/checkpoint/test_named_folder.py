@@ -1,0 +1,91 @@
+"""A folder that the user names is whole when it is there, and filled if it was there before."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from meshtrain.checkpoint.named_folder import check_new, draft_of, publish_folder, written_whole
+from meshtrain.errors import CheckpointError
+
+
+def write(folder: Path) -> None:
+    with written_whole(folder) as draft:
+        (draft / "config.json").write_text("config")
+        (draft / "parts").mkdir()
+        (draft / "parts" / "one").write_text("weights")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+WRITTEN = ["config.json", "parts", "parts/one"]
+
+
+def test_a_new_folder_appears_whole_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "new.tmp").mkdir()
+    write(tmp_path / "new")
+    assert names(tmp_path) == sorted(["new", "new.tmp", *(f"new/{name}" for name in WRITTEN)])
+
+
+def test_an_empty_folder_stays_the_same_one(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    before = folder.stat()
+    write(folder)
+    assert names(folder) == WRITTEN
+    assert folder.stat().st_ino == before.st_ino
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert names(tmp_path) == ["private", *(f"private/{name}" for name in WRITTEN)]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed(tmp_path: Path, *, exists: bool) -> None:
+    target, link = tmp_path / "disk" / "target", tmp_path / "link"
+    if exists:
+        target.mkdir(parents=True)
+    link.symlink_to(target)
+    write(link)
+    assert link.is_symlink()
+    assert names(target) == WRITTEN
+
+
+def test_the_working_directory_can_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path())
+    assert names(Path.cwd()) == WRITTEN
+
+
+def test_what_a_killed_process_left_is_no_content(tmp_path: Path) -> None:
+    draft_of(tmp_path).mkdir()
+    (draft_of(tmp_path) / "half").touch()
+    write(tmp_path)
+    assert names(tmp_path) == WRITTEN
+
+
+def test_a_folder_made_while_it_is_written_is_no_obstacle(tmp_path: Path) -> None:
+    """A program that makes its folder on every rank has made it on one, maybe, when another begins to write."""
+    draft = draft_of(tmp_path / "new")
+    draft.mkdir()
+    (draft / "config.json").touch()
+    (tmp_path / "new").mkdir()
+    publish_folder(draft, tmp_path / "new")
+    assert names(tmp_path) == ["new", "new/config.json"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        with pytest.raises(ValueError, match="no"), written_whole(tmp_path / name) as draft:
+            (draft / "config.json").touch()
+            raise ValueError("no")
+    assert names(tmp_path) == ["there"]
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    for folder in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(CheckpointError) as caught:
+            check_new(folder)
+        assert caught.value.problems == (f"{folder} exists and is not empty; write into a new folder",)
