@@ -74,12 +74,17 @@ def test_a_folder_made_while_it_is_written_is_no_obstacle(tmp_path: Path) -> Non
     assert names(tmp_path) == ["new", "new/config.json"]
 
 
+def write_half(folder: Path) -> None:
+    with written_whole(folder) as draft:
+        (draft / "config.json").touch()
+        raise ValueError("half way")
+
+
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
-        with pytest.raises(ValueError, match="no"), written_whole(tmp_path / name) as draft:
-            (draft / "config.json").touch()
-            raise ValueError("no")
+        with pytest.raises(ValueError, match="half way"):
+            write_half(tmp_path / name)
     assert names(tmp_path) == ["there"]
 
 
