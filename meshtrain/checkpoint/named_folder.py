@@ -3,7 +3,6 @@
 An existing one may be a mount point, a link, the working directory, or have been made with care for who may read it.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from meshtrain.checkpoint.directory import MANIFEST_NAME
 from meshtrain.errors import CheckpointError
+from meshtrain.runtime.disk import flush, flush_tree
 
 _LAST = (CONFIG_NAME, MANIFEST_NAME)
 """Without them nobody takes a folder for a model or a checkpoint."""
@@ -56,15 +56,15 @@ def remove_draft(draft: Path) -> None:
 def publish_folder(draft: Path, folder: Path) -> None:
     """Give a draft its name, when all of it is on the disk."""
     folder = folder.resolve()
-    sync_tree(draft)
+    flush_tree(draft)
     if draft.parent != folder:
         draft.rename(folder)
-        sync_directory(folder.parent)
+        flush(folder.parent)
         return
     for path in sorted(draft.iterdir(), key=lambda path: (path.name in _LAST, path.name)):
         path.rename(folder / path.name)
     draft.rmdir()
-    sync_directory(folder)
+    flush(folder)
 
 
 @contextmanager
@@ -89,18 +89,3 @@ def written_whole(folder: Path) -> Iterator[Path]:
 def cannot_write(folder: Path, error: OSError) -> str:
     """Say why a folder cannot be written, in a line."""
     return f"cannot write {folder}: {error.strerror or error}; make room or write elsewhere"
-
-
-def sync_tree(directory: Path) -> None:
-    """Flush a directory and everything in it to the disk."""
-    for path in [*directory.rglob("*"), directory]:
-        sync_directory(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory, or a file, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,8 +10,8 @@ from meshtrain import console
 from meshtrain.checkpoint.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
 from meshtrain.checkpoint.location import Location, children, files_below, is_local, remove_tree
 from meshtrain.checkpoint.manifest import read_manifest
-from meshtrain.checkpoint.named_folder import sync_directory
 from meshtrain.errors import CheckpointError, name_some
+from meshtrain.runtime.disk import flush
 
 _LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
 
@@ -49,14 +49,14 @@ def publish_checkpoint(draft: Location, final: Location) -> None:
     if not isinstance(draft, Path) or not isinstance(final, Path):
         return
     for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
-        sync_directory(directory)
+        flush(directory)
     if final.exists():
         aside = final.with_name(f"{final.name}.old")
         if aside.exists():
             _remove(aside)
         final.rename(aside)
     draft.rename(final)
-    sync_directory(final.parent)
+    flush(final.parent)
 
 
 def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from xxhash import xxh3_128_hexdigest
 
 from meshtrain.errors import DataError, UserError
+from meshtrain.runtime.disk import flush, flush_tree
 
 FOLLOWER_PATIENCE_SECONDS = 2.0
 FOLLOWER_GLANCE_SECONDS = 0.01
@@ -154,10 +155,9 @@ def build_directory(
             shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
         fill(partial)
-        for path in (*partial.rglob("*"), partial):
-            _flush(path)
+        flush_tree(partial)
         partial.rename(directory)
-        _flush(directory.parent)
+        flush(directory.parent)
     except BaseException as error:
         is_kept = isinstance(error, keeps)
         if isinstance(error, OSError):
@@ -174,7 +174,7 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         partial.write_text(text)
-        _flush(partial)
+        flush(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -187,11 +187,3 @@ def file_identity(path: Path) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
