@@ -54,7 +54,12 @@ def remove_draft(draft: Path) -> None:
 
 
 def publish_folder(draft: Path, folder: Path) -> None:
-    """Give a draft its name, when all of it is on the disk."""
+    """Give a draft its name, when all of it is on the disk.
+
+    Raises:
+        CheckpointError: if the folder has got something in it meanwhile.
+    """
+    check_new(folder)
     folder = folder.resolve()
     flush_tree(draft)
     if draft.parent != folder:

@@ -74,6 +74,35 @@ def test_a_folder_made_while_it_is_written_is_no_obstacle(tmp_path: Path) -> Non
     assert names(tmp_path) == ["new", "new/config.json"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_came_meanwhile_is_not_replaced(tmp_path: Path, *, exists: bool) -> None:
+    folder = tmp_path / "new"
+    draft = draft_of(folder)
+    if exists:
+        folder.mkdir()
+        draft = draft_of(folder)
+    draft.mkdir()
+    (draft / "config.json").write_text("ours")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("theirs")
+    with pytest.raises(CheckpointError, match=r"new exists and is not empty; write into a new folder"):
+        publish_folder(draft, folder)
+    assert (folder / "config.json").read_text() == "theirs"
+
+
+def test_what_makes_it_a_model_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    rename = Path.rename
+
+    def note(path: Path, target: Path) -> Path:
+        order.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", note)
+    write(tmp_path)
+    assert order == ["parts", "config.json"]
+
+
 def write_half(folder: Path) -> None:
     with written_whole(folder) as draft:
         (draft / "config.json").touch()
