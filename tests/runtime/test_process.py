@@ -77,13 +77,24 @@ def crash():
 join_for_script()
 crash()
 """
+OWN_FILE = "import faulthandler; faulthandler.enable(open('stacks', 'w'))"
 
 
-def test_a_process_that_crashes_leaves_its_python_stack() -> None:
+def test_a_process_that_crashes_leaves_its_python_stack(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in ended.stderr
     assert "in crash" in ended.stderr
+    # Where the program has asked for them elsewhere, they go there.
+    ended = subprocess.run([sys.executable, "-c", OWN_FILE + CRASH], cwd=tmp_path, capture_output=True, text=True)
+    assert "in crash" in (tmp_path / "stacks").read_text()
+    assert "in crash" not in ended.stderr
+
+
+def test_a_process_without_stderr_joins() -> None:
+    code = "from meshtrain.runtime.process import join_for_script; join_for_script(); print('joined')"
+    ended = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout) == (0, b"joined\n")
 
 
 def leave_early() -> str:
