@@ -102,12 +102,7 @@ def parallelize(
         check_equal_on_all(values)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
         undo.pop_all()
-    if not values.is_meta:
-        # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
-        stock.config.dtype = stock.dtype
-    for parameter in stock.parameters():
-        # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
-        parameter.data = parameter.data.to(getattr(torch, resolved.precision.parameters))
+    _set_number_format(stock, resolved.precision, has_values=not values.is_meta)
     training = stock.training
     pipeline = parallelize_stock(
         stock,
@@ -134,6 +129,15 @@ def parallelize(
     if adapted is not None:
         become_adapted(adapted, pipeline)
     return model
+
+
+def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_values: bool) -> None:
+    if has_values:
+        # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
+        stock.config.dtype = stock.dtype
+    for parameter in stock.parameters():
+        # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
+        parameter.data = parameter.data.to(getattr(torch, precision.parameters))
 
 
 def _check_stock(model: nn.Module) -> PreTrainedModel:
