@@ -2,6 +2,11 @@
 
 import os
 import signal
+from collections.abc import Generator
+
+import pytest
+
+from tests.crashes import has_stacks, without_waiting_threads
 
 # DETAIL compares the fingerprint of every collective between ranks: a mismatch is an error and not garbage or a hang.
 # torch reads it when it is imported. The benchmarks, which are not started by pytest, go without.
@@ -13,3 +18,15 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what it sends to the background with ctrl-C ignored, and every process begins as its parent does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what a crash left next to the traceback: of a test that is run once more nothing else is shown."""
+    report = yield
+    if report.failed:
+        for name, text in report.sections:
+            if has_stacks(text):
+                report.longrepr.addsection(name, without_waiting_threads(text))
+        report.sections = [(name, text) for name, text in report.sections if not has_stacks(text)]
+    return report

@@ -4,10 +4,13 @@ What it has not imported, every rank of every test would import anew: most of a 
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import meshtrain
-from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
+from meshtrain.runtime import ranks
+from meshtrain.runtime.ranks import RankError, preload
 
 __all__ = ["RankError", "run_on_ranks"]
 
@@ -38,3 +41,16 @@ preload(
         *_rooms(),
     ]
 )
+
+
+def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call `fn(*args)` on every rank, as meshtrain.runtime.ranks does, where a crash also shows the stacks of C++."""
+    return ranks.run_on_ranks(world_size, _with_native_stacks, fn, *args, **options)
+
+
+def _with_native_stacks(fn: Callable[..., Any], *args: Any) -> Any:
+    import torch
+
+    # A thread of gloo has no Python stack.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # noqa: FBT003 - it has no name
+    return fn(*args)

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
@@ -146,7 +147,14 @@ def _receive(rank: int, pipe: Connection, process: Any) -> Any:
         value, failure = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(10)
-        raise RankError(rank, f"ended without an answer, exit code {process.exitcode}", None) from None
+        raise RankError(rank, f"ended without an answer, {_end_of(process)}", None) from None
     if failure is not None:
         raise RankError(rank, *failure)
     return value
+
+
+def _end_of(process: Any) -> str:
+    code = process.exitcode
+    if code is None:
+        return "and still runs"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
