@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from meshtrain.errors import DataError
 from meshtrain.parallel.pipeline import Pipeline
@@ -45,6 +46,29 @@ def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int)
         torch.tensor([digest, -digest, *further]), pipeline.mesh, MODEL_AXES, dist.ReduceOp.MAX
     ).tolist()
     return numbers[0] == -numbers[1], numbers[2:]
+
+
+def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Tensor | None:
+    """Return the attention mask that a call needs where it makes no cache, to compute what it computes with one.
+
+    transformers keeps documents apart whose `position_ids` begin anew only if there is neither a mask nor a cache, and
+    a stock call makes a cache unless it is told otherwise; stages of a pipeline and recomputed layers have none.
+
+    Args:
+        config: of the model.
+        given: to the call, by name.
+
+    Returns:
+        Ones (rows, seq), or None: the call needs none.
+    """
+    wishes = given.get("use_cache")
+    makes_cache = getattr(config.get_text_config(), "use_cache", False) if wishes is None else wishes
+    others = (given.get(name) for name in ("attention_mask", "past_key_values"))
+    if not makes_cache or given.get("position_ids") is None or any(other is not None for other in others):
+        return None
+    tokens = given.get("input_ids")
+    rows = given["inputs_embeds"][..., 0] if tokens is None else tokens
+    return torch.ones_like(rows, dtype=torch.int64)
 
 
 def other_batch(batch: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from meshtrain.errors import ModelError
-from meshtrain.library.batches import check_same_batch
+from meshtrain.library.batches import check_same_batch, mask_without_cache
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle
 from meshtrain.library.loss import LossOfAllRanks
@@ -66,7 +66,8 @@ class Calls:
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
         if recomputes and "use_cache" in self._names:
             # Computed again, a layer would find in the cache what it has put there itself.
-            kwargs = kwargs | {"use_cache": False}
+            mask = mask_without_cache(self._model.config, given)
+            args, kwargs = (), given | {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
         if model.training:
             self._streams.begin()
         self._is_inside = True

@@ -1,11 +1,13 @@
 """What a parallel model without a pipeline does otherwise than the stock one."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.adapters import save_adapters
@@ -50,6 +52,24 @@ class ParallelModel:
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
         save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take what the `state_dict()` of a model with the same plan has given; no whole tensors.
+
+        Raises:
+            ModelError: if there are whole tensors where this rank keeps shards.
+        """
+        model: Any = self
+        for name, parameter in model.named_parameters():
+            value = state_dict.get(name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                raise ModelError(
+                    f"load_state_dict: {name} is a whole tensor, and every rank of this model keeps a shard of it; "
+                    "give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
+                    "folder); meshtrain.load_checkpoint(directory, state) goes on with a training"
+                )
+        stock: Any = super()
+        return stock.load_state_dict(state_dict, *args, **kwargs)
 
     def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Do `meshtrain.save_parallelized`. Collective."""

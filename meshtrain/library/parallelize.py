@@ -20,12 +20,14 @@ from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.library.gradients import WholeGradients
 from meshtrain.library.handle import Handle, find_handle
 from meshtrain.library.model import become_adapted, become_parallel
+from meshtrain.library.own_code import check_own_code
 from meshtrain.library.pipelined import PipelinedModel
 from meshtrain.library.rebind import leave_heirs
 from meshtrain.library.values import check_equal_on_all, put, put_buffers, take
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
+from meshtrain.models.ties import check_ties
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.agreement import check_alike, gather_objects
@@ -98,9 +100,11 @@ def parallelize(
         # What is refused leaves the model as it was.
         adapters = take_off_adapters(stock)
         undo.callback(put_on_adapters, stock, adapters)
+        check_ties(stock)
         values = take(stock, adapters, undo)
         check_equal_on_all(values)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
+        check_own_code(stock, resolved)
         undo.pop_all()
     _set_number_format(stock, resolved.precision, has_values=not values.is_meta)
     training = stock.training

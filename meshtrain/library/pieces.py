@@ -65,7 +65,8 @@ def build_model(
     Args:
         source: a Hugging Face directory, a hub id, a checkpoint of meshtrain, or a configuration.
         dtype: of every parameter, whatever the configuration says; itself, or its name.
-        attention: an attention implementation of transformers; None: what it takes for this class by itself.
+        attention: an attention implementation of transformers; None: that of the configuration if it names one, else
+            what transformers takes for this class by itself.
         trust_remote_code: run Python code that comes with the model.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from meshtrain.errors import ModelError, NoAttribute, UserError
 from meshtrain.inference.generation import generate_on_mesh
@@ -68,6 +68,16 @@ class PipelinedModel:
     def config(self) -> PretrainedConfig:
         """The Hugging Face configuration of the whole model."""
         return self._pipeline.stages[0].model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How `generate` writes where it is not told; may be set, on all ranks alike."""
+        return self._pipeline.stages[0].model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig) -> None:
+        for stage in self._pipeline.stages:
+            stage.model.generation_config = config
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +142,9 @@ class PipelinedModel:
         Args:
             batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them, unshifted and -100 where a
                 token shall not count, and further inputs of the model, such as `attention_mask` (rows, seq). The rows
-                are a multiple of the micro batch size, and enough for the schedule. What is None is left out.
+                are a multiple of the micro batch size, and enough for the schedule. What is None is left out. With
+                `use_cache` False, here or in the configuration, documents of one row are kept apart whose
+                `position_ids` begin anew, as in the stock call.
 
         Returns:
             () float64, the same on every rank: the mean loss over the trained tokens of all data ranks, in nats;
@@ -192,6 +204,18 @@ class PipelinedModel:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NoAttribute(f"a model over pp has no {name}: {INSTEAD.get(name, MODULES)}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set what can be, and notes of a program's own.
+
+        Raises:
+            ModelError: for what would change a stock model, and nothing here.
+        """
+        is_own = name.startswith("_") or name in (ATTRIBUTE, "generation_config")
+        stock = None if is_own else self._pipeline.stages[0].model
+        if not is_own and (name in INSTEAD or hasattr(type(self), name) or hasattr(stock, name)):
+            raise ModelError(f"{name} of a model over pp cannot be set: {INSTEAD.get(name, MODULES)}")
+        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._handle.__deepcopy__(memo)

@@ -82,7 +82,7 @@ def rebind(optimizer: Optimizer) -> None:
                 bound = as_local(heir) if local else heir
                 followed.append(bound)
                 if state:
-                    optimizer.state[bound] = state
+                    optimizer.state[bound] = _local_state(state) if local else state
         group["params"] = followed
     if local:
         choose_kernels(optimizer)
@@ -128,6 +128,11 @@ def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tup
             for heir in heirs:
                 inherited[heir][key] = value.clone() if isinstance(value, Tensor) else value
     return list(inherited.items())
+
+
+def _local_state(state: Mapping[str, object]) -> dict[str, object]:
+    """Return what an optimizer remembers of a whole DTensor, as of the part of it that lies here."""
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
 def leave_heirs(heirs: Mapping[nn.Parameter, Heirs]) -> None:

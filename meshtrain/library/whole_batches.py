@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import DataError
-from meshtrain.library.batches import compare_batches, other_batch
+from meshtrain.library.batches import compare_batches, mask_without_cache, other_batch
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.pipeline import check_microbatches
 from meshtrain.parallel.pipeline import Pipeline
@@ -75,6 +75,8 @@ class WholeBatches:
         try:
             inputs = _tensors_of(batch)
             self._check(inputs)
+            mask = mask_without_cache(self._pipeline.stages[0].model.config, batch)
+            inputs |= {} if mask is None else {"attention_mask": mask}
         except DataError as error:
             problems = error.problems
         trains_here = any(True for _ in self._pipeline.trainable_parameters())

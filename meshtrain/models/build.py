@@ -65,12 +65,14 @@ def build_model(
     Args:
         config: the Hugging Face configuration; it is not changed.
         dtype: of every parameter, whatever the configuration says (a bfloat16 file trains with float32 parameters).
-        attention: an attention implementation of transformers; None: what it takes for this class by itself.
+        attention: an attention implementation of transformers; None: that of the configuration if it names one, else
+            what transformers takes for this class by itself.
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
         ModelError: if transformers refuses the configuration.
     """
+    attention = attention or config._attn_implementation
     _check_attention(config, attention)
     try:
         with torch.device("meta"):

@@ -89,6 +89,12 @@ def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]
     return entries
 
 
+def fused_modules(model: nn.Module, fused: Mapping[str, Parts]) -> list[str]:
+    """Return the names of the modules that `unfuse` would replace by others."""
+    modules = {name for name, _ in model.named_modules()}
+    return [name for name in match_names(_names(model), fused, KEY) if name in modules]
+
+
 def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
     """Return whole tensors under our names: every fused one in its parts."""
     result = dict(stock)

@@ -138,6 +138,27 @@ def test_gradients_are_those_of_the_stock_model_whatever_a_program_does_between_
     run_on_ranks(2, habits, mesh)
 
 
+def pack(mesh: dict[str, int]) -> None:
+    """Documents in a row, told by positions that begin anew: apart where the stock call keeps them apart."""
+    batch = padded_batches()[1]
+    ids = batch["input_ids"].clamp(min=3)
+    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
+    losses = []
+    for choice in ({}, {"use_cache": False}):
+        wanted = stock_model("llama-untied")(**packed, **choice).loss
+        for mode in ("none", "full"):
+            model = parallel(stock_model("llama-untied"), mesh, recompute={"mode": mode})
+            given = own_part(model, packed) | choice
+            losses.append(model.forward_backward(given) if "pp" in mesh else model(**given).loss)
+            torch.testing.assert_close(losses[-1], wanted, rtol=1e-12, atol=0)
+    assert not torch.isclose(losses[0], losses[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_packed_documents_are_kept_apart_where_the_stock_model_keeps_them_apart(mesh: dict[str, int]) -> None:
+    run_on_ranks(2, pack, mesh)
+
+
 def misuse(mesh: dict[str, int]) -> dict[str, str]:
     model = parallel(stock_model("gpt2-tied"), mesh)
     batch = own_part(model, FIRST)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from meshtrain.library.handle import pipeline_of
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.local_parameter import LocalParameter
 from meshtrain.parallel.pipeline import full_tensor
-from tests.library.programs import expected, own_part, padded_batches, parallel, stock_model, train, whole_parameters
+from tests.library.programs import (
+    expected,
+    make_adam,
+    own_part,
+    padded_batches,
+    parallel,
+    stock_model,
+    train,
+    whole_parameters,
+)
 from tests.library.test_parallelize import assert_equal
 from tests.ranks import run_on_ranks
 
@@ -174,6 +184,24 @@ def bind_after() -> None:
 
 def test_an_optimizer_that_was_made_afterwards_works_on_local_parts() -> None:
     run_on_ranks(2, bind_after)
+
+
+def bind_late(mesh: dict[str, int]) -> None:
+    """Make an optimizer afterwards, and bind it when it remembers something already, as whole DTensors."""
+    for optimize, steps in ((adagrad, 0), (make_adam, 1), (momentum, 2)):
+        model = parallel(stock_model("gpt2-tied"), mesh)
+        optimizer = optimize(model)
+        batches, part = padded_batches(), partial(own_part, model)
+        losses = train(model, optimizer, batches[:steps], part)
+        meshtrain.rebind(optimizer)
+        losses += train(model, optimizer, batches[steps:], part)
+        want, _ = expected("gpt2-tied", optimize)
+        assert losses == pytest.approx(want, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_an_optimizer_that_remembers_whole_dtensors_goes_on(mesh: dict[str, int]) -> None:
+    run_on_ranks(2, bind_late, mesh)
 
 
 def remember_strangely() -> str:

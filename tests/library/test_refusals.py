@@ -36,6 +36,7 @@ def misuse_tensor_parallel() -> dict[str, str]:
     # Where it is already, nothing is asked.
     assert model.to("cpu").double().cpu() is model
     assert model.to(dtype=torch.float64) is model
+    model.load_state_dict(model.state_dict())
     shuffled = {name: value.roll(rank, 0) for name, value in batch.items()}
     return {
         "twice": told(ModelError, lambda: parallel(model, {"tp": 2})),
@@ -66,6 +67,7 @@ def misuse_tensor_parallel() -> dict[str, str]:
             ),
         ),
         "too many": told(PlanError, lambda: parallel(stock_model("gpt2-tied"), {"tp": 4})),
+        "whole": told(ModelError, lambda: model.load_state_dict(stock_model("gpt2-tied").state_dict())),
     }
 
 
@@ -99,6 +101,8 @@ WANTED = {
     "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",
     "other mesh": r"mesh.tp = 1 in the plan, but the mesh that is given has 2 there",
     "foreign mesh": r"the mesh has the axes \('tp',\), a plan needs .*; build it with meshtrain.build_mesh",
+    "whole": r"load_state_dict: transformer.wte.weight is a whole tensor, and every rank of this model keeps a shard "
+    r"of it; give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model, folder\)",
     "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, which does not divide the 2",
 }
 

@@ -92,7 +92,7 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
             loss.backward()
         return loss
     run = model.forward_backward if torch.is_grad_enabled() else model.evaluate
-    return run(batch)
+    return run(batch | {"use_cache": False})
 
 
 def use(model: Any, part: Callable[[Batch], Batch], generate: Callable[..., Tensor]) -> list[Any]:

@@ -49,6 +49,9 @@ def test_the_attention_implementation_is_the_one_asked_for() -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
     assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
     assert build_model(config, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
+    config._attn_implementation = "eager"
+    assert build_model(config, dtype=torch.float32, attention=None).config._attn_implementation == "eager"
+    assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
 
 
 def test_a_directory_and_values_that_differ(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Tied weights: one parameter under several names, as the class and the configuration say, or as somebody made it."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.errors import ModelError
+
+Group = frozenset[str]
+
+
+def check_ties(model: PreTrainedModel) -> None:
+    """Check that those parameters are one which the configuration says are one, and no others.
+
+    The cut, the files and every rank go by what is declared: a weight that only the program has tied would be filled
+    under one of its names, and one that it has untied would be tied again.
+
+    Args:
+        model: a stock model, on meta or with values. What it knows of its ties is brought up to date with its
+            configuration, which may have been changed since it was built.
+
+    Raises:
+        ModelError: naming the first two names that disagree.
+    """
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted, found = _declared_groups(declared, names), _real_groups(model)
+    for group in sorted(wanted - found, key=min):
+        if not any(group <= other for other in found):
+            first, second = sorted(group)[:2]
+            raise ModelError(
+                f"{first} and {second} are two parameters, but the configuration says that they are one; set "
+                "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
+            )
+    for group in sorted(found - wanted, key=min):
+        first, second = sorted(group)[:2]
+        raise ModelError(
+            f"{first} and {second} are one parameter, but {_why_not(model, group)} give each its own, such as "
+            "module.weight = nn.Parameter(other.weight.detach().clone())"
+        )
+    model.all_tied_weights_keys = declared
+
+
+def _why_not(model: PreTrainedModel, group: Group) -> str:
+    declarable: Mapping[str, str] = model._tied_weights_keys or {}
+    if group <= {*declarable, *declarable.values()}:
+        return "the configuration does not say so; set model.config.tie_word_embeddings = True before, or"
+    return f"{type(model).__name__} knows of no such tie, which would come apart when it is cut or saved;"
+
+
+def _declared_groups(declared: Mapping[str, str], names: set[str]) -> set[Group]:
+    groups: dict[str, set[str]] = {}
+    for copy_name, source in declared.items():
+        if {copy_name, source} <= names:
+            groups.setdefault(source, {source}).add(copy_name)
+    return {frozenset(group) for group in groups.values()}
+
+
+def _real_groups(model: nn.Module) -> set[Group]:
+    """Return which names stand for one parameter, or for parameters that share their memory."""
+    groups: dict[object, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        has_memory = not parameter.is_meta and parameter.numel() > 0
+        groups.setdefault(parameter.data_ptr() if has_memory else parameter, set()).add(name)
+    return _of_several(groups.values())
+
+
+def _of_several(groups: Iterable[set[str]]) -> set[Group]:
+    return {frozenset(group) for group in groups if len(group) > 1}

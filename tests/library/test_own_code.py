@@ -1,0 +1,158 @@
+"""What a program has changed in a stock model: computed with, or refused, but never left behind in silence."""
+
+import types
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import meshtrain
+from meshtrain.errors import ModelError
+from tests.library.programs import own_part, padded_batches, parallel, stock_model
+from tests.library.test_refusals import told
+from tests.ranks import run_on_ranks
+
+MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2})
+
+
+def tied_by_hand() -> Any:
+    model: Any = stock_model("llama-untied")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    return model
+
+
+def with_a_head_of_its_own() -> Any:
+    model: Any = stock_model("gpt2-tied")
+    model.lm_head = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False).double()
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def doubled(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return type(module).forward(module, hidden) * 2
+
+
+def with_a_method() -> Any:
+    model: Any = stock_model("llama-untied")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = types.MethodType(doubled, mlp)
+    return model
+
+
+def with_a_closure() -> Any:
+    model: Any = stock_model("llama-untied")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = partial(doubled, mlp)
+    return model
+
+
+def with_a_loss() -> Any:
+    model: Any = stock_model("llama-untied")
+    stock = model.loss_function
+    model.loss_function = lambda *args, **kwargs: 7 * stock(*args, **kwargs)
+    return model
+
+
+def with_a_forward() -> Any:
+    model: Any = stock_model("llama-untied")
+    stock = model.forward
+    model.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    return model
+
+
+def with_a_projection() -> Any:
+    model: Any = stock_model("gpt2-tied")
+    projection = model.transformer.h[1].attn.c_attn
+    projection.forward = types.MethodType(doubled, projection)
+    return model
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    part = own_part(model, padded_batches()[0])
+    return model(**part).loss if isinstance(model, nn.Module) else model.evaluate(part)
+
+
+def compute(folder: Path) -> None:
+    for number, make in enumerate((tied_by_hand, with_a_head_of_its_own, with_a_method, with_a_closure)):
+        torch.manual_seed(1)
+        wanted = make()(**padded_batches()[0]).loss
+        for mesh in MESHES[: 3 if make is with_a_closure else 4]:
+            torch.manual_seed(1)
+            model = parallel(make(), mesh)
+            torch.testing.assert_close(loss_of(model), wanted, rtol=1e-12, atol=0)
+            if make not in (tied_by_hand, with_a_head_of_its_own):
+                continue
+            saved = folder / f"{number}-{'-'.join(mesh)}"
+            model.save_pretrained(saved)
+            again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64)
+            torch.testing.assert_close(again(**padded_batches()[0]).loss, wanted, rtol=1e-12, atol=0)
+
+
+def test_what_a_program_has_changed_is_computed_with_on_every_mesh(tmp_path: Path) -> None:
+    run_on_ranks(2, compute, tmp_path)
+
+
+def refuse() -> dict[str, str]:
+    found = {make.__name__: told(ModelError, partial(parallel, make(), {"pp": 2})) for make in REFUSED}
+    found[with_a_projection.__name__] = told(ModelError, partial(parallel, with_a_projection(), {"tp": 2}))
+    return found
+
+
+REFUSED = {
+    with_a_loss: "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the "
+    "mean cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken",
+    with_a_forward: "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, "
+    "and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
+    with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is no method of it, and would "
+    "go on computing with the module that was cut up; give it as types.MethodType(function, module), with the module "
+    "as its first argument, or use a mesh with pp = 1",
+}
+
+
+def test_what_would_be_left_behind_is_refused() -> None:
+    wanted = {make.__name__: message for make, message in REFUSED.items()}
+    wanted["with_a_projection"] = (
+        "the forward of transformer.h.1.attn.c_attn was replaced by one of yours, but tensor.fused keeps that "
+        "projection in parts, which have one of their own; replace that of the module around it"
+    )
+    assert run_on_ranks(2, refuse) == [wanted] * 2
+
+
+def refuse_ties() -> list[str]:
+    model = tied_by_hand()
+    model.config.tie_word_embeddings = False
+    messages = [told(ModelError, partial(parallel, model, mesh)) for mesh in MESHES]
+    # Nothing has happened to it.
+    model.config.tie_word_embeddings = True
+    wanted = tied_by_hand()(**padded_batches()[0]).loss
+    torch.testing.assert_close(loss_of(parallel(model, {"tp": 2})), wanted, rtol=1e-12, atol=0)
+    return messages
+
+
+def test_ties_that_nobody_has_declared_are_refused() -> None:
+    messages = run_on_ranks(2, refuse_ties)[0]
+    assert all(message.startswith("lm_head.weight and model.embed_tokens.weight are one p") for message in messages)
+
+
+def set_on_a_pipeline() -> None:
+    model = parallel(stock_model("llama-untied"), {"pp": 2})
+    for name in ("loss_function", "forward", "config", "training", "lm_head", "generate"):
+        with pytest.raises(ModelError, match=f"^{name} of a model over pp cannot be set: "):
+            setattr(model, name, None)
+    model.note = "of a program's own"
+    assert model.note == "of a program's own"
+    before = model.generation_config
+    model.generation_config = type(before)(max_new_tokens=3, num_beams=2)
+    assert all(
+        stage.model.generation_config.num_beams == 2 for stage in meshtrain.library.handle.pipeline_of(model).stages
+    )
+    assert model.generate(padded_batches()[0]["input_ids"][:2]).shape == (2, 11)
+
+
+def test_what_is_set_on_a_pipeline_counts_or_is_refused() -> None:
+    run_on_ranks(2, set_on_a_pipeline)
