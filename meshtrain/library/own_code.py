@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import fused_modules
+from meshtrain.parallel.hooks import has_hooks_on_itself
 
 
 def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    """Check that nothing of the program's own would be lost: its loss, or a forward pass that it has put in.
+    """Check that nothing of the program's own would be lost: its loss, hooks, or a forward that it has put in.
 
     Args:
         model: stock, not cut yet.
@@ -22,10 +23,10 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     """
     own = {name: module for name, module in model.named_modules() if "forward" in vars(module)}
     for name in fused_modules(model, plan.tensor.fused):
-        if name in own:
+        if name in own or has_hooks_on_itself(model.get_submodule(name)):
+            what = "a forward of yours" if name in own else "a hook"
             raise ModelError(
-                f"the forward of {name} was replaced by one of yours, but tensor.fused keeps that projection in parts, "
-                "which have one of their own; replace that of the module around it"
+                f"{name} has {what}, but tensor.fused keeps that projection in parts; put it on the module around it"
             )
     if plan.mesh.pp == 1:
         return
@@ -38,6 +39,11 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
         raise ModelError(
             "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, and "
             "compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside"
+        )
+    if has_hooks_on_itself(model):
+        raise ModelError(
+            "the model itself has a hook, but the stages of a pipeline are called with other inputs and give "
+            "other outputs than it; put it on a module inside, or use a mesh with pp = 1"
         )
     for name, module in own.items():
         if not _is_method_of(module):

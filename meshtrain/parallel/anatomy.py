@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError
 from meshtrain.models.rotary import probed
+from meshtrain.parallel.hooks import hooks_set_aside
 from meshtrain.parallel.lineage import Descendants, tensors_in
 
 PROBE_LENGTH = 3
@@ -79,7 +80,8 @@ def examine(model: PreTrainedModel) -> Anatomy:
     failures = []
     for with_mask, as_tuple in itertools.product((True, False), (False, True)):
         try:
-            anatomy = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
+            with hooks_set_aside(model):
+                anatomy = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
         except MISFITS as error:
             failures.append(error)
         else:

@@ -27,6 +27,7 @@ from meshtrain.parallel.anatomy import (
     probe_ids,
     probe_mask,
 )
+from meshtrain.parallel.hooks import copy_with_hooks, hooks_set_aside
 from meshtrain.parallel.stubs import BlankStub, CaptureStub, Channel, EntryStub, ExitStub, HeadStub, LayerStub, PassStub
 
 
@@ -108,7 +109,7 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())]
     anatomy = examine(model)
-    return [_cut_one(copy.deepcopy(model), anatomy, layers_per_stage, index) for index in indices]
+    return [_cut_one(copy_with_hooks(model), anatomy, layers_per_stage, index) for index in indices]
 
 
 def check_cut(model: PreTrainedModel) -> None:
@@ -135,7 +136,9 @@ def check_cut(model: PreTrainedModel) -> None:
             stubs: dict[int, Any] = {
                 id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
             }
-            stage = _cut_one(copy.deepcopy(model, stubs), anatomy, layers_per_stage, index)
+            with hooks_set_aside(model):
+                whole = copy.deepcopy(model, stubs)
+            stage = _cut_one(whole, anatomy, layers_per_stage, index)
             received = _run_probe(stage, anatomy, received)
     except MISFITS as error:
         raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error

@@ -65,10 +65,22 @@ def with_a_forward() -> Any:
     return model
 
 
+def with_a_hook() -> Any:
+    model: Any = stock_model("llama-untied")
+    model.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
 def with_a_projection() -> Any:
     model: Any = stock_model("gpt2-tied")
     projection = model.transformer.h[1].attn.c_attn
     projection.forward = types.MethodType(doubled, projection)
+    return model
+
+
+def with_a_hook_on_a_projection() -> Any:
+    model: Any = stock_model("gpt2-tied")
+    model.transformer.h[1].attn.c_attn.register_forward_pre_hook(lambda module, args: None)
     return model
 
 
@@ -99,11 +111,14 @@ def test_what_a_program_has_changed_is_computed_with_on_every_mesh(tmp_path: Pat
 
 def refuse() -> dict[str, str]:
     found = {make.__name__: told(ModelError, partial(parallel, make(), {"pp": 2})) for make in REFUSED}
-    found[with_a_projection.__name__] = told(ModelError, partial(parallel, with_a_projection(), {"tp": 2}))
+    for make in (with_a_projection, with_a_hook_on_a_projection):
+        found[make.__name__] = told(ModelError, partial(parallel, make(), {"dp_replicate": 2}))
     return found
 
 
 REFUSED = {
+    with_a_hook: "the model itself has a hook, but the stages of a pipeline are called with other inputs and give "
+    "other outputs than it; put it on a module inside, or use a mesh with pp = 1",
     with_a_loss: "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the "
     "mean cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken",
     with_a_forward: "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, "
@@ -116,10 +131,11 @@ REFUSED = {
 
 def test_what_would_be_left_behind_is_refused() -> None:
     wanted = {make.__name__: message for make, message in REFUSED.items()}
-    wanted["with_a_projection"] = (
-        "the forward of transformer.h.1.attn.c_attn was replaced by one of yours, but tensor.fused keeps that "
-        "projection in parts, which have one of their own; replace that of the module around it"
-    )
+    for name, what in (("with_a_projection", "a forward of yours"), ("with_a_hook_on_a_projection", "a hook")):
+        wanted[name] = (
+            f"transformer.h.1.attn.c_attn has {what}, but tensor.fused keeps that projection in parts; put it on the "
+            "module around it"
+        )
     assert run_on_ranks(2, refuse) == [wanted] * 2
 
 
@@ -137,6 +153,42 @@ def refuse_ties() -> list[str]:
 def test_ties_that_nobody_has_declared_are_refused() -> None:
     messages = run_on_ranks(2, refuse_ties)[0]
     assert all(message.startswith("lm_head.weight and model.embed_tokens.weight are one p") for message in messages)
+
+
+class Recorder:
+    """What programs watch layers with: an object, of which the hook is a method."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def see(self, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.seen.append(hidden.norm().item())
+
+    def see_of(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.seen.append(name)
+
+
+def watch() -> list[int]:
+    """Return how often the hooks on the first and the last layer were called here, and whether both of each were."""
+    model: Any = stock_model("llama-untied")
+    recorders = [Recorder(), Recorder()]
+    for layer, recorder in zip((0, -1), recorders, strict=True):
+        model.model.layers[layer].register_forward_hook(recorder.see)
+        model.model.layers[layer].register_forward_hook(partial(recorder.see_of, "layer"))
+    # A hook that knows its module must know that which is there now.
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_hook(partial(lambda known, module, args, output: None if known is module else 0 / 0, mlp))
+    pipeline = parallel(model, {"pp": 2}, pipeline={"schedule": "1F1B"})
+    pipeline.evaluate(padded_batches()[0])
+    assert all(
+        recorder.seen.count("layer") * 2 == len(recorder.seen) for recorder in recorders if "layer" in recorder.seen
+    )
+    return [len(recorder.seen) // 2 for recorder in recorders]
+
+
+def test_hooks_of_a_program_are_called_where_the_layer_lies() -> None:
+    assert run_on_ranks(2, watch) == [[8, 0], [0, 8]]
 
 
 def set_on_a_pipeline() -> None:
