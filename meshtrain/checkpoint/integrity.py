@@ -41,7 +41,7 @@ def newest_whole_checkpoint(root: Location) -> Location | None:
         CheckpointError: if there are checkpoints and none is whole, or they cannot be listed.
     """
     # Not all machines may see the newest at once: the first decides.
-    checkpoints = _agreed(root)
+    checkpoints = agreed_checkpoints(root)
     for checkpoint in checkpoints:
         damage = find_damage(checkpoint)
         if not damage:
@@ -57,7 +57,12 @@ def newest_whole_checkpoint(root: Location) -> Location | None:
     return None
 
 
-def _agreed(root: Location) -> list[Location]:
+def agreed_checkpoints(root: Location) -> list[Location]:
+    """Return the complete checkpoints under `root` that the first process sees, newest first. Collective.
+
+    Raises:
+        CheckpointError: on all processes alike, if they cannot be listed.
+    """
     checkpoints, problems = [], []
     try:
         checkpoints = list_checkpoints(root)

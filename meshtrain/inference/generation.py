@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from meshtrain.config.arguments import wrong
 from meshtrain.errors import UserError
 from meshtrain.inference.agreement import agree
 from meshtrain.inference.staged import as_one_model
+from meshtrain.parallel.collectives import gather_vocabulary
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.parallel.tokens import check_tokens
@@ -57,8 +59,15 @@ def generate_on_mesh(
             # A layer would be compiled anew at every token, as the cache has another length; and what transformers
             # compiles by itself, where a cache has a fixed length, has messages between processes in it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if pipeline.num_stages == 1 and pipeline.logits_are_sharded:
+            stack.callback(models[0].register_forward_hook(partial(_join_logits, pipeline)).remove)
         model: Any = as_one_model(pipeline) if pipeline.num_stages > 1 else models[0]
         return (stock or model.generate)(inputs, **options)
+
+
+def _join_logits(pipeline: Pipeline, model: Any, args: object, output: Any) -> None:
+    vocabulary = model.config.get_text_config().vocab_size
+    output.logits = gather_vocabulary(output.logits, vocabulary, pipeline.mesh.get_group("tp"))
 
 
 def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import AutoTokenizer, PretrainedConfig
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, find_checkpoint
 from meshtrain.checkpoint.location import Location, as_local, open_location
@@ -17,7 +16,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError, ModelError
-from meshtrain.models.build import build_model, load_hf_config, refusal_reason
+from meshtrain.models.build import build_model, load_hf_config, refusal_reason, stored_generation_config
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
@@ -111,9 +110,9 @@ def pipeline_from(source: Source, config: PretrainedConfig, plan: ParallelPlan, 
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
     mesh = build_mesh(plan.mesh, device.type)
     pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
-    if (source.directory / GENERATION_CONFIG_NAME).is_file():
+    if (generation := stored_generation_config(source.directory)) is not None:
         for stage in pipeline.stages:
-            stage.model.generation_config = GenerationConfig.from_pretrained(source.directory)
+            stage.model.generation_config = generation
     if source.is_checkpoint:
         for stage in pipeline.stages:
             restore_buffers(stage.model)

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from meshtrain.inference.generation import check_prompts
+from meshtrain.inference.generation import check_prompts, generate_on_mesh
 from meshtrain.library.handle import handle_of
+from meshtrain.parallel.pipeline import Pipeline
 
 
 def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -15,7 +16,7 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     `model.generate(inputs, **options)`.
 
     Args:
-        model: what `parallelize` returned, or an adapter of peft around it.
+        model: what `parallelize` returned, or an adapter of peft around it; in a hook `state.model`.
         inputs: token ids (batch, seq), left-padded where their lengths differ. Processes that share a model (its tp and
             pp axes) give the same, and draw what the first of them would draw by itself; on other dp ranks there may
             be other prompts, of other shapes.
@@ -41,4 +42,7 @@ def generate(model: Any, inputs: Tensor | None = None, **options: Any) -> Any:
     if inputs is not None:
         check_prompts("generate: inputs", inputs)
         inputs = inputs.to(handle.device)
+    if isinstance(model, Pipeline):
+        # Of a run, as its hooks are given it.
+        return generate_on_mesh(model, inputs, **options)
     return model.generate(inputs, **options)

@@ -12,23 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.directory import MANIFEST_NAME
+from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.config.arguments import check_flag, path_text, positive_number, whole_number, wrong
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
-from meshtrain.errors import ModelError
+from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.library.arguments import dtype_named
 from meshtrain.library.handle import handle_of
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_model as build_stock
-from meshtrain.models.build import load_hf_config, local_directory
+from meshtrain.models.build import load_hf_config, local_directory, stored_generation_config
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.check.mesh import resolve_mesh
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import check_alike, raise_together
 from meshtrain.runtime.mesh import build_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
+from meshtrain.training.same_model import kind_differences
 from meshtrain.training.state import load_weights_of
 
 
@@ -82,14 +85,17 @@ def build_model(
     check_flag(f"{call}: trust_remote_code", trust_remote_code, kind)
     if not isinstance(attention, str | None):
         raise wrong(f"{call}: attention", attention, "'eager', 'sdpa' or another name of transformers", kind)
-    config = source
+    config, generation = source, None
     if not isinstance(config, PretrainedConfig):
         path = path_text(f"{call}: source", source, kind, wanted="a directory, a hub id or a configuration")
         config = load_hf_config(ModelConfig(path=path, trust_remote_code=trust_remote_code))
+        generation = stored_generation_config(local_directory(path, asked=f"{call}: source"))
     original = config.dtype
     model = build_stock(copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     # What `save_pretrained` writes unless it is told otherwise: training in float32 changes no model for good.
     model.config.dtype = dtype if original is None else original
+    if generation is not None:
+        model.generation_config = generation
     return model
 
 
@@ -153,11 +159,27 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             )
         for stage in pipeline.stages:
             restore_buffers(stage.model)
+        _check_kind(directory, pipeline)
         load_weights_of(directory, pipeline)
     else:
         load_pretrained(pipeline, directory, enlarge_vocabulary=enlarge_vocabulary)
+    _take_generation_config(directory, pipeline)
     handle.source = str(directory)
     handle.has_values = True
+
+
+def _check_kind(directory: Path, pipeline: Pipeline) -> None:
+    problems = kind_differences(read_manifest(directory), pipeline.stages[0].model.config)
+    raise_together([f"{directory}: {problem}" for problem in problems], CheckpointError)
+
+
+def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
+    """Let a model write as the files say, unless it has been told already."""
+    generation = stored_generation_config(directory)
+    for stage in pipeline.stages:
+        own = getattr(stage.model, "generation_config", None)
+        if generation is not None and getattr(own, "_from_model_config", False):
+            stage.model.generation_config = generation
 
 
 def _find_folder(folder: str | Path) -> Path:

@@ -30,8 +30,9 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
         Where the checkpoint lies.
 
     Raises:
-        CheckpointError: on all ranks alike: it cannot be written, and earlier ones are untouched; or the state has
-            something that no checkpoint holds.
+        CheckpointError: on all ranks alike: it cannot be written, and earlier ones are untouched; `directory` has a
+            whole checkpoint of a later step, from which a restart would go on; or the state has something that no
+            checkpoint holds.
         ModelError: if the model is no parallel one, or has no values.
         TrainingStopped: on all ranks alike: something in it is not finite.
 

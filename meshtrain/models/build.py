@@ -16,12 +16,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
@@ -117,6 +118,12 @@ def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: to
     with torch.device("meta"):
         stock: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
     return stock
+
+
+def stored_generation_config(directory: Path) -> GenerationConfig | None:
+    """Return how the model in a directory writes where it is not told; None if the directory does not say it."""
+    inside = _description(directory)
+    return GenerationConfig.from_pretrained(inside) if (inside / GENERATION_CONFIG_NAME).is_file() else None
 
 
 def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint.description import write_description
-from meshtrain.checkpoint.directory import is_checkpoint
-from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.directory import is_checkpoint, step_of
+from meshtrain.checkpoint.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.parallelized import weights_manifest
@@ -19,6 +19,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
+from meshtrain.training.same_model import model_differences
 from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
 from meshtrain.training.state import TrainState, check_finite, load_state, saved_tensors
 
@@ -47,13 +48,14 @@ def save_state(
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: the same on all processes: it cannot be written, or there is something in the state that a
-            checkpoint does not hold.
+        CheckpointError: the same on all processes: it cannot be written, there is a checkpoint of a later step, or
+            something in the state that a checkpoint does not hold.
         TrainingStopped: the same on all processes: something is not finite.
     """
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
     step, values = agreed_step_and_values(state)
+    _check_nothing_is_later(root, step)
     _reshard(pipeline)
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     tensors = saved_tensors(pipeline, state.optimizer)
@@ -97,6 +99,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
             f"{where} has no checkpoint: no step-N directory with a manifest; give one, or missing_ok"
         )
     manifest = _read_manifest(checkpoint)
+    _check_same_model(checkpoint, manifest, pipeline)
     _reshard(pipeline)
     here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     there = manifest.optimizer
@@ -167,6 +170,30 @@ def _read_manifest(checkpoint: Location) -> Manifest:
     raise_together(problems, CheckpointError)
     assert manifest is not None
     return manifest
+
+
+def _check_same_model(checkpoint: Location, manifest: Manifest, pipeline: Pipeline) -> None:
+    problems = []
+    try:
+        found = model_differences(manifest, checkpoint, pipeline.stages[0].model.config)
+        problems = [f"{checkpoint}: {problem}" for problem in found]
+    except CheckpointError as error:
+        problems = list(error.problems)
+    raise_together(problems, CheckpointError)
+
+
+def _check_nothing_is_later(root: Location, step: int) -> None:
+    """Check that a restart would go on from what is to be saved. Collective.
+
+    Raises:
+        CheckpointError: if there is a whole checkpoint of a later step.
+    """
+    for later in [path for path in agreed_checkpoints(root) if step_of(path) > step]:
+        if not find_damage(later):
+            raise CheckpointError(
+                f"step {step} is to be saved, but {later} is later, and a restart would go on from there; remove what "
+                "was given up, or save into another directory"
+            )
 
 
 def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | None) -> list[str]:

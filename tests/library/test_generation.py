@@ -1,14 +1,18 @@
 """A user's model writes as before, whatever mesh it lies on."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import meshtrain
 from meshtrain.errors import ModelError, UserError
+from meshtrain.models.build import load_hf_config
+from tests.parity import MODELS, Case, build, build_stock, fill, stock_weights
+from tests.parity import load_weights as load_stock
 from tests.ranks import run_on_ranks
 
 GPT2 = GPT2Config(
@@ -80,3 +84,58 @@ def test_what_only_one_stage_would_notice_is_refused_on_all() -> None:
             "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
             "use a mesh with pp = 1",
         ]
+
+
+def keep_on_writing(folder: Path) -> None:
+    """Take how to write from the files of a model that is built on meta, as stock `from_pretrained` does."""
+    wanted = AutoModelForCausalLM.from_pretrained(folder / "stock").generate(PROMPT, attention_mask=MASK)
+    for number, mesh in enumerate(({"tp": 2}, {"pp": 2})):
+        model = meshtrain.parallelize(meshtrain.build_model(folder / "stock"), {"mesh": mesh})
+        meshtrain.load_weights(model, folder / "stock")
+        assert torch.equal(meshtrain.generate(model, PROMPT, attention_mask=MASK), wanted)
+        model.save_pretrained(folder / f"whole-{number}")
+        model.save_parallelized(folder / f"parts-{number}")
+        again = meshtrain.parallelize(meshtrain.build_model(folder / f"parts-{number}"), {"mesh": mesh})
+        meshtrain.load_weights(again, folder / f"parts-{number}")
+        assert torch.equal(meshtrain.generate(again, PROMPT, attention_mask=MASK), wanted)
+    # A model that was built of a configuration takes it from the files, unless it was told already.
+    for told in (False, True):
+        model = meshtrain.parallelize(meshtrain.build_model(GPT2), {"mesh": {"tp": 2}})
+        if told:
+            model.generation_config = GenerationConfig(max_new_tokens=2, pad_token_id=0)
+        meshtrain.load_weights(model, folder / "stock")
+        text = meshtrain.generate(model, PROMPT, attention_mask=MASK)
+        assert torch.equal(text, wanted) is not told
+
+
+def test_how_to_write_comes_with_the_files(tmp_path: Path) -> None:
+    model = stock()
+    model.generation_config = GenerationConfig(
+        max_new_tokens=7, num_beams=2, pad_token_id=0, eos_token_id=[2, *range(40, 50)], repetition_penalty=1.5
+    )
+    model.save_pretrained(tmp_path / "stock")
+    run_on_ranks(2, keep_on_writing, tmp_path)
+    for number in range(2):
+        written = GenerationConfig.from_pretrained(tmp_path / f"whole-{number}").to_diff_dict()
+        assert written == GenerationConfig.from_pretrained(tmp_path / "stock").to_diff_dict()
+
+
+def write_in_a_run(mesh: tuple[int, int, int, int]) -> Tensor:
+    """Write with the pipeline of a run, as its hooks have it; its logits stay in parts over tp."""
+    case = Case("gpt2-odd", mesh)
+    pipeline = build(case)
+    fill(pipeline, stock_weights(case.model))
+    assert pipeline.logits_are_sharded == (mesh[3] > 1)
+    return meshtrain.generate(pipeline, PROMPT, num_beams=3, **OPTIONS)
+
+
+def write_alone() -> Tensor:
+    model = build_stock(load_hf_config(MODELS["gpt2-odd"]))
+    load_stock(model, stock_weights("gpt2-odd"))
+    return model.eval().generate(PROMPT, num_beams=3, **OPTIONS)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1)], ids=str)
+def test_the_model_of_a_run_writes_as_the_stock_one(mesh: tuple[int, int, int, int]) -> None:
+    wanted = run_on_ranks(1, write_alone)[0]
+    assert all(torch.equal(text, wanted) for text in run_on_ranks(2, write_in_a_run, mesh))

@@ -1,14 +1,23 @@
 """A program with a loop of its own stops and goes on, on another mesh."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+)
 
 import meshtrain
 from meshtrain.checkpoint.export import export_checkpoint
@@ -131,3 +140,77 @@ def refusals(directory: Path) -> None:
 
 def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
     run_on_ranks(1, refusals, tmp_path)
+
+
+LLAMA = {
+    "vocab_size": 103,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+OTHERS = (
+    LlamaConfig(**LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}),
+    LlamaConfig(**LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    MistralConfig(**LLAMA, sliding_window=4),
+)
+
+
+def state_of(config: PretrainedConfig) -> meshtrain.TrainState:
+    torch.manual_seed(0)
+    model = meshtrain.parallelize(AutoModelForCausalLM.from_config(config), {"mesh": {"tp": 2}})
+    optimizer = SGD(model.parameters(), lr=0.5)
+    meshtrain.rebind(optimizer)
+    return meshtrain.TrainState(model, optimizer, step=1)
+
+
+def load_another(directory: Path) -> list[str]:
+    """Every tensor would fit, and compute something else."""
+    meshtrain.save_checkpoint(directory, state_of(LlamaConfig(**LLAMA)))
+    said = []
+    for other in OTHERS:
+        state = state_of(other)
+        with pytest.raises(CheckpointError) as refused:
+            meshtrain.load_checkpoint(directory, state)
+        said.append(str(refused.value).replace(str(directory), ""))
+    with pytest.raises(CheckpointError) as refused:
+        meshtrain.load_weights(state.model, directory / "step-1")
+    said.append(str(refused.value).replace(str(directory), ""))
+    # This makes no other model of it.
+    free = state_of(LlamaConfig(**LLAMA, attention_dropout=0.1, use_cache=False, eos_token_id=7))
+    assert meshtrain.load_checkpoint(directory, free).step == 1
+    return said
+
+
+def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_fit(tmp_path: Path) -> None:
+    heads, theta, kind, weights = run_on_ranks(2, load_another, tmp_path)[0]
+    assert "/step-1: config.num_attention_heads is 4 there and 8 here; it was saved of another model" in heads
+    assert re.search(r"/step-1: config.rope_parameters is \{.*10000.0.*\} there and \{.*50.0.*\} here; it was", theta)
+    assert kind == weights == "/step-1: the model is a llama there and a mistral here"
+
+
+def go_back(directory: Path) -> str:
+    state = state_of(LlamaConfig(**LLAMA))
+    for step in (100, 200):
+        state.step = step
+        meshtrain.save_checkpoint(directory, state)
+    meshtrain.load_checkpoint(directory / "step-100", state)
+    state.step = 150
+    with pytest.raises(CheckpointError) as refused:
+        meshtrain.save_checkpoint(directory, state)
+    # What no restart would take is in nobody's way.
+    if dist.get_rank() == 0:
+        next((directory / "step-200").glob("*.distcp")).write_bytes(b"")
+    dist.barrier()
+    meshtrain.save_checkpoint(directory, state)
+    return str(refused.value).replace(str(directory), "")
+
+
+def test_a_future_that_was_given_up_is_not_gone_on_with(tmp_path: Path) -> None:
+    assert run_on_ranks(2, go_back, tmp_path)[0] == (
+        "step 150 is to be saved, but /step-200 is later, and a restart would go on from there; remove what was given "
+        "up, or save into another directory"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-150", "step-200"]

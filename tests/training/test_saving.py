@@ -215,7 +215,9 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     trainer = build_trainer(pipeline)
     take_step(trainer, 0)
     tensors = saved_tensors(pipeline, trainer.optimizer)
-    save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=None, retention=Retention(newest=1))
+    config = pipeline.stages[0].model.config
+    manifest = manifest_of(1).model_copy(update={"model_type": config.model_type})
+    save_checkpoint(root, tensors, manifest=manifest, huggingface=config.save_pretrained, retention=Retention(newest=1))
     state = TrainState(pipeline, build_optimizer("AdamW", pipeline.named_parameters(), lr=0.25))
     restore_state(root, pipeline, state, missing_ok=False)
     assert state.optimizer is not None
