@@ -111,8 +111,7 @@ def pipeline_from(source: Source, config: PretrainedConfig, plan: ParallelPlan, 
     mesh = build_mesh(plan.mesh, device.type)
     pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
     if (generation := stored_generation_config(source.directory)) is not None:
-        for stage in pipeline.stages:
-            stage.model.generation_config = generation
+        pipeline.set_generation_config(generation)
     if source.is_checkpoint:
         for stage in pipeline.stages:
             restore_buffers(stage.model)

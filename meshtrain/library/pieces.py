@@ -17,7 +17,7 @@ from meshtrain.config.arguments import check_flag, path_text, positive_number, w
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
-from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.errors import ModelError
 from meshtrain.library.arguments import dtype_named
 from meshtrain.library.handle import handle_of
 from meshtrain.models.adapters import initialize_adapters, without_adapters
@@ -31,7 +31,7 @@ from meshtrain.runtime.agreement import check_alike, raise_together
 from meshtrain.runtime.mesh import build_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
-from meshtrain.training.same_model import kind_differences
+from meshtrain.training.same_model import check_same_kind
 from meshtrain.training.state import load_weights_of
 
 
@@ -159,7 +159,7 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
             )
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        _check_kind(directory, pipeline)
+        check_same_kind(directory, read_manifest(directory), pipeline.stages[0].model.config)
         load_weights_of(directory, pipeline)
     else:
         load_pretrained(pipeline, directory, enlarge_vocabulary=enlarge_vocabulary)
@@ -168,18 +168,12 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     handle.has_values = True
 
 
-def _check_kind(directory: Path, pipeline: Pipeline) -> None:
-    problems = kind_differences(read_manifest(directory), pipeline.stages[0].model.config)
-    raise_together([f"{directory}: {problem}" for problem in problems], CheckpointError)
-
-
 def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
     """Let a model write as the files say, unless it has been told already."""
     generation = stored_generation_config(directory)
-    for stage in pipeline.stages:
-        own = getattr(stage.model, "generation_config", None)
-        if generation is not None and getattr(own, "_from_model_config", False):
-            stage.model.generation_config = generation
+    own = getattr(pipeline.stages[0].model, "generation_config", None)
+    if generation is not None and getattr(own, "_from_model_config", False):
+        pipeline.set_generation_config(generation)
 
 
 def _find_folder(folder: str | Path) -> Path:

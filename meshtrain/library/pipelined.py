@@ -76,8 +76,7 @@ class PipelinedModel:
 
     @generation_config.setter
     def generation_config(self, config: GenerationConfig) -> None:
-        for stage in self._pipeline.stages:
-            stage.model.generation_config = config
+        self._pipeline.set_generation_config(config)
 
     @property
     def device(self) -> torch.device:

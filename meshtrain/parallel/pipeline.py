@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
@@ -107,6 +108,11 @@ class Pipeline:
                 for name, buffer in module.named_buffers(recurse=False):
                     if name not in module._non_persistent_buffers_set:
                         yield f"{owner}.{name}" if owner else name, buffer
+
+    def set_generation_config(self, config: GenerationConfig) -> None:
+        """Say how `generate` writes where it is not told."""
+        for stage in self.stages:
+            stage.model.generation_config = config
 
     def canonical_names(self) -> dict[str, str]:
         """Return name -> FQN that the checkpoint knows: they differ for the far copy of a tied weight only."""

@@ -1,7 +1,6 @@
 """What makes a run this run: what its checkpoints say of themselves, and whether it can go on from one."""
 
 import importlib.metadata
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ from meshtrain.training.directory import differences
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale
 from meshtrain.training.report import Resolved
-
-# Values of a Hugging Face configuration that say nothing about what the model computes.
-VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures")
+from meshtrain.training.same_model import config_values, kind_differences
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,7 @@ class Identity:
             **self._order,
             **_values(self.hf_config),
         }
-        problems = differences(there, here)
-        if manifest.model_type != self.hf_config.model_type:
-            problems = [f"the model is a {manifest.model_type} there and a {self.hf_config.model_type} here"]
+        problems = kind_differences(manifest, self.hf_config) or differences(there, here)
         problems += self._tensor_differences(checkpoint, manifest)
         if manifest.data_identity != self.data.identity:
             problems.append("the data is not what it was trained on: text, tokenizer, form or length has changed")
@@ -148,6 +143,4 @@ class Identity:
 
 
 def _values(config: PretrainedConfig) -> dict[str, Any]:
-    values = {name: value for name, value in config.to_dict().items() if name not in VOLATILE}
-    # Through JSON, as one of the two sides has gone: its keys are strings, and it has no tuples.
-    return {f"model.config.{name}": value for name, value in json.loads(json.dumps(values, default=str)).items()}
+    return {f"model.config.{name}": value for name, value in config_values(config).items()}

@@ -19,7 +19,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
-from meshtrain.training.same_model import model_differences
+from meshtrain.training.same_model import check_same_model
 from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
 from meshtrain.training.state import TrainState, check_finite, load_state, saved_tensors
 
@@ -99,7 +99,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
             f"{where} has no checkpoint: no step-N directory with a manifest; give one, or missing_ok"
         )
     manifest = _read_manifest(checkpoint)
-    _check_same_model(checkpoint, manifest, pipeline)
+    check_same_model(checkpoint, manifest, pipeline.stages[0].model.config)
     _reshard(pipeline)
     here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     there = manifest.optimizer
@@ -170,16 +170,6 @@ def _read_manifest(checkpoint: Location) -> Manifest:
     raise_together(problems, CheckpointError)
     assert manifest is not None
     return manifest
-
-
-def _check_same_model(checkpoint: Location, manifest: Manifest, pipeline: Pipeline) -> None:
-    problems = []
-    try:
-        found = model_differences(manifest, checkpoint, pipeline.stages[0].model.config)
-        problems = [f"{checkpoint}: {problem}" for problem in found]
-    except CheckpointError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
 
 
 def _check_nothing_is_later(root: Location, step: int) -> None:

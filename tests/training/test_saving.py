@@ -205,7 +205,7 @@ def test_options_take_the_kind_that_they_have_here() -> None:
 
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
-    """Save as a run does, and load with an own AdamW."""
+    """Save as a run does, and load with an own AdamW; first without a configuration, which tells what model it is."""
     from meshtrain.checkpoint.publishing import Retention
     from meshtrain.checkpoint.store import save_checkpoint
     from meshtrain.training.state import saved_tensors
@@ -217,8 +217,11 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     tensors = saved_tensors(pipeline, trainer.optimizer)
     config = pipeline.stages[0].model.config
     manifest = manifest_of(1).model_copy(update={"model_type": config.model_type})
-    save_checkpoint(root, tensors, manifest=manifest, huggingface=config.save_pretrained, retention=Retention(newest=1))
     state = TrainState(pipeline, build_optimizer("AdamW", pipeline.named_parameters(), lr=0.25))
+    save_checkpoint(root, tensors, manifest=manifest, huggingface=None, retention=Retention(newest=1))
+    with pytest.raises(CheckpointError, match=r"/step-1 cannot be read: .*; nothing was changed there$"):
+        restore_state(root, pipeline, state, missing_ok=False)
+    save_checkpoint(root, tensors, manifest=manifest, huggingface=config.save_pretrained, retention=Retention(newest=1))
     restore_state(root, pipeline, state, missing_ok=False)
     assert state.optimizer is not None
     mine = saved_tensors(pipeline, state.optimizer)
