@@ -82,7 +82,8 @@ def parallelize(
     Raises:
         ConfigError: if the plan is wrong, or another argument no number or flag of its kind.
         PlanError: if it does not fit the model or the number of processes, or differs between ranks.
-        ModelError: if the model is parallel already, differs between ranks, or cannot be cut or sharded.
+        ModelError: if the model is parallel already, differs between ranks, cannot be cut or sharded, has weights tied
+            otherwise than its configuration says, or code of the program's own where it would be left behind.
 
     What is refused for the plan, or for another model on another rank, leaves the model as it was.
 

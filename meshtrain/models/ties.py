@@ -1,6 +1,7 @@
 """Tied weights: one parameter under several names, as the class and the configuration say, or as somebody made it."""
 
 from collections.abc import Iterable, Mapping
+from itertools import combinations
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,25 +27,28 @@ def check_ties(model: PreTrainedModel) -> None:
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wanted, found = _declared_groups(declared, names), _real_groups(model)
-    for group in sorted(wanted - found, key=min):
-        if not any(group <= other for other in found):
-            first, second = sorted(group)[:2]
-            raise ModelError(
-                f"{first} and {second} are two parameters, but the configuration says that they are one; set "
-                "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
-            )
-    for group in sorted(found - wanted, key=min):
-        first, second = sorted(group)[:2]
+    if apart := _pair(wanted, found):
         raise ModelError(
-            f"{first} and {second} are one parameter, but {_why_not(model, group)} give each its own, such as "
-            "module.weight = nn.Parameter(other.weight.detach().clone())"
+            f"{apart[0]} and {apart[1]} are two parameters, but the configuration says that they are one; set "
+            "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
+        )
+    if together := _pair(found, wanted):
+        raise ModelError(
+            f"{together[0]} and {together[1]} are one parameter, but {_why_not(model, together)} give each its own, "
+            "such as module.weight = nn.Parameter(other.weight.detach().clone())"
         )
     model.all_tied_weights_keys = declared
 
 
-def _why_not(model: PreTrainedModel, group: Group) -> str:
+def _pair(groups: Iterable[Group], others: Iterable[Group]) -> tuple[str, str] | None:
+    """Return the first two names that are in one of the groups together, and in none of the others."""
+    pairs = (pair for group in groups for pair in combinations(sorted(group), 2))
+    return min((pair for pair in pairs if not any({*pair} <= other for other in others)), default=None)
+
+
+def _why_not(model: PreTrainedModel, pair: tuple[str, str]) -> str:
     declarable: Mapping[str, str] = model._tied_weights_keys or {}
-    if group <= {*declarable, *declarable.values()}:
+    if {*pair} <= {*declarable, *declarable.values()}:
         return "the configuration does not say so; set model.config.tie_word_embeddings = True before, or"
     return f"{type(model).__name__} knows of no such tie, which would come apart when it is cut or saved;"
 
@@ -54,7 +58,7 @@ def _declared_groups(declared: Mapping[str, str], names: set[str]) -> set[Group]
     for copy_name, source in declared.items():
         if {copy_name, source} <= names:
             groups.setdefault(source, {source}).add(copy_name)
-    return {frozenset(group) for group in groups.values()}
+    return _of_several(groups.values())
 
 
 def _real_groups(model: nn.Module) -> set[Group]:

@@ -38,6 +38,11 @@ def repeat_a_layer(model: Any) -> None:
     model.model.layers[2] = model.model.layers[0]
 
 
+def tie_a_third(model: Any) -> None:
+    model.extra = nn.Linear(1, 1)
+    model.extra.weight = model.lm_head.weight
+
+
 def untie_by_hand(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
@@ -60,6 +65,7 @@ UNTIED = (
         ("llama-untied", tie_inside, f"{INSIDE} are one parameter, but {NO_TIE} {ADVICE}"),
         ("llama-tied", tie_inside, f"{INSIDE} are one parameter, but {NO_TIE} {ADVICE}"),
         ("llama-tied", untie_by_hand, UNTIED),
+        ("llama-tied", tie_a_third, f"extra.weight and {HEAD} are one parameter, but {NO_TIE} {ADVICE}"),
     ],
 )
 def test_what_is_tied_otherwise_than_said_is_refused(name: str, change: Callable[[Any], None], message: str) -> None:
