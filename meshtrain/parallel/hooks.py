@@ -1,7 +1,6 @@
 """Hooks that a program has put on its model: heard in its passes, and not while the model is looked at on meta."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,32 +14,36 @@ Hook = Callable[..., Any]
 
 @contextmanager
 def hooks_set_aside(model: nn.Module) -> Iterator[None]:
-    """Call none of a program's hooks while the block runs: they expect numbers, and meta tensors have none."""
-    kept = [(vars(module), kind, vars(module)[kind]) for module in model.modules() for kind in KINDS]
-    for values, kind, hooks in kept:
-        values[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of_program(hook))
+    """Call none of a model's hooks while the block runs: they expect numbers, and meta tensors have none.
+
+    What the block itself puts on stays: transformers does so once, at the first call that asks for hidden states.
+    """
+    kept = [(hooks, dict(hooks)) for hooks in _all_hooks(model)]
+    for hooks, _ in kept:
+        hooks.clear()
     try:
         yield
     finally:
-        for values, kind, hooks in kept:
-            values[kind] = hooks
+        for hooks, before in kept:
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update(before | new)
 
 
-def has_hooks_on_itself(model: nn.Module) -> bool:
-    """Whether a program's hook is on the model, and not on a module inside."""
-    return any(_is_of_program(hook) for kind in KINDS for hook in vars(model)[kind].values())
+def has_hooks_on_itself(module: nn.Module) -> bool:
+    """Whether there is a hook on the module, and not on one inside."""
+    return any(vars(module)[kind] for kind in KINDS)
 
 
 def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model, but not the objects that its hooks are methods of: the program looks at the one that it has."""
     modules = {*model.modules()}
-    hooks = (hook for module in modules for kind in KINDS for hook in vars(module)[kind].values())
+    hooks = (hook for hooks in _all_hooks(model) for hook in hooks.values())
     return copy.deepcopy(model, {id(hook): hook for hook in hooks if not _belongs_to(hook, modules)})
 
 
-def _is_of_program(hook: Hook) -> bool:
-    # transformers collects hidden states and the like by hooks that it puts on once.
-    return not str(getattr(hook, "__module__", "")).startswith("transformers.")
+def _all_hooks(model: nn.Module) -> Iterator[dict[int, Hook]]:
+    return (vars(module)[kind] for module in model.modules() for kind in KINDS)
 
 
 def _belongs_to(hook: Hook, modules: Container[nn.Module]) -> bool:

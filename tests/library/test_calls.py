@@ -151,6 +151,11 @@ def pack(mesh: dict[str, int]) -> None:
             given = own_part(model, packed) | choice
             losses.append(model.forward_backward(given) if "pp" in mesh else model(**given).loss)
             torch.testing.assert_close(losses[-1], wanted, rtol=1e-12, atol=0)
+        if "pp" not in mesh:
+            embeddings = stock_model("llama-untied").get_input_embeddings()(ids).detach()
+            given = own_part(model, packed | {"inputs_embeds": embeddings}) | choice
+            given.pop("input_ids")
+            torch.testing.assert_close(model(**given).loss, wanted, rtol=1e-12, atol=0)
     assert not torch.isclose(losses[0], losses[-1], rtol=1e-6)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import meshtrain
 from meshtrain.errors import ModelError
+from meshtrain.parallel.hooks import hooks_set_aside
 from tests.library.programs import own_part, padded_batches, parallel, stock_model
 from tests.library.test_refusals import told
 from tests.ranks import run_on_ranks
@@ -185,6 +186,26 @@ def watch() -> list[int]:
         recorder.seen.count("layer") * 2 == len(recorder.seen) for recorder in recorders if "layer" in recorder.seen
     )
     return [len(recorder.seen) // 2 for recorder in recorders]
+
+
+def look_at_hidden_states() -> None:
+    """transformers puts its own hooks on at the first call that asks for hidden states: here before, there after."""
+    batch = padded_batches()[0]
+    for mesh in ({"pp": 2}, {"tp": 2}):
+        for is_before in (True, False):
+            model: Any = stock_model("llama-untied")
+            wanted = model(**batch, output_hidden_states=is_before).loss
+            torch.testing.assert_close(loss_of(parallel(model, mesh)), wanted, rtol=1e-12, atol=0)
+    model = stock_model("llama-untied")
+    model.config.output_hidden_states = True
+    with hooks_set_aside(model):
+        assert not any(module._forward_hooks for module in model.modules())
+        model(**batch)
+    assert len(model(**batch).hidden_states) == model.config.num_hidden_layers + 1
+
+
+def test_hooks_of_transformers_stay_on() -> None:
+    run_on_ranks(2, look_at_hidden_states)
 
 
 def test_hooks_of_a_program_are_called_where_the_layer_lies() -> None:
