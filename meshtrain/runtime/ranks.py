@@ -147,14 +147,9 @@ def _receive(rank: int, pipe: Connection, process: Any) -> Any:
         value, failure = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(10)
-        raise RankError(rank, f"ended without an answer, {_end_of(process)}", None) from None
+        code = process.exitcode
+        end = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        raise RankError(rank, f"ended without an answer, {end}", None) from None
     if failure is not None:
         raise RankError(rank, *failure)
     return value
-
-
-def _end_of(process: Any) -> str:
-    code = process.exitcode
-    if code is None:
-        return "and still runs"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

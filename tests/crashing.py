@@ -1,0 +1,32 @@
+"""Tests that crash, for test_crashes.py: pytest runs them only where it is told to."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.ranks import run_on_ranks
+
+
+def crash_in_gloo() -> None:
+    """Crash as a mistake in C++ would, in a thread that Python does not know."""
+    tasks = Path("/proc/self/task")
+    thread = next(int(task.name) for task in tasks.iterdir() if "pt_gloo_runloop" in (task / "comm").read_text())
+    ctypes.CDLL(None).tgkill(os.getpid(), thread, signal.SIGSEGV)
+    time.sleep(60)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_that_crashes_once() -> None:
+    been_here = Path(os.environ["BEEN_HERE"])
+    if not been_here.exists():
+        been_here.touch()
+        run_on_ranks(1, crash_in_gloo)
+
+
+def test_that_is_killed() -> None:
+    run_on_ranks(1, die)
