@@ -14,9 +14,9 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import (
     CompilePlan,
-    MeshPlan,
     ParallelPlan,
     PipelinePlan,
     PrecisionPlan,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshtrain.checkpoint.description import Tokenizer, write_tokenizer
 from meshtrain.checkpoint.stock_tensors import StockTensor
+from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.errors import CheckpointError, ModelError, name_some
 from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
 from meshtrain.models.fused import join_parts
@@ -108,7 +109,7 @@ def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
     owned = pipeline.owned_parameters()
     whole = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
     whole = join_parts(whole, pipeline.fused)
-    holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in ("dp_replicate", "dp_shard", "tp"))
+    holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in STAGE_AXES)
     answers: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
     dist.gather_object(whole if holds_alone else {}, answers)
     return {name: value for answer in answers or () for name, value in answer.items()}

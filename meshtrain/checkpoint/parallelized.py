@@ -12,7 +12,6 @@ from meshtrain.checkpoint.directory import step_named
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.pretrained import original_dtype, owned_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX, save_folder
-from meshtrain.config.plan import AXES
 from meshtrain.config.toml import plan_hash
 from meshtrain.models.build import stock_class
 from meshtrain.parallel.pipeline import Pipeline
@@ -71,7 +70,7 @@ def weights_manifest(pipeline: Pipeline, *, step: int = 0) -> Manifest:
         step=step,
         seed=0,
         global_batch_size=0,
-        mesh={axis: getattr(plan.mesh, axis) for axis in AXES},
+        mesh=plan.mesh.degrees,
         plan_hash=plan_hash(plan),
         model_type=model.config.model_type,
         architecture=stock_class(model).__name__,

@@ -13,6 +13,7 @@ from meshtrain.checkpoint.description import Tokenizer, name_of, write_descripti
 from meshtrain.checkpoint.folder_layout import FLOATS, MAX_SHARD_SIZE, check_names, layout_of, plan_files
 from meshtrain.checkpoint.live import Groups, LiveTensors, find_live_tensors, groups_for_saving, write_live_folder
 from meshtrain.checkpoint.stock_tensors import stock_tensors
+from meshtrain.config.mesh import PP
 from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
@@ -99,6 +100,6 @@ def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
 
 def leader_of(pipeline: Pipeline) -> int:
     """Return the rank that gathers what lies on this process: the first of its place on the pp axis."""
-    ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank("pp")]
+    ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank(PP)]
     assert dist.get_rank() in ranks
     return int(ranks.flatten()[0])

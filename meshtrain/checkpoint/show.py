@@ -6,7 +6,7 @@ from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
 from meshtrain.checkpoint.publishing import foreign_files
-from meshtrain.config.plan import MeshPlan, mesh_words
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError, name_some
 
 COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
@@ -65,7 +65,7 @@ def _row(checkpoint: Location) -> tuple[object, ...]:
     columns = (
         f"{num_bytes:,}",
         len(manifest.files),
-        mesh_words(MeshPlan(**manifest.mesh)),
+        MeshPlan(**manifest.mesh).described(),
         manifest.architecture,
         manifest.dtype,
     )

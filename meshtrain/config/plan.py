@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from meshtrain.config.mesh import Degree, MeshPlan
 from meshtrain.config.words import Words
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -29,7 +30,6 @@ Style = Literal[
     "expert_parallel",
     "whole_sequence",
 ]
-Degree = Annotated[int, Field(ge=1)]
 Scale = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 # parameters, compute -> reduce: no step computes with digits that the one before has lost, and none is for nothing.
 PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -39,32 +39,6 @@ PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("bfloat16", "bfloat16"): ("float32", "bfloat16"),
     ("float64", "float64"): ("float64",),
 }
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-
-
-class MeshPlan(Words):
-    """How many ways each axis of the mesh splits the work; their product is the number of processes."""
-
-    pp: Degree = 1
-    """Pipeline stages held by different processes."""
-    dp_replicate: Degree = 1
-    """Copies of the model that see different samples (as DDP does)."""
-    dp_shard: int = -1
-    """Processes that see different samples and share one copy of the model (FSDP2); -1: whatever is left."""
-    tp: Degree = 1
-    """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""
-
-    @field_validator("dp_shard")
-    @classmethod
-    def _is_a_degree(cls, dp_shard: int) -> int:
-        if dp_shard != -1 and dp_shard < 1:
-            raise ValueError(f"expected -1 (whatever is left) or a whole number from 1, found {dp_shard}")
-        return dp_shard
-
-
-def mesh_words(mesh: MeshPlan) -> str:
-    """Return a mesh as "pp 2 x tp 2"."""
-    return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one process"
 
 
 class PipelinePlan(Words):

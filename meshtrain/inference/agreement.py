@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 
+from meshtrain.config.mesh import MODEL_AXES
 from meshtrain.errors import UserError, name_some
 from meshtrain.runtime.agreement import gather_objects
 from meshtrain.runtime.digest import tensor_digest
-from meshtrain.runtime.mesh import MODEL_AXES, axis_size
+from meshtrain.runtime.mesh import axis_size
 
 
 def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.arguments import wrong
+from meshtrain.config.mesh import FSDP_AXES, MODEL_AXES, TP
 from meshtrain.errors import UserError
 from meshtrain.inference.agreement import agree
 from meshtrain.inference.staged import as_one_model
@@ -16,7 +17,7 @@ from meshtrain.parallel.collectives import gather_vocabulary
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.parallel.tokens import check_tokens
-from meshtrain.runtime.mesh import MODEL_AXES, axis_size
+from meshtrain.runtime.mesh import axis_size
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def generate_on_mesh(
     # Whoever shows the text as it comes is one process.
     given = {name: value for name, value in options.items() if name != "streamer"}
     agree(pipeline.mesh, {"inputs": inputs, **given}, torch.device(pipeline.mesh.device_type))
-    if axis_size(pipeline.mesh, "dp_shard") > 1:
+    if axis_size(pipeline.mesh, *FSDP_AXES) > 1:
         # All gather each other's shards at every forward pass, so all must make as many.
         options.setdefault("synced_gpus", True)
     with _at_rest(models), ExitStack() as stack:
@@ -67,7 +68,7 @@ def generate_on_mesh(
 
 def _join_logits(pipeline: Pipeline, model: Any, args: object, output: Any) -> None:
     vocabulary = model.config.get_text_config().vocab_size
-    output.logits = gather_vocabulary(output.logits, vocabulary, pipeline.mesh.get_group("tp"))
+    output.logits = gather_vocabulary(output.logits, vocabulary, pipeline.mesh.get_group(TP))
 
 
 def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -> None:

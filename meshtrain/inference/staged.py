@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from meshtrain.config.mesh import PP, TP
 from meshtrain.errors import ModelError, UserError, name_some
 from meshtrain.models.build import stock_class
 from meshtrain.parallel.borders import Borders
@@ -57,7 +58,7 @@ class _Stages:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.owners = stage_owners(pipeline.plan.pipeline, axis_size(pipeline.mesh, "pp"))
+        self.owners = stage_owners(pipeline.plan.pipeline, axis_size(pipeline.mesh, PP))
         self.caches = _StageCaches(pipeline.stages)
 
     def __call__(
@@ -87,7 +88,7 @@ class _Stages:
         if past_key_values is None and use_cache and "cache_params" not in inputs:
             past_key_values = _begin_anew(self.pipeline.stages[0].model)
         caches = self.caches.of(past_key_values, use_cache=use_cache)
-        borders = Borders(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, "pp"))
+        borders = Borders(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, PP))
         for stage, cache in zip(self.pipeline.stages, caches, strict=True):
             stage.channel.sequence_length = input_ids.shape[1]
             received = input_ids
@@ -112,10 +113,10 @@ class _Stages:
             assert like is not None
             logits = like.new_empty(*like.shape[:-1], vocabulary)
         elif pipeline.logits_are_sharded:
-            logits = gather_vocabulary(output, vocabulary, pipeline.mesh.get_group("tp"))
+            logits = gather_vocabulary(output, vocabulary, pipeline.mesh.get_group(TP))
         else:
             logits = output.contiguous()
-        dist.broadcast(logits, group=pipeline.mesh.get_group("pp"), group_src=self.owners[-1])
+        dist.broadcast(logits, group=pipeline.mesh.get_group(PP), group_src=self.owners[-1])
         return logits
 
 

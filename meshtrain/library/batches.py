@@ -9,10 +9,11 @@ import xxhash
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshtrain.config.mesh import MODEL_AXES
 from meshtrain.errors import DataError
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.digest import tensor_digest
-from meshtrain.runtime.mesh import MODEL_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:

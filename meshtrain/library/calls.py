@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from meshtrain.config.mesh import TP
 from meshtrain.errors import ModelError
 from meshtrain.library.batches import check_same_batch, mask_without_cache
 from meshtrain.library.gradients import WholeGradients
@@ -79,7 +80,7 @@ class Calls:
         self._loss.put_into(output, given)
         if self._has_parts() and isinstance(output, ModelOutput):
             tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-            join_hidden_states(output, tokens.shape[1], self._handle.pipeline.mesh.get_group("tp"))
+            join_hidden_states(output, tokens.shape[1], self._handle.pipeline.mesh.get_group(TP))
         if torch.is_grad_enabled():
             self._gradients.watch(output)
         return output
@@ -97,7 +98,7 @@ class Calls:
 
     def _has_parts(self) -> bool:
         mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
-        return plan.tensor.sequence_parallel and axis_size(mesh, "tp") > 1 and stream_in_parts()
+        return plan.tensor.sequence_parallel and axis_size(mesh, TP) > 1 and stream_in_parts()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_end(self, what: str, *_: Any) -> None:
@@ -121,7 +122,7 @@ class Calls:
         Raises:
             ModelError: naming it.
         """
-        if axis_size(self._handle.pipeline.mesh, "tp") > 1 and self._wants(given, "output_attentions"):
+        if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._wants(given, "output_attentions"):
             raise ModelError(
                 "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
                 "or use a mesh with tp = 1"

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.parallel.collectives import reduce_from_shards
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 class LossOfAllRanks:

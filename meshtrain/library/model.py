@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.checkpoint.description import Tokenizer
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.arguments import check_tokenizer, new_folder
@@ -21,7 +22,7 @@ from meshtrain.library.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.library.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
-from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
+from meshtrain.runtime.mesh import axis_size, data_rank
 
 OF_PEFT = ("tokenizer", "selected_adapters", "path_initial_model_for_weight_conversion")
 

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
-from meshtrain.config.plan import AXES, ParallelPlan, PrecisionPlan
+from meshtrain.config.mesh import AXES
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan, with_family
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.library.gradients import WholeGradients

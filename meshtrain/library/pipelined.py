@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
+from meshtrain.config.mesh import DATA_AXES, PP, TP
 from meshtrain.errors import ModelError, NoAttribute, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.gradients import add_gradients, set_gradients_aside
@@ -17,7 +18,7 @@ from meshtrain.library.saving import save_parallelized, save_pretrained, without
 from meshtrain.library.streams import ProgramStreams
 from meshtrain.library.whole_batches import WholeBatch, WholeBatches
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size, data_rank
+from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import TokenLoss
 
@@ -59,7 +60,7 @@ class PipelinedModel:
         self._handle = handle
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
-        group = self._pipeline.mesh.get_group("tp") if self._pipeline.logits_are_sharded else None
+        group = self._pipeline.mesh.get_group(TP) if self._pipeline.logits_are_sharded else None
         self._batches = WholeBatches(handle.pipeline, handle.device)
         self._failure: str | None = None
         self._loss = TokenLoss(self.config.get_text_config().vocab_size, group)
@@ -260,4 +261,4 @@ class PipelinedModel:
             self._streams.end()
 
     def _summed(self, local: Tensor) -> Tensor:
-        return all_reduce_over(local.detach().clone(), self._pipeline.mesh, ("pp", *DATA_AXES))
+        return all_reduce_over(local.detach().clone(), self._pipeline.mesh, (PP, *DATA_AXES))

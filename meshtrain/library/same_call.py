@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from meshtrain.config.plan import AXES
+from meshtrain.config.mesh import AXES
 from meshtrain.errors import ModelError
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import all_reduce_over, axis_size

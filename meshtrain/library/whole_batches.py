@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import DataError
 from meshtrain.library.batches import compare_batches, mask_without_cache, other_batch
@@ -19,7 +20,7 @@ from meshtrain.parallel.check.pipeline import check_microbatches
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.agreement import gather_objects
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.loss import count_trained_tokens
 
 TOKENS = (torch.int64, torch.int32)

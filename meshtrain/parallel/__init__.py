@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from meshtrain.config.mesh import DATA_AXES, DP_REPLICATE, PP, REPLICA_AXES, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
@@ -35,7 +36,7 @@ from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.runtime.mesh import DATA_AXES, axis_rank, axis_size, data_rank, new_group_along
+from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
 
 
 def parallelize(
@@ -69,7 +70,7 @@ def parallelize(
         PlanError: for a rule that does not fit the model.
         ModelError: for a model that cannot be cut.
     """
-    tp = axis_size(mesh, "tp")
+    tp = axis_size(mesh, TP)
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
@@ -88,7 +89,7 @@ def parallelize(
         if stage.num_stages > 1:
             own = copy.deepcopy(own)
         if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh["tp"], plan.tensor, rules, own)
+            summed_over_tp |= apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own)
         put_on_adapters(stage.model, own)
         forbid_changes(own)
         apply_recompute(stage, plan.recompute)
@@ -113,7 +114,7 @@ def parallelize(
         streams=streams,
         router_loss=router_loss,
         longest=LongestSequence(tuple(stages), mesh, device),
-        peers=new_group_along(mesh, "pp") if axis_size(mesh, "pp") > 1 else None,
+        peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
 
 
@@ -135,22 +136,22 @@ def _layers_per_stage(plan: ParallelPlan) -> list[int]:
 
 
 def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:
-    owners = stage_owners(plan.pipeline, axis_size(mesh, "pp"))
-    return [stage for stage, owner in enumerate(owners) if owner == axis_rank(mesh, "pp")]
+    owners = stage_owners(plan.pipeline, axis_size(mesh, PP))
+    return [stage for stage, owner in enumerate(owners) if owner == axis_rank(mesh, PP)]
 
 
 def _replicas(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> Replicas:
     parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
-    alone = axis_size(mesh, "dp_replicate") == 1 or needs_fsdp(plan)
-    return Replicas(parameters, None if alone else mesh.get_group("dp_replicate"))
+    alone = axis_size(mesh, *REPLICA_AXES) == 1 or needs_fsdp(plan)
+    return Replicas(parameters, None if alone else mesh.get_group(DP_REPLICATE))
 
 
 def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied: dict[str, str]) -> TiedCopies:
-    pp = axis_size(mesh, "pp")
+    pp = axis_size(mesh, PP)
     if not tied or pp == 1:
         return TiedCopies((), (), None)
     owners = stage_owners(plan.pipeline, pp)
-    group = new_group_along(mesh, "pp", ends_only=True) if owners[0] != owners[-1] else None
+    group = new_group_along(mesh, PP, ends_only=True) if owners[0] != owners[-1] else None
     originals = _ends(stages[0], tied, source_is_here=True) if stages[0].is_first else []
     copies = _ends(stages[-1], tied, source_is_here=False) if stages[-1].is_last else []
     return TiedCopies(originals, copies, group)

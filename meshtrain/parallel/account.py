@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
@@ -92,7 +93,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
     parameters = dict(stage.model.named_parameters())
     local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
-    per_stage = plan.mesh.dp_replicate * plan.mesh.dp_shard * plan.mesh.tp
+    per_stage = plan.mesh.degree(*STAGE_AXES)
     return StageShare(
         stage=stage.index,
         pp_rank=pp_rank,
@@ -115,5 +116,5 @@ def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
     # FSDP2 shards the first dimension of what tensor parallelism has left.
-    shape[:1] = [-(-rows // plan.mesh.dp_shard) for rows in shape[:1]]
+    shape[:1] = [-(-rows // plan.mesh.fsdp_degree) for rows in shape[:1]]
     return shape

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
 from meshtrain.parallel.cut import Stage
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 class LongestSequence:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Pipel
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import FusedParameter
@@ -222,7 +223,7 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor, loss_function: LossFunctio
 
 def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
     # A stage takes its input for something to train, even where nothing before it does: it cannot see that alone.
-    trains = [False] * axis_size(pipeline.mesh, "pp")
+    trains = [False] * axis_size(pipeline.mesh, PP)
     dist.all_gather_object(trains, any(True for _ in pipeline.trainable_parameters()), group=pipeline.peers)
     if not any(trains):
         raise ModelError(NOTHING_TRAINS)
@@ -287,7 +288,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
 def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> Tensor:
     """Return an empty hidden state, as it crosses a stage border, for tokens (batch, seq)."""
     config = pipeline.stages[0].model.config.get_text_config()
-    tp = axis_size(pipeline.mesh, "tp")
+    tp = axis_size(pipeline.mesh, TP)
     in_parts = pipeline.plan.tensor.sequence_parallel and stream_in_parts()
     batch, length = ids.shape
     dtype = getattr(torch, pipeline.plan.precision.compute)
@@ -296,7 +297,7 @@ def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
     """Return the logits of one microbatch on meta, as the last stage gives them."""
-    config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group("tp")
+    config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
     width = config.vocab_size
     if pipeline.logits_are_sharded:
         whole = shard_width(config.vocab_size, group)
@@ -312,7 +313,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
     """
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
-    borders = Borders(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, "pp"))
+    borders = Borders(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, PP))
     for stage in pipeline.stages:
         for microbatch, targets in microbatches:
             arguments = dict(microbatch)

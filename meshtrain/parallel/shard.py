@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut import Stage
-from meshtrain.runtime.mesh import axis_size
+from meshtrain.runtime.mesh import fsdp_mesh
 
 _GATHERED = "meshtrain_gathered"
 
@@ -23,7 +23,7 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
     """
     precision = plan.precision
     several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
-    return plan.mesh.dp_shard > 1 or several_formats or plan.shard.offload == "cpu"
+    return plan.mesh.is_sharded or several_formats or plan.shard.offload == "cpu"
 
 
 def parameter_device(plan: ParallelPlan, device: torch.device) -> torch.device:
@@ -39,7 +39,7 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         param_dtype=getattr(torch, plan.precision.compute), reduce_dtype=getattr(torch, plan.precision.reduce)
     )
     offload = _offload_policy(plan, mesh.device_type)
-    data_mesh = mesh["dp_replicate", "dp_shard"] if axis_size(mesh, "dp_replicate") > 1 else mesh["dp_shard"]
+    data_mesh = fsdp_mesh(mesh)
     reshard = plan.shard.reshard_after_forward == "always"
     for layer in stage.own_layers():
         fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)

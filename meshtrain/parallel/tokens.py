@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from meshtrain.config.mesh import MODEL_AXES
 from meshtrain.errors import DataError
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_size
@@ -21,7 +22,7 @@ def check_tokens(pipeline: Pipeline, ids: object, *, what: str = "input_ids") ->
     Raises:
         DataError: if there are others.
     """
-    if not isinstance(ids, Tensor) or ids.numel() == 0 or axis_size(pipeline.mesh, "tp", "pp") == 1:
+    if not isinstance(ids, Tensor) or ids.numel() == 0 or axis_size(pipeline.mesh, *MODEL_AXES) == 1:
         return
     low, high = (int(bound) for bound in ids.aminmax())
     known = int(pipeline.stages[0].model.config.get_text_config().vocab_size)

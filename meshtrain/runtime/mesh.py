@@ -8,21 +8,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshtrain.config.plan import AXES, MeshPlan
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-# Along these, processes share a model: they need the same samples.
-MODEL_AXES = ("pp", "tp")
+from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, MeshPlan
 
 
 def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """Lay the processes out as (pp, dp_replicate, dp_shard, tp); axes of size 1 are kept.
+    """Lay the processes out along `AXES`; axes of size 1 are kept.
 
     Args:
         plan: resolved degrees, whose product is the world size.
         device_type: "cpu" or "cuda".
     """
-    return init_device_mesh(device_type, tuple(getattr(plan, axis) for axis in AXES), mesh_dim_names=AXES)
+    return init_device_mesh(device_type, tuple(plan.degrees.values()), mesh_dim_names=AXES)
 
 
 def axis_size(mesh: DeviceMesh, *axes: str) -> int:
@@ -35,9 +31,18 @@ def axis_rank(mesh: DeviceMesh, axis: str) -> int:
     return mesh.get_local_rank(axis)
 
 
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of FSDP2: over the last one parameters are sharded, over one before it they are copied."""
+    replicas = tuple(axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1)
+    return mesh[(*replicas, *FSDP_AXES)]
+
+
 def data_rank(mesh: DeviceMesh) -> int:
-    """Return which part of each global batch this process reads, from 0 to the product of the dp axes."""
-    return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(mesh, "dp_shard")
+    """Return which part of each global batch this process reads, from 0 to the product of the data axes."""
+    rank = 0
+    for axis in DATA_AXES:
+        rank = rank * axis_size(mesh, axis) + axis_rank(mesh, axis)
+    return rank
 
 
 def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> ProcessGroup | None:

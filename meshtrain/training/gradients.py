@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshtrain.config.plan import AXES
+from meshtrain.config.mesh import AXES, PP, STAGE_AXES, TP
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.replicas import all_reduce_small, local_gradient
@@ -49,7 +49,7 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
     parameters = dict(pipeline.trainable_parameters())
     device = _device(pipeline)
     flags = torch.tensor([name not in filled for name in parameters], dtype=torch.float32, device=device)
-    used = dict(zip(parameters, all_reduce_over(flags, pipeline.mesh, ("dp_replicate", "dp_shard", "tp")), strict=True))
+    used = dict(zip(parameters, all_reduce_over(flags, pipeline.mesh, STAGE_AXES), strict=True))
     names = {id(parameter): name for name, parameter in parameters.items()}
     pipeline.tied_copies.add_up(lambda parameter: used[names[id(parameter)]])
     unused = tuple(name for name, flag in used.items() if not flag)
@@ -74,7 +74,7 @@ def finish_gradients(pipeline: Pipeline) -> None:
     trained = dict(pipeline.trainable_parameters())
     if pipeline.summed_over_tp:
         partial = [parameter for name, parameter in trained.items() if name in pipeline.summed_over_tp]
-        all_reduce_small([local_gradient(parameter) for parameter in partial], pipeline.mesh.get_group("tp"))
+        all_reduce_small([local_gradient(parameter) for parameter in partial], pipeline.mesh.get_group(TP))
     pipeline.tied_copies.reduce_gradients()
     for name, parameter in trained.items():
         gradient = parameter.grad
@@ -95,7 +95,7 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
     """
     squares = _squares_by_axes(pipeline.owned_parameters().values())
     mesh = pipeline.mesh
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in STAGE_AXES:
         sharded = [axes for axes in sorted(squares, key=sorted) if axis in axes]
         if sharded and axis_size(mesh, axis) > 1:
             sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
@@ -104,7 +104,7 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
     device = _device(pipeline)
     own = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
     total = torch.stack([own, *(value.to(device, torch.float64) for value in further)])
-    total = all_reduce_over(total, mesh, ["pp"])
+    total = all_reduce_over(total, mesh, [PP])
     return total[0].sqrt(), *total[1:]
 
 

@@ -14,7 +14,7 @@ from meshtrain.checkpoint.location import Location, as_local, shown_location, to
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.parallelized import LIBRARIES
 from meshtrain.checkpoint.reading import read_metadata
-from meshtrain.config.plan import AXES, ParallelPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.config.toml import plan_hash
@@ -68,7 +68,7 @@ class Identity:
             history=history.saved(),
             seed=self.config.seed,
             global_batch_size=self.config.global_batch_size,
-            mesh={axis: getattr(self.plan.mesh, axis) for axis in AXES},
+            mesh=self.plan.mesh.degrees,
             plan_hash=plan_hash(self.plan),
             model_type=self.hf_config.model_type,
             architecture=stock_class(self.resolved.model).__name__,

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain import console
-from meshtrain.config.plan import AXES, ParallelPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
 from meshtrain.data.cache import Cache
@@ -156,7 +156,7 @@ def show_plan_table(resolved: Resolved) -> None:
     plan, model = resolved.plan, resolved.model
     rows = [
         ("model", f"{type(model).__name__}, {model.num_parameters():,} parameters"),
-        ("mesh", " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES)),
+        ("mesh", plan.mesh.described(only_wide=False)),
     ]
     if plan.mesh.pp > 1:
         layers = plan.pipeline.layers_per_stage
@@ -164,9 +164,9 @@ def show_plan_table(resolved: Resolved) -> None:
     if plan.mesh.tp > 1:
         switches = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan.tensor, name)]
         rows.append(("tensor", f"{len(plan.tensor.styles)} rules, {', '.join(switches) or 'replicated stream'}"))
-    if plan.mesh.dp_shard > 1:
+    if plan.mesh.is_sharded:
         rows.append(
-            ("shard", f"over {plan.mesh.dp_shard} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
+            ("shard", f"over {plan.mesh.fsdp_degree} ranks, reshard after forward: {plan.shard.reshard_after_forward}")
         )
     if plan.shard.offload == "cpu":
         rows.append(("offload", "parameters, gradients and optimizer state in host memory"))
@@ -203,10 +203,9 @@ def show_shares(shares: list[StageShare]) -> None:
 
 def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
     """Return how the global batch comes about, in words."""
-    data_ways = plan.mesh.dp_replicate * plan.mesh.dp_shard
     return (
         f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
-        f"x {num_microbatches(plan, batch)} microbatches x {data_ways} data-parallel; "
+        f"x {num_microbatches(plan, batch)} microbatches x {plan.mesh.data_degree} data-parallel; "
         f"x {batch.sequence_length:,} tokens = {batch.global_batch_size * batch.sequence_length:,} tokens per step"
     )
 
@@ -214,8 +213,7 @@ def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
 def natural_world_size(plan: ParallelPlan) -> int:
     """Return the number of processes of torchrun; without it, as many as the given degrees need."""
     world_size = world_size_from_environment()
-    fixed = plan.mesh.pp * plan.mesh.dp_replicate * plan.mesh.tp * max(1, plan.mesh.dp_shard)
-    return world_size if world_size > 1 else fixed
+    return world_size if world_size > 1 else plan.mesh.fixed_degree
 
 
 def _range(ranks: tuple[int, ...]) -> str:

@@ -17,6 +17,7 @@ from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.config.mesh import DATA_AXES, TP
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.feed import Feed, build_feed
@@ -32,7 +33,7 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
 from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
@@ -144,7 +145,7 @@ def _build(
         seed=config.seed,
         device=process.device,
     )
-    group = mesh.get_group("tp") if pipeline.logits_are_sharded else None
+    group = mesh.get_group(TP) if pipeline.logits_are_sharded else None
     trainer = Trainer(
         pipeline=pipeline,
         loss=TokenLoss(resolved.hf_config.get_text_config().vocab_size, group),

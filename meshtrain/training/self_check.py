@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshtrain.config.plan import AXES
+from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP
 from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.errors import TrainingStopped, name_some
 from meshtrain.models.layout import local_indices, local_tensor
@@ -157,7 +157,7 @@ def _whole_checksums(pipeline: Pipeline) -> Tensor:
     canonical = pipeline.canonical_names()
     parts = [checksum(parameter, canonical[name]) for name, parameter in pipeline.named_parameters()]
     sums = torch.tensor(parts, dtype=torch.int64)
-    for axis in ("dp_shard", "tp"):
+    for axis in PARAMETER_AXES:
         sharded = torch.tensor([_is_sharded(parameter, axis) for _, parameter in pipeline.named_parameters()])
         total = all_reduce_over(torch.where(sharded, sums, 0), pipeline.mesh, [axis])
         sums = torch.where(sharded, total, sums)
@@ -173,7 +173,7 @@ def _is_sharded(parameter: Tensor, axis: str) -> bool:
 
 
 def _unequal_replicas(mesh: DeviceMesh, names: list[str], checksums: Tensor) -> Iterable[str]:
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in STAGE_AXES:
         for other, theirs in enumerate(_gather_along(mesh, axis, checksums)):
             different = [name for name, same in zip(names, (theirs == checksums).tolist(), strict=True) if not same]
             if different:
@@ -212,8 +212,8 @@ def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Hel
             mine.append(Held(stage.index, name, canonical[name], canonical[name] not in here, checksums[name]))
     if pipeline.peers is None:
         return mine
-    answers: list[list[Held]] = [[] for _ in range(axis_size(pipeline.mesh, "pp"))]
-    dist.all_gather_object(answers, mine, group=pipeline.mesh.get_group("pp"))
+    answers: list[list[Held]] = [[] for _ in range(axis_size(pipeline.mesh, PP))]
+    dist.all_gather_object(answers, mine, group=pipeline.mesh.get_group(PP))
     return [one for answer in answers for one in answer]
 
 
@@ -249,7 +249,7 @@ def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterabl
     has_tokens = pipeline.has_first_stage or pipeline.has_last_stage
     is_read = torch.tensor([has_tokens or name not in TOKENS for name in values])
     checksums = torch.tensor([checksum(value, name) for name, value in values.items()], dtype=torch.int64)
-    for axis in ("pp", "tp"):
+    for axis in MODEL_AXES:
         for other, (theirs, they_read) in enumerate(
             _gather_along(mesh, axis, torch.stack([checksums, is_read.long()]))
         ):
@@ -272,12 +272,12 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
     tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
     different = []
     for name, parameter in pipeline.trainable_parameters():
-        if axis_size(mesh, "tp") > 1 and not _is_sharded(parameter, "tp"):
+        if axis_size(mesh, TP) > 1 and not _is_sharded(parameter, TP):
             error = _spread(parameter, mesh)
             if not error <= tolerance:
                 different.append(f"{name} by {error:.0e}")
     if different:
-        group = ", ".join(map(str, dist.get_process_group_ranks(mesh.get_group("tp"))))
+        group = ", ".join(map(str, dist.get_process_group_ranks(mesh.get_group(TP))))
         yield (
             f"gradients differ between the ranks {group} of a tp group (more than {tolerance:.0e} of their largest "
             f"element), although each holds the whole parameter: {name_some(different)}; is a sum over tp missing?"
@@ -291,7 +291,7 @@ def _spread(parameter: nn.Parameter, mesh: DeviceMesh) -> float:
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     if gradient.numel() == 0:
         return 0.0
-    both = all_reduce_over(torch.stack([gradient, -gradient]), mesh, ["tp"], op=dist.ReduceOp.MAX)
+    both = all_reduce_over(torch.stack([gradient, -gradient]), mesh, [TP], op=dist.ReduceOp.MAX)
     largest = both.abs().max()
     return float((both[0] + both[1]).max() / largest) if largest > 0 else 0.0
 

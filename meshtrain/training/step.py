@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshtrain.config.mesh import DATA_AXES, PP, TP
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over
+from meshtrain.runtime.mesh import all_reduce_over
 from meshtrain.training.gradients import fill_gradients, finish_gradients, forget_unused, gradient_norm, scale_gradients
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
@@ -160,7 +161,7 @@ def _finish_gradients(trainer: Trainer, local_loss: Tensor) -> tuple[set[str], _
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     # Experts may be used on one process of a tp group only.
-    num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, ["tp"])
+    num_filled = all_reduce_over(local_loss.new_full((), float(len(filled))), pipeline.mesh, [TP])
     sums = all_reduce_over(torch.stack([local_loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
     norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
     return filled, _Sums(norm / scale, loss / scale, num_filled, router_mean)
@@ -190,5 +191,5 @@ def evaluate(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> tuple
     pipeline.longest.restore(grown)
     totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
-    loss = all_reduce_over(totals[0], pipeline.mesh, ["pp"])
+    loss = all_reduce_over(totals[0], pipeline.mesh, [PP])
     return (loss / totals[1].clamp(min=1)).item(), int(totals[1])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.mesh import DATA_AXES, TP, MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
 from meshtrain.models.build import build_model
 from meshtrain.models.fused import join_parts, split_parts
@@ -18,7 +19,7 @@ from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
@@ -107,7 +108,7 @@ def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
 
 def build_trainer(pipeline: Pipeline) -> Trainer:
     """Build what a step needs, as a run does."""
-    group = pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None
+    group = pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None
     vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
     return Trainer(
         pipeline=pipeline,

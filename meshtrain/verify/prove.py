@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from meshtrain import console
-from meshtrain.config.plan import AXES, MeshPlan, mesh_words
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import ModelError, TrainingStopped, UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
 from meshtrain.verify.compare import TOLERANCE, Finding, are_watched, compare, first_divergent_layer
@@ -71,7 +71,7 @@ def prove(subject: Subject) -> Proof:
         UserError: for a model or a plan that the ranks refuse, or that they cannot run.
     """
     mesh = subject.plan.mesh
-    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+    world_size = mesh.world_size
     try:
         ((initial, expected),) = run_on_ranks(1, _one_device, subject, timeout=SECONDS)
         traces = run_on_ranks(world_size, train_plan, subject, initial, timeout=SECONDS)
@@ -102,9 +102,9 @@ def show_proof(proof: Proof) -> None:
     """Print a proof as a table and a verdict."""
     rows = [(f.what, f.where, _shown(f.error), _shown(f.tolerance), "yes" if f.holds else "NO") for f in proof.findings]
     rows.append(("first divergent layer", *_shown_layer(proof)))
-    console.table(mesh_words(proof.mesh), ("compared", "where the error is largest", "error", "allowed", "holds"), rows)
+    console.table(proof.mesh.described(), ("compared", "where the error is largest", "error", "allowed", "holds"), rows)
     verdict = "computes" if proof.holds else "does NOT compute"
-    console.line(f"{proof.architecture}: {mesh_words(proof.mesh)} {verdict} what one device computes")
+    console.line(f"{proof.architecture}: {proof.mesh.described()} {verdict} what one device computes")
 
 
 def write_json(proofs: Sequence[Proof], path: Path) -> None:

@@ -1,6 +1,5 @@
 """`meshtrain verify RUN`: from a run to its proofs."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.config.data import DataConfig
-from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError
@@ -129,8 +129,8 @@ def make_subject(
     build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
-    global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.dp_replicate * mesh.dp_shard
-    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+    global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree
+    world_size = mesh.world_size
     plan = resolve_plan(plan, model, BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE), world_size)
     return Subject(
         architecture=type(model).__name__,

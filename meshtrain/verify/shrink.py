@@ -3,11 +3,14 @@
 import math
 from collections.abc import Iterator
 
-from meshtrain.config.plan import AXES, CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan
+from meshtrain.config.mesh import AXES, FSDP_AXES, TP, MeshPlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, PrecisionPlan
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
+# As many axes can each be 2 wide.
+MOST_WIDE_AXES = int(math.log2(MAX_RANKS))
 MAX_LAYERS = 16
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
@@ -15,20 +18,19 @@ PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 def shrink_mesh(mesh: MeshPlan, *, most_tp: int = HEADS) -> list[MeshPlan]:
     """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`, each at least 2 wide.
 
-    One is enough for up to three axes. Four axes take three meshes, each without one of pp, dp_replicate and tp.
+    One is enough for up to three axes. Four axes take three meshes: each leaves out one axis that FSDP2 does not
+    shard over.
 
     Args:
         most_tp: how many processes can share a layer of the tiny model.
     """
-    degrees = {axis: min(getattr(mesh, axis), MAX_RANKS) for axis in AXES}
-    if mesh.dp_shard == -1:
-        degrees["dp_shard"] = 2
+    degrees = {axis: 2 if degree == -1 else min(degree, MAX_RANKS) for axis, degree in mesh.degrees.items()}
     # The heads of a tiny model are a power of two.
-    degrees["tp"] = max(degree for degree in (1, 2, HEADS) if degree <= min(degrees["tp"], most_tp))
+    degrees[TP] = max(degree for degree in (1, 2, HEADS) if degree <= min(degrees[TP], most_tp))
     wide = [axis for axis in AXES if degrees[axis] > 1]
-    if len(wide) == len(AXES):
-        without = [mesh.model_copy(update={axis: 1}) for axis in ("pp", "dp_replicate", "tp")]
-        return [small for three in without for small in shrink_mesh(three, most_tp=most_tp)]
+    if len(wide) > MOST_WIDE_AXES:
+        without = [mesh.model_copy(update={axis: 1}) for axis in wide if axis not in FSDP_AXES]
+        return [small for fewer in without for small in shrink_mesh(fewer, most_tp=most_tp)]
     while math.prod(degrees.values()) > MAX_RANKS:
         widest = max(wide, key=lambda axis: degrees[axis])
         degrees[widest] = max(2, degrees[widest] // 2)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from meshtrain import console
 from meshtrain.config.data import DataConfig
-from meshtrain.config.plan import ParallelPlan, mesh_words
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import find_family, plan_hash
 from meshtrain.data.cache import Cache, identity_of
@@ -145,7 +145,7 @@ def _prove(subject: Subject, directory: Path, *, switch: str) -> None:
             f"{subject.architecture} under this plan does not compute what one device computes, it differs in "
             f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
         )
-    console.line(f"Proven: {mesh_words(proof.mesh)} computes what one device computes")
+    console.line(f"Proven: {proof.mesh.described()} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)
 
 

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.mesh import DATA_AXES, MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.runtime.mesh import DATA_AXES, axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import TokenLoss
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.step import Trainer, train_step

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
-from meshtrain.config.plan import MeshPlan
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.run import CheckpointConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import children_of

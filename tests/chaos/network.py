@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
-from meshtrain.config.plan import MeshPlan
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.run import CheckpointConfig, LoggingConfig, OptimizerConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.recording import read_samples

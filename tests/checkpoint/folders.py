@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PrecisionPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers

@@ -15,7 +15,7 @@ from meshtrain.checkpoint.export import merge
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.parallelized import save_parallelized
 from meshtrain.checkpoint.pretrained import owned_tensors, save_pretrained
-from meshtrain.config.plan import MeshPlan
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor

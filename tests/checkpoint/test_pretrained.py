@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from meshtrain.checkpoint.folder_layout import layout_of, plan_files
 from meshtrain.checkpoint.pretrained import save_pretrained
-from meshtrain.config.plan import MeshPlan
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_like
 from meshtrain.verify.parallel import fill as fill_parameters

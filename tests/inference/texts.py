@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from meshtrain.config.plan import CompilePlan, MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize

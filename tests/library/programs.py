@@ -9,11 +9,12 @@ from torch.optim import Adam, Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import meshtrain
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.library.handle import pipeline_of
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import full_tensor
-from meshtrain.runtime.mesh import DATA_AXES, axis_size, data_rank
+from meshtrain.runtime.mesh import axis_size, data_rank
 from meshtrain.verify.casts import lift_float32_casts
 from tests.parity import MODELS, VOCABULARY
 

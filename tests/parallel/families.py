@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PrecisionPlan, TensorPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel import parallelize

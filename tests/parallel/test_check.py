@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import (
     CompilePlan,
-    MeshPlan,
     ParallelPlan,
     PipelinePlan,
     PrecisionPlan,

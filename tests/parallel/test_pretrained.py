@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PrecisionPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, stock_class
 from meshtrain.models.fused import split_parts

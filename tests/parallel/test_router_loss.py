@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, RecomputePlan, TensorPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize

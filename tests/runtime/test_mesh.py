@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from meshtrain.config.plan import MeshPlan
-from meshtrain.runtime.mesh import DATA_AXES, all_reduce_over, axis_rank, axis_size, build_mesh, data_rank
+from meshtrain.config.mesh import DATA_AXES, MeshPlan
+from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size, build_mesh, data_rank
 from meshtrain.runtime.mesh import new_group_along as new_group
 from tests.ranks import run_on_ranks
 

@@ -15,7 +15,8 @@ from meshtrain import console
 from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.config.data import DataConfig, TokenizerConfig
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
 from meshtrain.config.run import (
     CheckpointConfig,
     EvaluationConfig,

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from meshtrain import cli
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan, ShardPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan, ShardPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import load_run, with_family
 from meshtrain.errors import ModelError

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshtrain.config.plan import AXES, MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.mesh import AXES, MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.verify.shrink import deepen, num_layers, shrink_mesh, shrink_plan
 
 Degrees = tuple[int, int, int, int]

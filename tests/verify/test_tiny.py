@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan, PipelinePlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import DTYPES, build_model

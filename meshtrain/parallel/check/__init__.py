@@ -42,7 +42,7 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     reshard = plan.shard.reshard_after_forward
     if reshard == "auto":
         # With a pipeline each microbatch would gather anew; without sharding nothing is gained by freeing.
-        reshard = "never" if mesh.pp > 1 or mesh.dp_shard == 1 else "always"
+        reshard = "never" if mesh.pp > 1 or not mesh.is_sharded else "always"
     return plan.model_copy(
         update={
             "pipeline": plan.pipeline.model_copy(update={"layers_per_stage": layers, "split_at": None}),

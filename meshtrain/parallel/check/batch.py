@@ -28,11 +28,11 @@ class BatchShape:
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
     """Return how many microbatches each process runs per step, by a resolved mesh."""
-    return batch.global_batch_size // (plan.mesh.dp_replicate * plan.mesh.dp_shard * batch.micro_batch_size)
+    return batch.global_batch_size // (plan.mesh.data_degree * batch.micro_batch_size)
 
 
 def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
-    data_ways = plan.mesh.dp_replicate * plan.mesh.dp_shard
+    data_ways = plan.mesh.data_degree
     unit = data_ways * batch.micro_batch_size
     if batch.global_batch_size % unit:
         yield (

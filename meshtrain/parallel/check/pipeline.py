@@ -77,7 +77,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     """Yield why the schedule of a resolved plan cannot run a batch."""
     pp, name = plan.mesh.pp, plan.pipeline.schedule
     stages, microbatches = pp * plan.pipeline.stages_per_rank, num_microbatches(plan, batch)
-    unit = plan.mesh.dp_replicate * plan.mesh.dp_shard * batch.micro_batch_size
+    unit = plan.mesh.data_degree * batch.micro_batch_size
     if batch.global_batch_size % unit:
         # Said already, by the check of the batch.
         return

@@ -1,0 +1,127 @@
+"""The axes of the mesh: their names, what each of them splits, and their degrees in a plan.
+
+A new axis is a field of `MeshPlan` and a row of `ROLES`. Code that does not compute on one particular axis
+uses the groups below, and so needs no change.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from meshtrain.config.words import Words
+
+Degree = Annotated[int, Field(ge=1)]
+PP, DP_REPLICATE, DP_SHARD, TP = "pp", "dp_replicate", "dp_shard", "tp"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an axis does to the work.
+
+    Attributes:
+        splits: what ranks along the axis divide among themselves.
+        shards_parameters: whether a rank holds only a part of a parameter of its stage.
+    """
+
+    splits: Literal["layers", "samples", "width"]
+    shards_parameters: bool = False
+
+
+# From the outermost to the innermost: neighbours on the last axis have consecutive ranks.
+ROLES = {
+    PP: Role("layers"),
+    DP_REPLICATE: Role("samples"),
+    DP_SHARD: Role("samples", shards_parameters=True),
+    TP: Role("width", shards_parameters=True),
+}
+AXES = tuple(ROLES)
+# Ranks along these axes read different samples.
+DATA_AXES = tuple(axis for axis in AXES if ROLES[axis].splits == "samples")
+# Ranks along these axes read the same samples.
+MODEL_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
+# Ranks along these axes hold the same stage.
+STAGE_AXES = tuple(axis for axis in AXES if ROLES[axis].splits != "layers")
+# Ranks along these axes hold different parts of a parameter.
+PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
+# FSDP2 shards parameters over these axes, and sums gradients over them.
+FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in DATA_AXES)
+# Whole copies of the model along these axes sum their gradients.
+REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in FSDP_AXES)
+
+
+class MeshPlan(Words):
+    """How many ways each axis of the mesh splits the work; their product is the number of processes."""
+
+    pp: Degree = 1
+    """Pipeline stages held by different processes."""
+    dp_replicate: Degree = 1
+    """Copies of the model that see different samples (as DDP does)."""
+    dp_shard: int = -1
+    """Processes that see different samples and share one copy of the model (FSDP2); -1: whatever is left."""
+    tp: Degree = 1
+    """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""
+
+    @field_validator(DP_SHARD)
+    @classmethod
+    def _is_a_degree(cls, dp_shard: int) -> int:
+        if dp_shard != -1 and dp_shard < 1:
+            raise ValueError(f"expected -1 (whatever is left) or a whole number from 1, found {dp_shard}")
+        return dp_shard
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis -> number of ranks along it, -1 where it is open."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def open_axis(self) -> str | None:
+        """The axis that takes whatever is left, if one does."""
+        return next((axis for axis, degree in self.degrees.items() if degree == -1), None)
+
+    @property
+    def fixed_degree(self) -> int:
+        """The product of all degrees that are not open."""
+        return math.prod(degree for degree in self.degrees.values() if degree != -1)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of a mesh without an open axis."""
+        return self.degree(*AXES)
+
+    @property
+    def data_degree(self) -> int:
+        """The number of ranks that read different samples."""
+        return self.degree(*DATA_AXES)
+
+    @property
+    def fsdp_degree(self) -> int:
+        """The number of ranks over which FSDP2 shards a parameter."""
+        return self.degree(*FSDP_AXES)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards parameters; False while the axis for it is open."""
+        return any(self.degrees[axis] > 1 for axis in FSDP_AXES)
+
+    def degree(self, *axes: str) -> int:
+        """Return the product of the degrees of some axes, none of which is open."""
+        degrees = [self.degrees[axis] for axis in axes]
+        assert -1 not in degrees, f"the mesh {self.degrees} is not resolved"
+        return math.prod(degrees)
+
+    def with_world_size(self, world_size: int) -> "MeshPlan":
+        """Return the mesh with its open axis filled, for a number of processes that `fixed_degree` divides."""
+        axis = self.open_axis
+        return self if axis is None else self.model_copy(update={axis: world_size // self.fixed_degree})
+
+    def described(self, *, only_wide: bool = True) -> str:
+        """Return the mesh as "pp 2 x tp 2".
+
+        Args:
+            only_wide: leave out axes of one rank.
+        """
+        degrees = {axis: degree for axis, degree in self.degrees.items() if degree != -1}
+        wide = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1 or not only_wide]
+        return " x ".join(wide) or "one process"
