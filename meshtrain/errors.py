@@ -16,28 +16,56 @@ Every message answers three questions: what was asked, what was found, what to d
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 
 class MeshtrainError(Exception):
     """The root of every exception that meshtrain raises on purpose."""
 
 
-class UserError(MeshtrainError):
-    """A mistake that the person at the keyboard can mend.
-
-    Args:
-        problems: one message, or several found at once; each is printed on its own line.
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. As a string it is one line for the user.
 
     Attributes:
-        teller: the rank that prints them, where the processes have agreed on one.
+        found: what was asked and what was found.
+        advice: what to do.
+        about: the file, setting or checkpoint that it concerns.
     """
 
-    def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        self.teller: int | None = None
-        super().__init__("\n".join(self.problems))
+    found: str
+    advice: str = ""
+    about: str = ""
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+    def __str__(self) -> str:
+        about = f"{self.about}: " if self.about else ""
+        return f"{about}{self.found}{f'; {self.advice}' if self.advice else ''}"
+
+    def concerning(self, about: str) -> "Problem":
+        """Return the same problem, told about something that contains what it was about before."""
+        return replace(self, about=f"{about}: {self.about}" if self.about else about)
+
+
+class UserError(MeshtrainError):
+    """A mistake that the user can mend.
+
+    Args:
+        problems: one problem, or several found at once; each is printed on its own line.
+
+    Attributes:
+        problems: what is wrong; a text is a problem without further parts.
+        lines: each of them as one line.
+        reporting_rank: the rank that prints them, where the ranks have agreed on one.
+    """
+
+    def __init__(self, problems: str | Problem | Iterable[str | Problem]) -> None:
+        several = (problems,) if isinstance(problems, str | Problem) else tuple(problems)
+        self.problems = tuple(Problem(one) if isinstance(one, str) else one for one in several)
+        self.lines = tuple(map(str, self.problems))
+        self.reporting_rank: int | None = None
+        super().__init__("\n".join(self.lines))
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from meshtrain.checkpoint.description import Tokenizer, write_tokenizer
 from meshtrain.checkpoint.stock_tensors import StockTensor
 from meshtrain.config.mesh import STAGE_AXES
-from meshtrain.errors import CheckpointError, ModelError, name_some
+from meshtrain.errors import CheckpointError, ModelError, Problem, name_some
 from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank
 from meshtrain.runtime.mesh import axis_rank
 
 
@@ -138,8 +138,9 @@ def save_adapters(
         )
     _check_nothing_else_trains(pipeline)
     tensors = gather_adapters(pipeline)
-    problems: list[str] = []
-    if is_first_rank():
+    with failing_together(CheckpointError):
+        if not is_first_rank():
+            return
         state = {f"base_model.model.{name}": value for name, value in tensors.items()}
         try:
             with warnings.catch_warnings():
@@ -150,12 +151,11 @@ def save_adapters(
                 )
             if tokenizer is not None:
                 write_tokenizer(Path(folder), tokenizer, Path())
-        except CheckpointError as error:
-            problems += error.problems
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
-            problems.append(f"cannot write adapters into {folder}: {reason}; make room or save elsewhere")
-    raise_together(problems, CheckpointError)
+            raise CheckpointError(
+                Problem(f"cannot write adapters into {folder}: {reason}", "make room or save elsewhere")
+            ) from error
 
 
 def _check_nothing_else_trains(pipeline: Pipeline) -> None:

@@ -15,7 +15,7 @@ has no manifest is none. Which checkpoint is the latest is never stored: it is l
 import re
 
 from meshtrain.checkpoint.location import Location, children, file_names, is_local, told_in_a_line
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, Problem
 
 MANIFEST_NAME = "manifest.json"
 HUGGINGFACE_NAME = "huggingface"
@@ -23,6 +23,9 @@ CHECKPOINTS_NAME = "checkpoints"
 """Where the checkpoints of a run lie inside its run directory, unless it says otherwise."""
 
 _COMPLETE = re.compile(r"step-(\d+)(\.old)?")
+
+USE_ANOTHER = "use another checkpoint"
+"""What to do about a checkpoint that is broken."""
 
 
 def checkpoint_directory(root: Location, step: int) -> Location:
@@ -56,7 +59,7 @@ def find_checkpoint(path: Location) -> Location:
         CheckpointError: if there is none, or it was never finished.
     """
     if path.name.endswith(".tmp"):
-        raise CheckpointError(f"{path} was never finished: the save was cut off; use another checkpoint beside it")
+        raise CheckpointError(Problem(f"{path} was never finished: the save was cut off", f"{USE_ANOTHER} beside it"))
     return path if is_checkpoint(path) else find_checkpoints(path)[0]
 
 

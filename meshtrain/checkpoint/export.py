@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from meshtrain import console
 from meshtrain.checkpoint.description import name_of
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, MANIFEST_NAME, find_checkpoint, is_checkpoint
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, MANIFEST_NAME, USE_ANOTHER, find_checkpoint, is_checkpoint
 from meshtrain.checkpoint.folder_layout import (
     FLOATS,
     MAX_SHARD_SIZE,
@@ -33,7 +34,7 @@ from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_ent
 from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
 from meshtrain.checkpoint.store import MODEL_PREFIX
-from meshtrain.errors import CheckpointError, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
 
@@ -98,7 +99,7 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
         )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
         raise CheckpointError(
-            f"{source} lacks parts that its manifest names: {name_some(absent)}; use another checkpoint"
+            Problem(f"{source} lacks parts that its manifest names: {name_some(absent)}", USE_ANOTHER)
         )
     return stock_tensors(shapes, manifest.fused, left_out=manifest.tied)
 
@@ -106,7 +107,7 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
 def _write_folder(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
     folder = folder.absolute()
     if damage := find_damage(source):
-        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+        raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)
     if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")

@@ -1,6 +1,7 @@
 """Whether a checkpoint is still what was written: every file is read and its hash compared, split over the ranks."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -8,11 +9,11 @@ from meshtrain import console
 from meshtrain.checkpoint.directory import list_checkpoints
 from meshtrain.checkpoint.location import Location, SavedFile, errors_of, hash_file, reason_of
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import gather_objects
 
 
-def find_damage(checkpoint: Location) -> list[str]:
+def find_damage(checkpoint: Location) -> list[Problem]:
     """Name everything about a checkpoint that is not as it was written. Collective.
 
     Each rank reads its share of the files.
@@ -26,10 +27,11 @@ def find_damage(checkpoint: Location) -> list[str]:
         # Nothing is wrong with it, and nothing older should take its place.
         raise
     except CheckpointError as error:
-        files, problems = {}, [problem.removesuffix("; use another checkpoint") for problem in error.problems]
+        # What to do is said by whoever asked: it may be to try an older checkpoint.
+        files, problems = {}, [replace(problem, advice="") for problem in error.problems]
     for name in _share(files):
-        problem = _damage(checkpoint / name, files[name])
-        problems += [problem] if problem else []
+        if found := _damage(checkpoint / name, files[name]):
+            problems.append(Problem(found))
     # Each problem once: all ranks read the manifest.
     return list(dict.fromkeys(problem for answer in gather_objects(problems) for problem in answer))
 
@@ -63,11 +65,12 @@ def agreed_checkpoints(root: Location) -> list[Location]:
     Raises:
         CheckpointError: on all processes alike, if they cannot be listed.
     """
-    checkpoints, problems = [], []
+    checkpoints: list[Location] = []
+    problems: tuple[Problem, ...] = ()
     try:
         checkpoints = list_checkpoints(root)
     except CheckpointError as error:
-        problems = list(error.problems)
+        problems = error.problems
     answer, problems = gather_objects((checkpoints, problems))[0]
     if problems:
         raise CheckpointError(problems)

@@ -1,6 +1,6 @@
 """Write a folder from tensors that lie on a mesh, all processes together."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,8 @@ from meshtrain.checkpoint.named_folder import (
 )
 from meshtrain.checkpoint.safetensors_folder import FileWriter, find_lost_files, write_index
 from meshtrain.checkpoint.stock_tensors import Shape, StockTensor
-from meshtrain.errors import CheckpointError, UserError
-from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
+from meshtrain.errors import CheckpointError
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
 from meshtrain.runtime.process import LONGEST_COLLECTIVE
 
 
@@ -141,15 +141,12 @@ def _finish(folder: Path, draft: Path, layout: HubLayout, plan: FilePlan) -> Non
 
 
 def _on_first_rank(work: Callable[[], None], folder: Path, agreement: ProcessGroup) -> None:
-    problems: Iterable[str] = ()
-    if is_first_rank():
-        try:
-            work()
-        except UserError as error:
-            problems = error.problems
-        except OSError as error:
-            problems = [cannot_write(folder, error)]
-    raise_together(problems, CheckpointError, agreement)
+    with failing_together(CheckpointError, agreement):
+        if is_first_rank():
+            try:
+                work()
+            except OSError as error:
+                raise CheckpointError(cannot_write(folder, error)) from error
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import Literal
 import xxhash
 from pydantic import Field, ValidationError
 
-from meshtrain.checkpoint.directory import MANIFEST_NAME, step_named
+from meshtrain.checkpoint.directory import MANIFEST_NAME, USE_ANOTHER, step_named
 from meshtrain.checkpoint.location import Location, SavedFile, errors_of, reason_of, write_hashed
 from meshtrain.config.words import Words
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, Problem
 from meshtrain.models.fused import FusedParameter
 
 FORMAT_VERSION = 2
@@ -140,7 +140,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
     try:
         version = json.loads(text)["format_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is broken ({error}); use another checkpoint") from error
+        raise CheckpointError(Problem(f"{path} is broken ({error})", USE_ANOTHER)) from error
     if version != FORMAT_VERSION:
         raise FormatError(
             f"{path} has format version {version}, this meshtrain reads {FORMAT_VERSION}; "
@@ -150,12 +150,12 @@ def read_manifest(checkpoint: Location) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise CheckpointError(f"{path} is broken ({'; '.join(wrong)}); use another checkpoint") from error
+        raise CheckpointError(Problem(f"{path} is broken ({'; '.join(wrong)})", USE_ANOTHER)) from error
     # A field that the writer did not know was not part of its checksum.
     if manifest.checksum != _checksum(manifest, is_read=True):
-        raise CheckpointError(f"{path} is broken (its checksum is that of another content); use another checkpoint")
+        raise CheckpointError(Problem(f"{path} is broken (its checksum is that of another content)", USE_ANOTHER))
     if step_named(checkpoint) not in (None, manifest.step):
-        raise CheckpointError(f"{path} is that of step {manifest.step}; use another checkpoint")
+        raise CheckpointError(Problem(f"{path} is that of step {manifest.step}", USE_ANOTHER))
     return manifest
 
 

@@ -76,7 +76,7 @@ def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> Non
         try:
             foreign = foreign_files(path)
         except CheckpointError as error:
-            console.line(f"{path} stays, for what belongs to it is not known: {error.problems[0]}")
+            console.line(f"{path} stays, for what belongs to it is not known: {error.lines[0]}")
             continue
         if foreign:
             console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from meshtrain.checkpoint.directory import USE_ANOTHER
 from meshtrain.checkpoint.location import Location, LocationSystem, errors_of, reason_of
 from meshtrain.checkpoint.planner import BlockLoadPlanner
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, Problem
 
 METADATA_NAME = ".metadata"
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -63,13 +64,13 @@ def read_metadata(checkpoint: Location) -> Metadata:
     try:
         content = path.read_bytes()
     except errors_of(path) as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}; use another checkpoint") from error
+        raise CheckpointError(Problem(f"{path} cannot be read: {reason_of(error)}", USE_ANOTHER)) from error
     try:
         metadata = _TableUnpickler(io.BytesIO(content)).load()
     except _BROKEN_PICKLE as error:
-        raise CheckpointError(f"{path} is broken ({type(error).__name__}: {error}); use another checkpoint") from error
+        raise CheckpointError(Problem(f"{path} is broken ({type(error).__name__}: {error})", USE_ANOTHER)) from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointError(f"{path} is broken (it holds no table); use another checkpoint")
+        raise CheckpointError(Problem(f"{path} is broken (it holds no table)", USE_ANOTHER))
     return metadata
 
 
@@ -113,7 +114,7 @@ def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str,
             reader.read_data(LoadPlan(items), planner).wait()
         except unreadable as error:
             reason = reason_of(error)
-            raise CheckpointError(f"{checkpoint / name} cannot be read: {reason}; use another checkpoint") from error
+            raise CheckpointError(Problem(f"{checkpoint / name} cannot be read: {reason}", USE_ANOTHER)) from error
 
 
 def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:

@@ -7,7 +7,7 @@ from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
 from meshtrain.checkpoint.publishing import foreign_files
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.errors import CheckpointError, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some
 
 COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
 
@@ -27,7 +27,7 @@ def verify_checkpoints(location: Location) -> None:
     Raises:
         CheckpointError: naming everything that is not as it was written.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     for checkpoint in _checkpoints(location):
         found = _problems(checkpoint)
         problems += found
@@ -39,7 +39,7 @@ def verify_checkpoints(location: Location) -> None:
         raise CheckpointError(problems)
 
 
-def _problems(checkpoint: Location) -> list[str]:
+def _problems(checkpoint: Location) -> list[Problem]:
     try:
         found = find_damage(checkpoint)
     except FormatError as error:
@@ -48,7 +48,11 @@ def _problems(checkpoint: Location) -> list[str]:
         return found
     foreign = foreign_files(checkpoint)
     where = shown_location(checkpoint)
-    return [f"{where} holds files that are not its own: {name_some(foreign)}; move them away"] if foreign else []
+    return (
+        [Problem(f"{where} holds files that are not its own: {name_some(foreign)}", "move them away")]
+        if foreign
+        else []
+    )
 
 
 def _checkpoints(location: Location) -> list[Location]:
@@ -59,7 +63,7 @@ def _row(checkpoint: Location) -> tuple[object, ...]:
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
-        return (checkpoint.name, error.problems[0], *[""] * (len(COLUMNS) - 2))
+        return (checkpoint.name, error.lines[0], *[""] * (len(COLUMNS) - 2))
     loss = "" if manifest.evaluation_loss is None else f"{manifest.evaluation_loss:.4f}"
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     columns = (

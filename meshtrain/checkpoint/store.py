@@ -7,8 +7,9 @@ gathered.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, checkpoint_directory, draft_directory
+from meshtrain.checkpoint.directory import HUGGINGFACE_NAME, USE_ANOTHER, checkpoint_directory, draft_directory
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import (
     Location,
@@ -43,8 +44,8 @@ from meshtrain.checkpoint.named_folder import check_new, draft_of, publish_folde
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
 from meshtrain.checkpoint.publishing import Retention, prune_checkpoints, publish_checkpoint, start_draft
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
-from meshtrain.errors import CheckpointError, name_some
-from meshtrain.runtime.agreement import gather_objects, is_first_rank, raise_together
+from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
 
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]
@@ -196,17 +197,13 @@ def load_checkpoint(
         CheckpointError: the same on all ranks: files are missing or damaged, or the tensors are others.
     """
     if not is_verified and (damage := find_damage(directory)):
-        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+        raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     metadata = read_table(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     together = _merge(gather_objects(wanted))
     raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
-    problems = []
-    try:
+    with failing_together(CheckpointError):
         read_tensors(directory, metadata, tensors)
-    except CheckpointError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
 
 
 class _Writer(FileSystemWriter):
@@ -240,15 +237,12 @@ class _Writer(FileSystemWriter):
 def _on_first_rank(
     where: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
 ) -> None:
-    problems: Iterable[str] = ()
-    if is_first_rank():
-        try:
-            work()
-        except CheckpointError as error:
-            problems = error.problems
-        except errors_of(where) as error:
-            problems = [f"rank 0 {failure}: {reason_of(error)}; {outcome}"]
-    raise_together(problems, CheckpointError, group)
+    with failing_together(CheckpointError, group):
+        if is_first_rank():
+            try:
+                work()
+            except errors_of(where) as error:
+                raise CheckpointError(Problem(f"rank 0 {failure}: {reason_of(error)}", outcome)) from error
 
 
 def _write_blocks(
@@ -316,14 +310,8 @@ def read_table(directory: Location) -> Metadata:
     Raises:
         CheckpointError: the same on all ranks: some of them cannot.
     """
-    metadata, problems = None, []
-    try:
-        metadata = read_metadata(directory)
-    except CheckpointError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
-    assert metadata is not None
-    return metadata
+    with failing_together(CheckpointError):
+        return read_metadata(directory)
 
 
 def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:

@@ -49,9 +49,9 @@ def _exit_code(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as mistake:
-        return _tell_mistake([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
+        return _print_mistake([f"{' '.join(mistake.format_message().split())} (see meshtrain --help)"])
     except UserError as mistake:
-        return _tell_mistake(mistake.problems, mistake.teller)
+        return _print_mistake(mistake.lines, mistake.reporting_rank)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 - a bug; Python's own way out waits for process groups, or aborts
@@ -60,18 +60,18 @@ def _exit_code(arguments: list[str]) -> int:
     return 0
 
 
-def _tell_mistake(problems: Iterable[str], teller: int | None = None) -> int:
+def _print_mistake(problems: Iterable[str], reporting_rank: int | None = None) -> int:
     """Print the problems, unless another rank does.
 
     Args:
         problems: one per line.
-        teller: the rank that prints them; None: nothing was agreed.
+        reporting_rank: the rank that prints them; None: the ranks have agreed on none.
     """
     from meshtrain.runtime.environment import rank_from_environment
 
-    if teller is not None and teller != rank_from_environment():
+    if reporting_rank is not None and reporting_rank != rank_from_environment():
         return USER_MISTAKE
-    if teller is None and rank_from_environment() != 0:
+    if reporting_rank is None and rank_from_environment() != 0:
         # Almost always rank 0 finds the same and says it, and torchrun ends this process meanwhile. What rank 0 does
         # not find (the disk of another machine, say) must not go unsaid.
         time.sleep(SECONDS_FOR_RANK_0)

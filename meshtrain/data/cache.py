@@ -78,7 +78,7 @@ class Cache:
             try:
                 build_directory(directory, fill, keeps=(OSError, KeyboardInterrupt) if keeps_partial else ())
             except UserError as error:
-                write_atomically(note, json.dumps(error.problems))
+                write_atomically(note, json.dumps(error.lines))
                 raise
             note.unlink(missing_ok=True)
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.open_tokens import is_tokens
 from meshtrain.data.sources import SourceFile, find_files, find_streamed_files
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 
 Part = str | list[SourceFile]
 """What one part of a source is: tokens already, under this path; or the files of its text."""
@@ -29,7 +29,7 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
     Raises:
         DataError: with every source that stands for nothing, or for what it cannot be.
     """
-    problems: list[str] = []
+    problems: list[str | Problem] = []
     found = []
     for name, source in config.named_sources.items():
         validation = source.validation if isinstance(source.validation, list) else []

@@ -26,7 +26,7 @@ def told_as_options() -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError([in_words(problem) for problem in error.problems]) from error
+        raise DataError([in_words(line) for line in error.lines]) from error
     finally:
         _are_told.reset(before)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from upath import UPath
 
-from meshtrain.errors import DataError, name_some
+from meshtrain.errors import DataError, Problem, name_some
 
 PYTHON_STDLIB = "python-stdlib"
 """The built-in source: the `.py` files of the running Python's standard library. Real text without a download."""
@@ -65,12 +65,12 @@ def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
         DataError: every source that is missing, empty, not readable or of an unknown kind.
     """
     files: list[SourceFile] = []
-    problems: list[str] = []
+    problems: list[str | Problem] = []
     for source in sources:
         try:
             files += find_python_files(sysconfig.get_path("stdlib")) if source == PYTHON_STDLIB else _expand(source)
         except DataError as error:
-            problems += [f"{key}: {problem}" for problem in error.problems]
+            problems += [problem.concerning(key) for problem in error.problems]
         except OSError as error:
             problems.append(f'{key}: cannot look at "{error.filename}": {error.strerror}; mend its permissions')
     if problems:
@@ -196,7 +196,7 @@ def find_streamed_files(sources: Sequence[str], *, key: str) -> list[SourceFile]
         DataError: as `find_files`; or that a URL cannot be reached, or stands for nothing.
     """
     files: list[SourceFile] = []
-    problems: list[str] = []
+    problems: list[str | Problem] = []
     for source in sources:
         try:
             files += _expand_url(source, key) if "://" in source else find_files([source], key=key)
@@ -221,4 +221,4 @@ def _expand_url(source: str, key: str) -> list[SourceFile]:
     try:
         return [SourceFile(path, _kind(path), size, 0) for path, size in zip(paths, sizes, strict=True) if size]
     except DataError as error:
-        raise DataError(f"{key}: {problem}" for problem in error.problems) from error
+        raise DataError(problem.concerning(key) for problem in error.problems) from error

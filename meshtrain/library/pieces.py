@@ -27,7 +27,7 @@ from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.runtime.agreement import check_alike, raise_together
+from meshtrain.runtime.agreement import check_alike, failing_together
 from meshtrain.runtime.mesh import build_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
@@ -178,14 +178,10 @@ def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
 
 def _find_folder(folder: str | Path) -> Path:
     """Return where the weights lie, if every rank finds them. Collective."""
-    problems: list[str] = []
     directory = Path(folder)
-    if not (directory / MANIFEST_NAME).is_file():
-        try:
+    with failing_together(ModelError):
+        if not (directory / MANIFEST_NAME).is_file():
             directory = local_directory(folder, asked="folder")
-        except ModelError as error:
-            problems = list(error.problems)
-    raise_together(problems, ModelError)
     return directory
 
 

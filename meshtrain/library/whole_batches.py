@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples import IGNORE_INDEX
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 from meshtrain.library.batches import compare_batches, mask_without_cache, other_batch
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.pipeline import check_microbatches
@@ -72,7 +72,7 @@ class WholeBatches:
             DataError: on all ranks alike, if it is wrong on one.
         """
         inputs: dict[str, Tensor] = {}
-        problems: tuple[str, ...] = ()
+        problems: tuple[Problem, ...] = ()
         try:
             inputs = _tensors_of(batch)
             self._check(inputs)
@@ -205,7 +205,7 @@ def _shifted(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
 
 
-def _raise_first(problems: tuple[str, ...], other: str | None) -> NoReturn:
+def _raise_first(problems: tuple[Problem, ...], other: str | None) -> NoReturn:
     """Raise what the first rank has found that has found something. Collective over all ranks.
 
     A rank whose batch is whole knows of those it shares a model with only that theirs is another.

@@ -16,7 +16,7 @@ from meshtrain.models.origins import Origin
 from meshtrain.models.safetensors_files import find_tensors
 from meshtrain.models.vocabulary import enlarge_vocabulary as with_new_rows
 from meshtrain.models.vocabulary import names_by_vocabulary
-from meshtrain.runtime.agreement import raise_together
+from meshtrain.runtime.agreement import failing_together
 
 # Both ends of a tie are compared in pieces of so many bytes.
 _COMPARED_BYTES = 16 * 2**20
@@ -52,20 +52,15 @@ def load_weights(
     """
     pinned = any(local_tensor(parameter).device.type == "cuda" for parameter in parameters.values())
     with BlockReader(pinned=pinned) as reader:
-        layout, problems = Layout(), list[str]()
-        try:
+        with failing_together(ModelError):
             layout = find_layout(stock, find_tensors(source))
-            problems = _problems(source, stock, layout, enlarge_vocabulary=enlarge_vocabulary)
-        except ModelError as error:
-            problems = list(error.problems)
-        raise_together(problems, ModelError)
-        try:
+            if problems := _problems(source, stock, layout, enlarge_vocabulary=enlarge_vocabulary):
+                raise ModelError(problems)
+        with failing_together(ModelError):
             origins = _part_origins(with_new_rows(layout.origins, stock), fused)
             _fill(parameters, origins, reader)
-            problems = _contradictions(parameters, origins, layout.contested, source, reader)
-        except ModelError as error:
-            problems = list(error.problems)
-        raise_together(problems, ModelError)
+            if problems := _contradictions(parameters, origins, layout.contested, source, reader):
+                raise ModelError(problems)
 
 
 def _problems(source: Path, stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> list[str]:

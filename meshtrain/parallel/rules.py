@@ -10,11 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtrain.config.plan import Style, TensorPlan
-from meshtrain.errors import PlanError
+from meshtrain.errors import PlanError, Problem
 from meshtrain.models.patterns import as_pattern, match_modules, match_names
 from meshtrain.parallel.anatomy import find_layers
 
-Problems = Iterator[str]
+Problems = Iterator[str | Problem]
 PROJECTIONS = ("colwise", "colwise_gather_output", "colwise_blocks", "rowwise", "rowwise_split_input")
 # Styles of a module that names rules for its own parameters.
 OWNERS = ("local_params", "moe_tp_experts")

@@ -1,12 +1,13 @@
 """Processes that learn of each other's problems, so that they fail together and with the same words."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 
 T = TypeVar("T")
 SHOWN, BEFORE = 120, 40
@@ -26,7 +27,28 @@ def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def raise_together(problems: Iterable[str], kind: type[UserError], group: ProcessGroup | None = None) -> None:
+@contextmanager
+def failing_together(
+    kind: type[UserError], group: ProcessGroup | None = None, *, except_for: tuple[type[UserError], ...] = ()
+) -> Iterator[None]:
+    """Raise `kind` on all ranks if the body raises a `UserError` on any of them. Collective at the end of the body.
+
+    Args:
+        kind: of the error that all ranks raise, with the problems of all of them.
+        group: as for `gather_objects`.
+        except_for: errors that every rank raises by itself; they pass through unchanged.
+    """
+    problems: tuple[Problem, ...] = ()
+    try:
+        yield
+    except except_for:
+        raise
+    except UserError as error:
+        problems = error.problems
+    raise_together(problems, kind, group)
+
+
+def raise_together(problems: Iterable[str | Problem], kind: type[UserError], group: ProcessGroup | None = None) -> None:
     """Raise `kind` on all ranks if any rank has a problem, each problem named once. Collective."""
     found = dict.fromkeys(problem for answer in gather_objects(list(problems), group) for problem in answer)
     if found:

@@ -148,7 +148,7 @@ class Guard:
         if not is_own and not (reason.is_told_by_its_rank and isinstance(error, UserError | KeyboardInterrupt)):
             self._end(reason)
         if isinstance(error, UserError):
-            error.teller = reason.rank
+            error.reporting_rank = reason.rank
         if is_own and reason.kind == "exception":
             console.stop_lines(reason.lines())
         self._let_read(reason)

@@ -90,7 +90,7 @@ def _check_as_leader(store: dist.Store, address: str, num_hosts: int, patience_s
     found = dict.fromkeys(problem for text in answers.values() for problem in json.loads(text))
     if found:
         error = HostError(found)
-        error.teller = 0 if 0 in answers else None
+        error.reporting_rank = 0 if 0 in answers else None
         raise error
 
 

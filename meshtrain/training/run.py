@@ -24,14 +24,14 @@ from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.loader import Batch, build_loader
 from meshtrain.data.order import place_in_data
 from meshtrain.data.prepare import PreparedData, prepare_data
-from meshtrain.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingStopped, UserError, name_some
+from meshtrain.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingStopped, name_some
 from meshtrain.models.build import local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.account import account, flops_per_token
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.runtime.place import Limits
@@ -115,13 +115,8 @@ def _find_checkpoint(identity: Identity) -> Found | None:
     checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
     if checkpoint is None:
         return None
-    manifest, problems = None, []
-    try:
+    with failing_together(CheckpointError):
         manifest = identity.check(checkpoint)
-    except UserError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
-    assert manifest is not None
     return checkpoint, manifest
 
 
@@ -285,16 +280,15 @@ def _rewind(
 
 
 def _write_resolved(config: RunConfig, resolved: Resolved, process: Process) -> None:
-    problems = []
-    if process.rank == 0:
-        try:
-            write_resolved(config, resolved.plan)
-        except OSError as error:
-            problems.append(
-                f"cannot write into {config.run_directory}: {error.strerror}; make room, or set run_directory to "
-                "another place"
-            )
-    raise_together(problems, ConfigError)
+    with failing_together(ConfigError):
+        if process.rank == 0:
+            try:
+                write_resolved(config, resolved.plan)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write into {config.run_directory}: {error.strerror}; make room, or set run_directory to "
+                    "another place"
+                ) from error
 
 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:

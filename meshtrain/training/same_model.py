@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.location import Location, as_local, told_in_a_line
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.errors import CheckpointError
-from meshtrain.runtime.agreement import raise_together
+from meshtrain.errors import CheckpointError, Problem
+from meshtrain.runtime.agreement import failing_together, raise_together
 from meshtrain.training.directory import differences
 
 # Values of a Hugging Face configuration that say nothing about what the model computes.
@@ -41,8 +41,7 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
         CheckpointError: on all processes alike, if it is of another, or its configuration cannot be read.
     """
     check_same_kind(checkpoint, manifest, config)
-    problems: list[str] = []
-    try:
+    with failing_together(CheckpointError):
         with told_in_a_line(checkpoint), as_local(checkpoint / HUGGINGFACE_NAME) as directory:
             there = type(config).from_pretrained(directory)
         sides = [
@@ -50,10 +49,8 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
             for side in (there, config)
         ]
         advice = "build the model as it was, or take the weights alone with meshtrain.load_weights"
-        problems = [f"{checkpoint}: {found}; {advice}" for found in differences(*sides)]
-    except CheckpointError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
+        if found := differences(*sides):
+            raise CheckpointError(Problem(difference, advice, about=str(checkpoint)) for difference in found)
 
 
 def kind_differences(manifest: Manifest, config: PretrainedConfig) -> list[str]:

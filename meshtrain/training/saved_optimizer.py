@@ -44,7 +44,7 @@ def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimiz
     try:
         here = _here(pipeline, optimizer)
     except CheckpointError as error:
-        problems += error.problems
+        problems += error.lines
     for problem in (problem for answer in gather_objects(problems) for problem in answer):
         raise CheckpointError(problem)
     ranks = [one for one in gather_objects(here) if one is not None]

@@ -1,11 +1,12 @@
 """The checkpoints of a program that has a loop of its own: format and safety are those of a run's."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint.description import write_description
-from meshtrain.checkpoint.directory import is_checkpoint, step_of
+from meshtrain.checkpoint.directory import USE_ANOTHER, is_checkpoint, step_of
 from meshtrain.checkpoint.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
@@ -14,10 +15,10 @@ from meshtrain.checkpoint.pretrained import original_dtype
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.reading import tensor_entries
 from meshtrain.checkpoint.store import read_table, save_checkpoint
-from meshtrain.errors import CheckpointError, UserError
+from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
-from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
 from meshtrain.training.same_model import check_same_model
 from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
@@ -143,7 +144,7 @@ def _reshard(pipeline: Pipeline) -> None:
 
 
 def _find(where: Location) -> Location | None:
-    answer: tuple[bool, tuple[str, ...]] = (False, ())
+    answer: tuple[bool, tuple[Problem, ...]] = (False, ())
     try:
         answer = (is_checkpoint(where), ())
     except CheckpointError as error:
@@ -155,21 +156,13 @@ def _find(where: Location) -> Location | None:
     if not is_one:
         return newest_whole_checkpoint(where)
     if damage := find_damage(where):
-        raise CheckpointError(f"{problem}; use another checkpoint" for problem in damage)
+        raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     return where
 
 
 def _read_manifest(checkpoint: Location) -> Manifest:
-    manifest, problems = None, []
-    try:
-        manifest = read_manifest(checkpoint)
-    except FormatError:
-        raise
-    except UserError as error:
-        problems = list(error.problems)
-    raise_together(problems, CheckpointError)
-    assert manifest is not None
-    return manifest
+    with failing_together(CheckpointError, except_for=(FormatError,)):
+        return read_manifest(checkpoint)
 
 
 def _check_nothing_is_later(root: Location, step: int) -> None:

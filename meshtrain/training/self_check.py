@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.config.mesh import AXES, MODEL_AXES, PARAMETER_AXES, PP, STAGE_AXES, TP
 from meshtrain.data.samples import IGNORE_INDEX
-from meshtrain.errors import TrainingStopped, name_some
+from meshtrain.errors import Problem, TrainingStopped, name_some
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import stream_key
@@ -296,5 +296,5 @@ def _spread(parameter: nn.Parameter, mesh: DeviceMesh) -> float:
     return float((both[0] + both[1]).max() / largest) if largest > 0 else 0.0
 
 
-def _advised(problems: list[str]) -> list[str]:
-    return [f"self-check: {problem}; {ADVICE}" for problem in problems]
+def _advised(problems: list[str]) -> list[Problem]:
+    return [Problem(problem, ADVICE, about="self-check") for problem in problems]

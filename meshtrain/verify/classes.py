@@ -99,7 +99,7 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
     try:
         proof = prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained))
     except UserError as error:
-        return f"{REFUSED}: {error.problems[0]}"
+        return f"{REFUSED}: {error.lines[0]}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"fails: {_last_line(error)}"
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"

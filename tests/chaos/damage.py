@@ -102,7 +102,7 @@ def main() -> None:
             root = Path(shutil.copytree(whole, Path(temporary) / "damaged"))
             name = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
             tried[kind] += 1
-            found[kind] += any(f"step-20/{name}" in problem for problem in find_damage(root / "step-20"))
+            found[kind] += any(f"step-20/{name}" in str(problem) for problem in find_damage(root / "step-20"))
             with redirect_stdout(StringIO()):  # every damage is told
                 fallen_back[kind] += newest_whole_checkpoint(root) == root / "step-10"
             by_dcp[kind] += dcp_notices(root / "step-20", whole / "step-20")

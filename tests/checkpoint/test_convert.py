@@ -116,5 +116,5 @@ def test_a_run_cannot_start_from_a_damaged_checkpoint(tmp_path: Path) -> None:
         losses(warm)
     original = caught.value.original  # type: ignore[attr-defined]
     assert isinstance(original, UserError)
-    assert original.problems == (f"{checkpoint}/__0_0.distcp is missing; use another checkpoint",)
+    assert original.lines == (f"{checkpoint}/__0_0.distcp is missing; use another checkpoint",)
     assert json.loads((checkpoint / "manifest.json").read_text())["step"] == 1

@@ -59,7 +59,7 @@ def test_every_damage_is_named_and_the_checkpoint_before_is_taken(
 
 
 def both_find(root: Path) -> tuple[list[str], Path | None]:
-    return find_damage(root / "step-20"), newest_whole_checkpoint(root)
+    return [str(problem) for problem in find_damage(root / "step-20")], newest_whole_checkpoint(root)
 
 
 def test_ranks_share_the_files_and_agree(root: Path) -> None:
@@ -167,7 +167,7 @@ def test_verify_says_what_is_whole_and_what_is_not(root: Path, capsys: pytest.Ca
     os.truncate(root / "step-20" / ".metadata", 3)
     with pytest.raises(CheckpointError) as caught:
         verify_checkpoints(root)
-    first, second = caught.value.problems
+    first, second = caught.value.lines
     assert first.startswith(f"{root}/step-20/.metadata has 3 bytes and should have ")
     assert second == f"{root}/step-10 holds files that are not its own: notes.txt; move them away"
 

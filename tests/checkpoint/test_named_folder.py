@@ -122,4 +122,4 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "notes"):
         with pytest.raises(CheckpointError) as caught:
             check_new(folder)
-        assert caught.value.problems == (f"{folder} exists and is not empty; write into a new folder",)
+        assert caught.value.lines == (f"{folder} exists and is not empty; write into a new folder",)

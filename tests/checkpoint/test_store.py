@@ -56,7 +56,7 @@ def raised(fn: Callable[[], object]) -> tuple[str, ...]:
     try:
         fn()
     except CheckpointError as error:
-        return error.problems
+        return error.lines
     return ()
 
 

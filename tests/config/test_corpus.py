@@ -15,7 +15,7 @@ CORPUS = 'directory = "out"\nsources = ["texts/*.jsonl", "python-stdlib", "~/mor
 def problems_of(path, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_corpus(path, overrides)
-    return list(caught.value.problems)
+    return list(caught.value.lines)
 
 
 def test_paths_are_relative_to_the_file_and_steps_are_in_order(tmp_path, write, monkeypatch):

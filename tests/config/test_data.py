@@ -11,7 +11,7 @@ SOURCES = ('data.sources.a.train=["a.jsonl"]', "data.tokenizer.path=tok")
 def problem_of(path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.lines
     return problem.partition("data: ")[2]
 
 
@@ -93,7 +93,7 @@ def test_a_resolved_mixture_can_be_read_again(write, tmp_path):
 def test_of_new_tokens(write, overrides, problem):
     with pytest.raises(ConfigError) as caught:
         load_run(write(), overrides)
-    assert any(found.endswith(problem) for found in caught.value.problems), caught.value.problems
+    assert any(found.endswith(problem) for found in caught.value.lines), caught.value.lines
 
 
 def test_a_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
@@ -101,7 +101,7 @@ def test_a_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
     path = write(text=f'run_directory = "out"\nsteps = 1\nglobal_batch_size = 8\n{model}\n', whole=False)
     with pytest.raises(ConfigError) as caught:
         load_run(path, ["data.tokenizer.vocab_size=300"])
-    assert caught.value.problems[0].endswith(
+    assert caught.value.lines[0].endswith(
         "`model.enlarge_vocabulary` = true, but there is no `data.tokenizer.path` that says how many tokens there are; "
         "name the tokenizer of the model"
     )

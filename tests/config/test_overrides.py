@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError
 def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_values_are_toml(write):

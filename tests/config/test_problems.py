@@ -9,7 +9,7 @@ from meshtrain.errors import ConfigError
 def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         load_run(write(text=text, whole=whole), overrides)
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError
 def problems_of(load, *arguments) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         load(*arguments)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_a_missing_run_names_its_nearest_neighbour(write, tmp_path):

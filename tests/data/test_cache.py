@@ -52,7 +52,7 @@ def build(place: Path, fill: Callable[[Path], None], leads: bool, start: Any, an
     try:
         answer: Any = Cache(place, leads=leads).build("thing", fill)
     except DataError as error:
-        answer = error.problems
+        answer = error.lines
     answers.put((os.getpid(), answer, time.monotonic() - begin))
 
 

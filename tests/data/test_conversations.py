@@ -169,7 +169,7 @@ def test_a_record_that_cannot_be_learnt_from(tmp_path, record, template, problem
     config = configure(tmp_path, [good, record], template)
     with pytest.raises(DataError) as caught:
         prepare_data(config)
-    assert caught.value.problems == (
+    assert caught.value.lines == (
         f"{tmp_path}/talk.jsonl, line 2: {problem}; mend it, or leave such records out with "
         'data.on_bad_record = "skip"',
     )

@@ -42,7 +42,7 @@ def test_too_small_a_share_is_refused():
     with pytest.raises(DataError) as caught:
         MixtureOrder([MixedSource("a", 10, 1.0), MixedSource("b", 10, 1e-5)], global_batch_size=4)
 
-    assert caught.value.problems == (
+    assert caught.value.lines == (
         "data.sources.b.weight is 1.0e-05 of all weights, and a mixture takes shares of 1 in 10,000 or more; raise it, "
         "or leave the source out",
     )

@@ -40,7 +40,7 @@ def configure(directory: Path, **options: Any) -> DataConfig:
 def problems_of(config: DataConfig) -> tuple[str, ...]:
     with pytest.raises(DataError) as caught:
         prepare_data(config)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_training_without_validation(tmp_path, capsys):
@@ -222,7 +222,7 @@ def prepare_elsewhere(config: DataConfig, leads: bool, start: Any, answers: Any)
     try:
         answers.put(prepare_data(config, leads=leads).identity)
     except DataError as error:
-        answers.put(error.problems)
+        answers.put(error.lines)
 
 
 def prepare_on_four(config: DataConfig) -> list[Any]:

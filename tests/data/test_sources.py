@@ -14,7 +14,7 @@ from tests.data.corpora import without_privileges
 def problems_of(*sources: Path | str) -> tuple[str, ...]:
     with pytest.raises(DataError) as caught:
         find_files([str(source) for source in sources], key="data.train")
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_urls_that_stand_for_nothing(tmp_path, train, problem):
     MemoryFileSystem().pipe("/table.csv", b"a,b")
     with pytest.raises(DataError) as caught:
         prepare_data(configure(tmp_path, [], train=[train]))
-    assert caught.value.problems[0].startswith(problem)
+    assert caught.value.lines[0].startswith(problem)
 
 
 def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
@@ -243,7 +243,7 @@ def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
     ) as caught:
         samples_of(feed, 0, 100)
     # In one line, and not with the traceback of the thread that reads.
-    assert caught.value.problems[0].startswith(str(tmp_path))
+    assert caught.value.lines[0].startswith(str(tmp_path))
     skipping = config.model_copy(update={"on_bad_record": "skip"})
     assert samples_of(feed_of(skipping), 0, 30) == samples_of(
         feed_of(configure(tmp_path, texts[:1], shuffle=False)), 0, 30

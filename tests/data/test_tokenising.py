@@ -258,7 +258,7 @@ def tell_problem(directory: Path, job: Job, problems: multiprocessing.Queue) -> 
     try:
         tokenise_elsewhere(directory, job)
     except DataError as error:
-        problems.put(error.problems)
+        problems.put(error.lines)
 
 
 def children_of(pid: int) -> list[int]:

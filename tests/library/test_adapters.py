@@ -376,7 +376,7 @@ def refuse_all(folder: Path) -> dict[str, tuple[str, ...]]:
     for what in MESSAGES:
         with pytest.raises(UserError) as error:
             refuse(what, folder)
-        told[what] = error.value.problems
+        told[what] = error.value.lines
     return told
 
 

@@ -25,9 +25,9 @@ def problems(**model: Any) -> tuple[str, ...]:
     """Return what is said while the model is loaded and built."""
     with pytest.raises(ModelError) as caught:
         build_model(load_hf_config(ModelConfig(**model)), dtype=torch.float32)
-    for problem in caught.value.problems:
+    for problem in caught.value.lines:
         assert "\n" not in problem
-    return caught.value.problems
+    return caught.value.lines
 
 
 def write_config(directory: Path, text: str) -> str:

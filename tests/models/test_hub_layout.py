@@ -61,7 +61,7 @@ def is_loaded(model: PreTrainedModel, folder: Path) -> bool:
 def refusal(model: PreTrainedModel, folder: Path) -> tuple[str, ...]:
     with pytest.raises(ModelError) as caught:
         load(model, folder)
-    return caught.value.problems[:-1]
+    return caught.value.lines[:-1]
 
 
 @pytest.fixture(scope="module")

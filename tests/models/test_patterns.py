@@ -12,7 +12,7 @@ NAMES = ["model.embed", "model.layers.0.mlp", "model.layers.0.mlp.up", "model.la
 def problems(rules: dict[str, str]) -> tuple[str, ...]:
     with pytest.raises(PlanError) as caught:
         match_names(NAMES, rules, "tensor.styles")
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_a_star_is_one_number() -> None:

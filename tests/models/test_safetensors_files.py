@@ -24,7 +24,7 @@ def write(path: Path, header: object, num_bytes: int = 24, length: int | None = 
 def refusal(path: Path) -> str:
     with pytest.raises(ModelError) as caught:
         read_header(path)
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.lines
     return problem
 
 

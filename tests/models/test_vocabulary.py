@@ -91,7 +91,7 @@ def test_a_vocabulary_of_many_chunks_has_the_mean_of_all(tmp_path: Path) -> None
 def refusal(folder: Path, *, tokens: int, enlarge: bool) -> tuple[str, ...]:
     with pytest.raises(ModelError) as caught:
         load(KINDS["llama"], folder, tokens=tokens, enlarge=enlarge)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def test_without_the_switch_the_error_names_it(tmp_path: Path) -> None:

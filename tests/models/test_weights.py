@@ -108,7 +108,7 @@ def raised(fn: Callable[[], object]) -> tuple[str, ...]:
     try:
         fn()
     except ModelError as error:
-        return error.problems
+        return error.lines
     return ()
 
 

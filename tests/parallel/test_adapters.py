@@ -202,7 +202,7 @@ def refuse(styles: dict[str, Style], targets: list[str], dropout: float) -> tupl
     rules = replace(rules, styles={**rules.styles, **others})
     with pytest.raises(PlanError) as error:
         check_adapters(stock, layers, rules, in_parts=True)
-    return error.value.problems
+    return error.value.lines
 
 
 def test_what_no_adapter_can_follow_is_told() -> None:

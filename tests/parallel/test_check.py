@@ -52,7 +52,7 @@ def problems(
     size = world_size or mesh.pp * mesh.dp_replicate * mesh.tp * max(1, mesh.dp_shard)
     with pytest.raises(PlanError) as caught:
         resolve_plan(plan, model or meta_model("llama"), batch, size)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def changed_styles(**changes: str | None) -> ParallelPlan:

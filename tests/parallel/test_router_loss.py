@@ -179,7 +179,7 @@ MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
 def test_models_without_the_loss_are_refused(family: Family, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, 1))
-    assert caught.value.problems == (message,)
+    assert caught.value.lines == (message,)
 
 
 @pytest.mark.parametrize("style", ["sequence_parallel", "replicated_with_grad_allreduce"])
@@ -190,7 +190,7 @@ def test_routers_that_see_a_part_are_refused(style: str) -> None:
     changed = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
     with pytest.raises(PlanError) as caught:
         resolve_plan(changed, model, BatchShape(4, 1, 12), 2)
-    assert caught.value.problems == (
+    assert caught.value.lines == (
         f"tensor.styles: model.layers.*.mlp.gate is {style!r}, but for the router's auxiliary loss "
         "(model.config.output_router_logits = True) every process needs the logits of whole microbatches; make it "
         "'replicate', or set output_router_logits to false",

@@ -236,7 +236,7 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
 def test_refusals(family: Family, tp: int, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, tp))
-    assert message in caught.value.problems
+    assert message in caught.value.lines
 
 
 def test_a_word_of_transformers_that_is_not_known() -> None:
@@ -244,7 +244,7 @@ def test_a_word_of_transformers_that_is_not_known() -> None:
     model._tp_plan["model.layers.*.mlp.up_proj"] = "all_reduce"
     with pytest.raises(PlanError) as caught:
         with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model)
-    assert caught.value.problems == (
+    assert caught.value.lines == (
         "tensor.styles: the model's own plan says 'all_reduce' for model.layers.*.mlp.up_proj, which has no meaning "
         "here; write the rules, or set mesh.tp = 1",
     )

@@ -14,7 +14,7 @@ def fail_on_some() -> tuple[list[int], bool, tuple[str, ...]]:
     try:
         raise_together([[], ["a", "b"], ["b", "c"]][rank], ModelError)
     except ModelError as error:
-        return gather_objects(rank), is_first_rank(), error.problems
+        return gather_objects(rank), is_first_rank(), error.lines
     return [], False, ()
 
 

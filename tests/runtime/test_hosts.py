@@ -31,7 +31,7 @@ def be_host(present: Callable[[Host], Host], patience_seconds: float, absent: in
     try:
         check_hosts(store, patience_seconds)
     except HostError as error:
-        return error.problems, error.teller
+        return error.lines, error.reporting_rank
     return None
 
 

@@ -161,7 +161,7 @@ def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> Non
 def problems(name: str, warmup: int = 0, **arguments: Any) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         build_learning_rate(LearningRateConfig(name=name, warmup_steps=warmup, arguments=arguments), RATE, 10)
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.mark.parametrize(

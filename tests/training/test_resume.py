@@ -174,7 +174,7 @@ def refusal(config: RunConfig) -> list[str]:
         train(config)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return list(caught.value.problems)
+    return list(caught.value.lines)
 
 
 def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
@@ -203,7 +203,7 @@ def refusals_of_a_stranger(config: RunConfig) -> list[str]:
             found += refusal(config.model_copy(update={"run_directory": directory}))
         with pytest.raises(UserError) as caught:
             load_run(f"{place}/locked/run.toml", [f"plan={place}/locked/plan.toml"])
-        return [problem.replace(place, "") for problem in [*found, *caught.value.problems]]
+        return [problem.replace(place, "") for problem in [*found, *caught.value.lines]]
 
 
 def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:

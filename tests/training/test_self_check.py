@@ -39,8 +39,8 @@ Q_NORMS = [f"model.layers.{layer}.self_attn.q_norm.weight" for layer in range(4)
 
 
 def without_advice(error: TrainingStopped) -> list[str]:
-    assert all(problem.endswith(ADVICE) for problem in error.problems), error.problems
-    return [problem.removesuffix(ADVICE) for problem in error.problems]
+    assert all(problem.endswith(ADVICE) for problem in error.lines), error.lines
+    return [problem.removesuffix(ADVICE) for problem in error.lines]
 
 
 def first_step(pipeline: Pipeline, batch: dict[str, Tensor] | None = None) -> list[str]:

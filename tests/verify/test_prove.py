@@ -439,7 +439,7 @@ def test_an_unknown_class_is_proven_before_its_first_run(
     deeper = ("model.config.num_hidden_layers=6", 'plan.tensor.local_attributes={"model.layers.5.mlp"=["hidden_size"]}')
     with pytest.raises(ModelError) as caught:
         ensure_proven(load_run("run.toml", deeper))
-    assert caught.value.problems == (
+    assert caught.value.lines == (
         "tensor.local_attributes: 'model.layers.5.mlp' matches no module of the model; the nearest is "
         "'model.layers.*.mlp'",
         "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",

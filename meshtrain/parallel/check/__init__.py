@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import ModelError, PlanError
+from meshtrain.errors import ModelError, PlanError, Problem
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
 from meshtrain.parallel.check.execution import check_recompute, check_rotary
 from meshtrain.parallel.check.mesh import resolve_mesh
@@ -28,7 +28,7 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     """
     mesh = resolve_mesh(plan.mesh, world_size)
     plan = plan.model_copy(update={"mesh": mesh})
-    problems: list[str] = []
+    problems: list[str | Problem] = []
     try:
         plan = with_shared_heads(with_derived_rules(plan, model), model)
     except PlanError as error:
