@@ -54,14 +54,15 @@ class UserError(MeshtrainError):
 
     Attributes:
         problems: what is wrong; a text is a problem without further parts.
-        lines: each of them as one line.
+        lines: each of them as one line. A line break becomes a space, and what cannot be printed becomes an
+            escape: messages quote what files hold.
         reporting_rank: the rank that prints them, where the ranks have agreed on one.
     """
 
     def __init__(self, problems: str | Problem | Iterable[str | Problem]) -> None:
         several = (problems,) if isinstance(problems, str | Problem) else tuple(problems)
         self.problems = tuple(Problem(one) if isinstance(one, str) else one for one in several)
-        self.lines = tuple(map(str, self.problems))
+        self.lines = tuple(_as_line(str(one)) for one in self.problems)
         self.reporting_rank: int | None = None
         super().__init__("\n".join(self.lines))
 
@@ -99,6 +100,17 @@ class HostError(UserError):
 
 class TrainingStopped(UserError):
     """Training stopped itself before it could do harm."""
+
+
+def _as_line(problem: str) -> str:
+    """Return a message as one line that every terminal and every encoding can show."""
+    line = problem if problem.isprintable() else " ".join(problem.splitlines())
+    return line if line.isprintable() else printable(line)
+
+
+def printable(text: str) -> str:
+    """Return a text with an escape in place of every character that cannot be printed."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def name_some(names: Collection[str], limit: int = 10) -> str:

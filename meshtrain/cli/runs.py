@@ -10,8 +10,10 @@ from meshtrain import console
 from meshtrain.cli.app import COME_AGAIN, NOT_PROVEN, Overrides, Run, app
 from meshtrain.errors import ConfigError
 
-WorldSize = Annotated[int, typer.Option(min=1, help="Number of processes.", show_default=False)]
-OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="Number of processes.", show_default=False)]
+WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
+OptionalWorldSize = Annotated[
+    int | None, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)
+]
 
 
 @app.command()

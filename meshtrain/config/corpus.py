@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshtrain.config.run import Count, Fraction, Positive
-from meshtrain.config.words import Words
+from meshtrain.config.path_rules import PathText
+from meshtrain.config.words import Count, Fraction, NotNegative, Positive, Seconds, Words
 
-NotNegative = Annotated[int, Field(ge=0)]
 STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
 """In the order of the chain."""
 
@@ -16,12 +15,12 @@ STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
 class UrlsConfig(Words):
     """Which links are worth fetching: not the malformed, too short, repeated or blacklisted ones."""
 
-    lists: list[str] = Field(min_length=1)
+    lists: list[PathText] = Field(min_length=1)
     """Files and globs of `.txt`, one link per line (relative to the corpus file)."""
-    blacklisted_domains: str | None = None
+    blacklisted_domains: PathText | None = None
     """A file with one domain per line, instead of the built-in list: `imgur` is imgur.com and imgur.de and all below
     them, `news.example.org` is that host and all below it."""
-    blacklisted_extensions: str | None = None
+    blacklisted_extensions: PathText | None = None
     """A file with one ending per line such as `.pdf`, instead of the built-in list."""
 
 
@@ -34,17 +33,17 @@ class DownloadConfig(Words):
     """Pages fetched at the same time, over all workers."""
     concurrent_per_host: Count = 2
     """Pages fetched at the same time from one host."""
-    connect_seconds: Positive = 10.0
+    connect_seconds: Seconds = 10.0
     """The longest that making a connection may take."""
-    total_seconds: Positive = 60.0
+    total_seconds: Seconds = 60.0
     """The longest that one attempt to fetch a page may take."""
     max_megabytes: Positive = 10.0
     """Larger pages are dropped."""
     max_retries: NotNegative = 4
     """Further attempts after a time-out, a broken connection or a status that may pass (408, 429, 500, 502 to 504)."""
-    first_retry_seconds: Positive = 1.0
+    first_retry_seconds: Seconds = 1.0
     """Wait before the second attempt; it doubles for each further one, and a Retry-After header may ask for more."""
-    longest_wait_seconds: Positive = 60.0
+    longest_wait_seconds: Seconds = 60.0
     """A site that asks for a longer wait (Retry-After, or Crawl-delay in robots.txt) is left alone."""
     max_redirects: NotNegative = 5
     """Redirects followed for one page."""
@@ -52,7 +51,7 @@ class DownloadConfig(Words):
     """Fetch only what robots.txt allows, and no faster than its Crawl-delay."""
     content_types: list[str] = Field(default=["text/html", "application/xhtml+xml", "text/plain"], min_length=1)
     """Pages of another type are dropped; `text/plain` is taken as it is."""
-    extraction_seconds: Positive = 20.0
+    extraction_seconds: Seconds = 20.0
     """The longest that extracting the text of one page may take."""
     shards: Count = 16
     """Groups of hosts; each is one task, so that many machines can share the work and one host has one visitor."""
@@ -72,7 +71,7 @@ class CleanConfig(Words):
     """The least probability of the identified language, where `languages` are given."""
     minimum_tokens: NotNegative = 128
     """Shorter documents are dropped."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Count the tokens of this local tokenizer (a Hugging Face directory or tokenizer.json); left out: words,
     and characters where words have no spaces between them."""
 
@@ -151,9 +150,9 @@ class RayConfig(Words):
 class CorpusConfig(Words):
     """The preparation of a corpus. One TOML file; the tables of steps that it has make up the chain."""
 
-    directory: str
+    directory: PathText
     """Where every step writes (relative to the corpus file)."""
-    sources: list[str] = []
+    sources: list[PathText] = []
     """Existing documents: `python-stdlib`, or files and globs as in `data.train` of a run; or `[urls]`."""
     text_key: str = "text"
     """The key of a record of the sources that holds the text."""

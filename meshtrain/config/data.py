@@ -5,15 +5,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from meshtrain.config.words import Count, Fraction, Positive, Words
+from meshtrain.config.path_rules import PathText
+from meshtrain.config.words import LARGEST, Count, Fraction, Positive, Words
 
 
 class TokenizerConfig(Words):
     """Which tokenizer: an existing one (`path`), or a byte-level BPE trained on the data (`vocab_size`)."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
-    vocab_size: Annotated[int, Field(ge=258)] | None = None
+    vocab_size: Annotated[int, Field(ge=258, le=LARGEST)] | None = None
     """Train a byte-level BPE of this size (256 bytes, 2 special tokens, merges) on the training data, once."""
     special_tokens: list[Annotated[str, Field(min_length=1)]] = []
     """Tokens to add to the tokenizer at `path`, such as those of a chat template (`<|im_start|>`, ...); what it has
@@ -33,10 +34,10 @@ class TokenizerConfig(Words):
 class SourceConfig(Words):
     """Where text comes from, and what its files hold."""
 
-    train: list[str] = Field(default=["python-stdlib"], min_length=1)
+    train: list[PathText] = Field(default=["python-stdlib"], min_length=1)
     """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and `.txt`, also compressed
     (`.gz`, `.zst`), or a token file (relative to the run file)."""
-    validation: Fraction | list[str] = 0.0
+    validation: Fraction | list[PathText] = 0.0
     """Sources for evaluation, or the fraction of the training documents kept aside for it, the same for every seed."""
     format: Literal["text", "chat", "completion"] = "text"
     """What a record holds: `text`; `chat`: a list of messages, each with `role` and `content`, which the tokenizer's
@@ -65,10 +66,10 @@ class SourceConfig(Words):
 class MixedSourceConfig(SourceConfig):
     """One of several sources."""
 
-    train: list[str] = Field(min_length=1)
+    train: list[PathText] = Field(min_length=1)
     """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and `.txt`, also compressed
     (`.gz`, `.zst`), or a token file (relative to the run file)."""
-    weight: Annotated[Positive, Field(allow_inf_nan=False)] = 1.0
+    weight: Positive = 1.0
     """How much of it is in every batch, in samples, relative to the weights of the others."""
     repeat: bool = True
     """Begin again where it ends; otherwise the others go on without it."""
@@ -100,7 +101,9 @@ class DataConfig(SourceConfig):
     """So many samples of a streaming source are shuffled among each other; held in memory."""
     drop_last: bool = True
     """Leave out the samples of an epoch that do not fill a global batch; otherwise untrained rows fill it."""
-    cache_directory: Annotated[str, AfterValidator(expanduser), Field(validate_default=True)] = "~/.cache/meshtrain"
+    cache_directory: Annotated[PathText, AfterValidator(expanduser), Field(validate_default=True)] = (
+        "~/.cache/meshtrain"
+    )
     """Where token files and trained tokenizers are kept."""
 
     @property

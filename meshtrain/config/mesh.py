@@ -12,7 +12,8 @@ from pydantic import Field, field_validator
 
 from meshtrain.config.words import Words
 
-Degree = Annotated[int, Field(ge=1)]
+LARGEST_DEGREE = 10**6
+Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
 PP, DP_REPLICATE, DP_SHARD, TP = "pp", "dp_replicate", "dp_shard", "tp"
 
 
@@ -58,7 +59,7 @@ class MeshPlan(Words):
     """Pipeline stages held by different processes."""
     dp_replicate: Degree = 1
     """Copies of the model that see different samples (as DDP does)."""
-    dp_shard: int = -1
+    dp_shard: Annotated[int, Field(le=LARGEST_DEGREE)] = -1
     """Processes that see different samples and share one copy of the model (FSDP2); -1: whatever is left."""
     tp: Degree = 1
     """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""

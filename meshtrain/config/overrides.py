@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.arguments import check_strings
-from meshtrain.config.problems import problem
+from meshtrain.config.parsing import parse_toml, unusable_values
+from meshtrain.config.problems import problem, shortened
 from meshtrain.config.settings import Setting, Source, Table, as_table
 
 FORM = "expected key=value, as in plan.mesh.tp=4"
@@ -27,10 +28,16 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
     tables = []
     for line in lines:
         try:
-            table = as_table(_parsed(line), source)
+            values = _parsed(line)
         except tomllib.TOMLDecodeError:
-            problems.append(problem(source, (), f"cannot read {line!r}; {QUOTING if _is_compound(line) else FORM}"))
+            found = shortened(repr(line))
+            problems.append(problem(source, (), f"cannot read {found}; {QUOTING if _is_compound(line) else FORM}"))
             continue
+        unusable = [problem(source, key, said) for key, said in unusable_values(values)]
+        if unusable:
+            problems += unusable
+            continue
+        table = as_table(values, source)
         if isinstance(table.get("extends"), Setting):
             problems.append(problem(source, ("extends",), "only a file can extend another; name that file instead"))
             continue
@@ -40,14 +47,15 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
 
 def _parsed(line: str) -> dict[str, Any]:
     key, equals, value = line.partition("=")
-    if not equals or line.lstrip().startswith("#"):
+    # A line break would let one override say several things.
+    if not equals or "\n" in key or key.lstrip().startswith(("#", "[")):
         raise tomllib.TOMLDecodeError
     try:
-        return tomllib.loads(line)
+        return parse_toml(line)
     except tomllib.TOMLDecodeError:
         if _is_compound(line):
             raise
-        return _with_leaf(tomllib.loads(f"{key} = 0"), value.strip() or None)
+        return _with_leaf(parse_toml(f"{key} = 0"), value.strip() or None)
 
 
 def _is_compound(line: str) -> bool:

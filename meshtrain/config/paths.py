@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshtrain.config.path_rules import path_problem
 from meshtrain.config.reading import absolute
 from meshtrain.config.settings import Key, Table
 
@@ -61,7 +62,7 @@ def _is_path(key: Key, paths: Sequence[Key]) -> bool:
 def _absolute(value: Any, key: Key, directory: Path) -> Any:
     if isinstance(value, list):
         return [_absolute(entry, key, directory) for entry in value]
-    if not isinstance(value, str) or "://" in value:
+    if not isinstance(value, str) or "://" in value or path_problem(value):
         return value
     path = absolute(value, directory)
     is_name = is_hub_id(value) and not path.exists() if key in PATHS_OR_HUB_IDS else value in BUILT_IN_SOURCES

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshtrain.config.mesh import Degree, MeshPlan
-from meshtrain.config.words import Words
+from meshtrain.config.words import LARGEST, Count, NotNegative, Positive, Words
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -30,7 +30,6 @@ Style = Literal[
     "expert_parallel",
     "whole_sequence",
 ]
-Scale = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 # parameters, compute -> reduce: no step computes with digits that the one before has lost, and none is for nothing.
 PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float32", "float32"): ("float32",),
@@ -48,7 +47,7 @@ class PipelinePlan(Words):
     """The order of forward and backward passes; torch's own names."""
     stages_per_rank: Degree = 1
     """Stages held by one process: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV, any number for the rest."""
-    layers_per_stage: Literal["balanced", "even"] | list[Annotated[int, Field(ge=0)]] = "balanced"
+    layers_per_stage: Literal["balanced", "even"] | list[NotNegative] = "balanced"
     """`balanced`: the slowest stage is as fast as can be, by FLOPs; `even`: same number of layers; or the numbers."""
     split_at: list[str] | None = None
     """Instead of `layers_per_stage`: the name of the first layer of each stage but the first."""
@@ -93,17 +92,17 @@ class LossScalePlan(Words):
     A step whose gradients overflow changes no parameter and counts for neither the learning rate nor AdamW.
     """
 
-    initial: Scale = 65536.0
+    initial: Positive = 65536.0
     """The loss is multiplied by it, and the gradients are divided by it again before they are used."""
-    growth_interval: Degree = 2000
+    growth_interval: Count = 2000
     """Steps without an overflow after which the scale grows."""
-    growth_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] = 2.0
+    growth_factor: Annotated[float, Field(gt=1.0, le=LARGEST, allow_inf_nan=False)] = 2.0
     """By how much it grows."""
-    backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.5
     """What an overflow multiplies it with."""
-    hysteresis: Degree = 2
+    hysteresis: Count = 2
     """How many overflows since the scale last grew it takes to lower it; after them, every one lowers it again."""
-    minimum: Scale = 1.0
+    minimum: Positive = 1.0
     """It is never lower; an overflow there stops the run."""
 
     @model_validator(mode="after")
@@ -150,7 +149,7 @@ class RecomputePlan(Words):
     mode: Literal["none", "full", "selective"] = "none"
     """`full`: keep only the input of a layer; `selective`: and the results of its matrix products, its attention and
     its collectives (with tp also the partial sums before them, so it saves less memory there)."""
-    every: Degree = 1
+    every: Count = 1
     """Recompute every k-th layer; the others keep everything."""
 
 

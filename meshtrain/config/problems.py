@@ -1,6 +1,7 @@
 """The wording of what is wrong in a file or on the command line: who said what, what was found, what to do."""
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,14 +12,19 @@ from pydantic import ValidationError
 
 from meshtrain.config.schema import Schema, choices, expectation, keys_of, subschema
 from meshtrain.config.settings import Key, Setting, Source, Table, leaves, walk
+from meshtrain.errors import printable
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-LONGEST_VALUE = 60
+LONGEST_VALUE, LONGEST_NAME = 60, 200
 
 
 def dotted(key: Key) -> str:
     """Write a key as TOML writes it."""
-    return ".".join(name if BARE_KEY.fullmatch(name) else f'"{name}"' for name in key)
+    return ".".join(name if BARE_KEY.fullmatch(name) and len(name) <= LONGEST_NAME else _quoted(name) for name in key)
+
+
+def _quoted(name: str) -> str:
+    return f'"{shortened(printable(name), LONGEST_NAME)}"'
 
 
 def problem(source: Source, key: Key, message: str) -> str:
@@ -34,8 +40,8 @@ def is_inside(key: Key, table: Key) -> bool:
 
 def syntax_problem(error: tomllib.TOMLDecodeError) -> str:
     """Put the place before the reason."""
-    reason, _, place = str(error).removesuffix(")").rpartition(" (at ")
-    return f"{place}: {reason[:1].lower()}{reason[1:]}"
+    reason, is_there, place = str(error).removesuffix(")").rpartition(" (at ")
+    return f"{place}: {reason[:1].lower()}{reason[1:]}" if is_there else str(error)
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -147,7 +153,7 @@ def _unexpected(part: Schema, node: Table | Setting) -> str:
     value = None if isinstance(node, dict) else node.value
     near = nearest(value, choices(part)) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"expected {expectation(part)}, found {_found(node)}{hint}"
+    return f"expected {expectation(part, value)}, found {_found(node)}{hint}"
 
 
 def _found(node: Table | Setting) -> str:
@@ -155,9 +161,11 @@ def _found(node: Table | Setting) -> str:
         return "a table"
     if isinstance(node.value, str):
         return f"the string {shortened(repr(node.value))}"
-    return shortened(json.dumps(node.value, default=str, ensure_ascii=False))
+    if isinstance(node.value, float) and not math.isfinite(node.value):
+        return repr(node.value)
+    return shortened(printable(json.dumps(node.value, default=str, ensure_ascii=False)))
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, longest: int = LONGEST_VALUE) -> str:
     """Cut a value that is too long for a line."""
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -2,12 +2,15 @@
 
 import json
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshtrain.config.parsing import parse_json, parse_toml, unusable_values
+from meshtrain.config.path_rules import path_problem
 from meshtrain.config.problems import did_you_mean, problem, syntax_problem
 from meshtrain.config.settings import Key, Setting, Source, Table, as_table, merge
 
@@ -23,7 +26,9 @@ def shipped_plans() -> Path:
 
 def absolute(path: str, directory: Path) -> Path:
     """Return where `path` points when somebody in `directory` says it."""
-    return Path(os.path.abspath(directory / os.path.expanduser(path)))
+    # No user has such a name, and Python refuses to look for one. `path_problem` tells what is wrong.
+    expanded = path if "\0" in path else os.path.expanduser(path)
+    return Path(os.path.abspath(directory / expanded))
 
 
 def plan_path(name: str, directory: Path) -> Path:
@@ -51,18 +56,17 @@ class Reader:
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
         """Read the file that the person named, by the reader of its kind."""
-        if _is_there(path):
-            return read(path)
-        self.problems.append(_no_file(name, path))
-        return {}
+        if said := path_problem(name) or _missing(name, path):
+            self.problems.append(said)
+            return {}
+        return read(path)
 
     def read_run(self, path: Path) -> Table:
         """Read a run file on top of the run that it extends."""
         with self._opened(path, ()) as own:
             table: Table = {}
             if extends := _taken(own, "extends"):
-                named = absolute(extends.value, extends.source.directory)
-                table = self._follow(extends, ("extends",), named, self.read_run)
+                table = self._follow(extends, ("extends",), absolute, self.read_run)
             self.lay_over_run(table, own)
         return table
 
@@ -72,8 +76,7 @@ class Reader:
             extends = _taken(own, "extends")
             table: Table = {}
             if extends:
-                named = absolute(extends.value, extends.source.directory)
-                table = self._follow(extends, ("extends",), named, self.read_corpus)
+                table = self._follow(extends, ("extends",), absolute, self.read_corpus)
             merge(table, own)
         return table
 
@@ -104,13 +107,18 @@ class Reader:
         merge(run, top)
 
     def _named_plan(self, name: Setting, key: Key) -> Table:
-        path = plan_path(name.value, name.source.directory)
         inside = PLAN if key[:1] == PLAN else ()
-        return self._follow(name, key, path, lambda path: self.read_plan(path, inside))
+        return self._follow(name, key, plan_path, lambda path: self.read_plan(path, inside))
 
-    def _follow(self, name: Setting, key: Key, path: Path, read: Callable[[Path], Table]) -> Table:
-        if not _is_there(path):
-            self.problems.append(problem(name.source, key, _no_file(name.value, path)))
+    def _follow(
+        self, name: Setting, key: Key, find: Callable[[str, Path], Path], read: Callable[[Path], Table]
+    ) -> Table:
+        if said := path_problem(name.value):
+            self.problems.append(problem(name.source, key, said))
+            return {}
+        path = find(name.value, name.source.directory)
+        if said := _missing(name.value, path):
+            self.problems.append(problem(name.source, key, said))
             return {}
         if path.resolve() in self._open:
             circle = " -> ".join(shown(file) for file in [*self._open, path.resolve()])
@@ -127,35 +135,38 @@ class Reader:
 
     def _parsed(self, path: Path, source: Source) -> dict[str, Any]:
         try:
-            with path.open("rb") as file:
-                return _json_object(file.read()) if path.suffix == ".json" else tomllib.load(file)
+            text = path.read_bytes().decode()
+            values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
         except json.JSONDecodeError as error:
             message = f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
-        except TypeError as error:
-            message = str(error)
         except tomllib.TOMLDecodeError as error:
             message = syntax_problem(error)
         except UnicodeDecodeError as error:
             message = f"not a TOML file: byte {error.start} is not UTF-8 text"
+        except ValueError as error:
+            message = str(error)
         except OSError as error:
             message = f"cannot be read: {error.strerror}"
+        else:
+            unusable = [problem(source, key, said) for key, said in unusable_values(values)]
+            self.problems += unusable
+            return {} if unusable else values
         self.problems.append(problem(source, (), message))
         return {}
 
 
-def _json_object(content: bytes) -> dict[str, Any]:
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise TypeError(f"holds a {type(values).__name__} and not an object; write {{...}}")
-    return values
-
-
-def _is_there(path: Path) -> bool:
-    """Tell whether there is a file, or something that may not be looked at: reading it will say so."""
+def _missing(name: str, path: Path) -> str | None:
+    """Say that the file is not there, and what is; None if it is, or may not be looked at: reading it will say so."""
     try:
-        return path.exists()
-    except PermissionError:
-        return True
+        kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return _no_file(name, path)
+    except OSError:
+        return None
+    # A device may have no end, and a pipe no beginning. What a shell puts in place of <(command) is a pipe.
+    if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+        return f"{str(path)!r} is a device and no file; name a .toml or .json file"
+    return None
 
 
 def _no_file(name: str, path: Path) -> str:

@@ -1,13 +1,15 @@
 """The run file: everything that is not the plan."""
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.data import DataConfig
+from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.words import Count, Fraction, Positive, Words
+from meshtrain.config.words import LARGEST, Count, Fraction, NotNegative, Positive, Seconds, Words
 
 ScheduleName = Literal[
     "constant",
@@ -20,7 +22,7 @@ ScheduleName = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_DURATION = re.compile(r"(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 
 
 def duration_seconds(text: str) -> int:
@@ -31,9 +33,15 @@ def duration_seconds(text: str) -> int:
     """
     match = _DURATION.fullmatch(text)
     if match is None or not text:
-        raise ValueError(f'expected a duration such as "3h30m", "90m" or "45s", found {text!r}')
+        raise ValueError(f'expected a duration such as "3h30m", "90m" or "45s", found {text[:60]!r}')
     hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return hours * 3600 + minutes * 60 + seconds
+
+
+def _checked_number(number: float) -> float:
+    if math.isnan(number):
+        raise ValueError("expected a number above 0, or inf, found nan")
+    return number
 
 
 def _checked_duration(text: str) -> str:
@@ -44,7 +52,7 @@ def _checked_duration(text: str) -> str:
 class ModelConfig(Words):
     """Which model: an existing one (`path`), or a new one (`type` and `config`)."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A local Hugging Face directory or a checkpoint, a `step-N` directory (relative to the run file), or a hub id."""
     type: str | None = None
     """A Hugging Face model type (`gpt2`, `llama`, ...) for a model described here."""
@@ -82,13 +90,13 @@ class ModelConfig(Words):
 class OptimizerConfig(Words):
     """AdamW."""
 
-    learning_rate: Positive = 3e-4
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    epsilon: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    epsilon: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
     """Applies to matrices only: norms and biases are left out."""
-    max_gradient_norm: Positive = 1.0
+    max_gradient_norm: Annotated[float, Field(gt=0.0), AfterValidator(_checked_number)] = 1.0
     """Gradients are scaled down to this norm; `inf`: never."""
 
 
@@ -96,7 +104,7 @@ class LearningRateConfig(Words):
     """How the learning rate changes over the run: a schedule of transformers.get_scheduler."""
 
     name: ScheduleName = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NotNegative = 0
     arguments: dict[str, Any] = {}
     """Further arguments of the schedule, under transformers' own names (`num_cycles`, `min_lr_rate`, ...)."""
 
@@ -113,7 +121,7 @@ class EvaluationConfig(Words):
 class CheckpointConfig(Words):
     """Saving, so that the run can go on after a stop."""
 
-    directory: str | None = None
+    directory: PathText | None = None
     """Where they go: a directory (relative to the run file) or a URL that fsspec knows (`s3://bucket/run`, `gs://...`);
     left out: `checkpoints` in the run directory. Every machine must see the same one."""
     every: Count | None = None
@@ -122,7 +130,7 @@ class CheckpointConfig(Words):
     """The newest so many are kept."""
     keep_every: Count | None = None
     """Also those whose step is a multiple of this are kept, for ever."""
-    keep_best: Annotated[int, Field(ge=0)] = 0
+    keep_best: NotNegative = 0
     """Also so many of those with the lowest evaluation loss are kept."""
     in_background: bool = False
     """Train on while a copy of the state in host memory is written; needs memory for that copy."""
@@ -140,11 +148,11 @@ class LoggingConfig(Words):
 class WatchdogConfig(Words):
     """When somebody is called stuck: the run then ends, and says who it is and what all the others were doing."""
 
-    first_step_seconds: Positive = 1800.0
+    first_step_seconds: Seconds = 1800.0
     """The longest that the start, each of the first three steps, an evaluation or a checkpoint may take."""
-    minimum_seconds: Positive = 60.0
+    minimum_seconds: Seconds = 60.0
     """The longest that any other step may take,"""
-    factor: Annotated[float, Field(ge=2.0)] = 10.0
+    factor: Annotated[float, Field(ge=2.0, le=LARGEST, allow_inf_nan=False)] = 10.0
     """or so many times the median of the latest steps, whichever is longer."""
 
 
@@ -156,7 +164,7 @@ class BadStepsConfig(Words):
     on from there without the batch of that step."""
     spike_z_score: Positive | None = None
     """A loss or norm so many robust standard deviations above the median is a spike; left out: nothing is."""
-    window: Annotated[int, Field(ge=10)] = 100
+    window: Annotated[int, Field(ge=10, le=LARGEST)] = 100
     """Good steps that the median is taken over; before there were so many, nothing is a spike."""
     max_skips: Count = 10
     """`skip` ends the run when more steps than these are bad in a row."""
@@ -167,7 +175,7 @@ class BadStepsConfig(Words):
 class RunConfig(Words):
     """A training run. One TOML file."""
 
-    run_directory: str
+    run_directory: PathText
     """Where checkpoints, metrics and the resolved configuration go (relative to the run file)."""
     seed: int = 0
     steps: Count | None = None

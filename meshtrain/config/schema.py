@@ -1,6 +1,7 @@
 """The JSON schemas of run, plan and corpus files: editors complete them, error messages say from them what to write."""
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from meshtrain.config.settings import Key
 from meshtrain.config.words import Words, field_docstrings
 
 Schema = dict[str, Any]
+FAR = 10**6
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NAMES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false"}
 
@@ -103,26 +105,45 @@ def choices(part: Schema) -> list[str]:
     return [word for form in forms for word in form.get("enum", ())]
 
 
-def expectation(part: Schema) -> str:
-    """Say in words what a value must be."""
-    *others, last = [words for form in part.get("anyOf", [part]) for words in _forms(form)]
+def expectation(part: Schema, found: Any = None) -> str:
+    """Say in words what a value must be.
+
+    Args:
+        part: of the schema, for the value.
+        found: the value, if there is one. Limits that nobody comes near are named to those who are beyond them.
+    """
+    *others, last = [words for form in part.get("anyOf", [part]) for words in _forms(form, found)]
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _forms(form: Schema) -> list[str]:
+def _forms(form: Schema, found: Any) -> list[str]:
     if form.get("type") == "null":
         return []
     if "enum" in form:
         return [repr(word) for word in form["enum"]]
     if form.get("type") == "array":
         few = "one or more " if form.get("minItems") else ""
-        return [f"a list of {few}{_plural(expectation(form['items']))}"]
-    return [NAMES.get(form.get("type", "object"), "a table") + _range(form)]
+        entries = found if isinstance(found, list) else []
+        below = next((entry for entry in entries if _is_beyond(form["items"], entry)), None)
+        return [f"a list of {few}{_plural(expectation(form['items'], below))}"]
+    name = NAMES.get(form.get("type", "object"), "a table")
+    is_finite = not isinstance(found, float) or math.isfinite(found)
+    return [(name if is_finite else name.replace("a number", "a finite number")) + _range(form, found)]
 
 
-def _range(part: Schema) -> str:
-    limits = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"), ("exclusiveMaximum", "below"))
-    return "".join(f" {word} {part[limit]:g}" for limit, word in limits if limit in part)
+def _is_beyond(part: Schema, found: Any) -> bool:
+    return isinstance(found, int | float) and found > part.get("maximum", math.inf)
+
+
+def _range(part: Schema, found: Any) -> str:
+    to = "up to" if "exclusiveMinimum" in part else "to"
+    limits = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", to), ("exclusiveMaximum", "below"))
+    said = [limit for limit in part if limit != "maximum" or part[limit] < FAR or _is_beyond(part, found)]
+    return "".join(f" {word} {_number(part[limit])}" for limit, word in limits if limit in said)
+
+
+def _number(limit: float) -> str:
+    return f"{limit:,.0f}" if limit >= FAR else f"{limit:g}"
 
 
 def _plural(words: str) -> str:

@@ -8,9 +8,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+# More than anybody means: a number above it is a mistake, such as a lost minus in an exponent.
+LARGEST = 10**12
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+NotNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e8, allow_inf_nan=False)]
 
 
 class Words(BaseModel):

@@ -3,7 +3,10 @@
 import copy
 import difflib
 import inspect
+import itertools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,11 +28,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
+from meshtrain.models.values import value_problems
 
 # What transformers raises for a value that it does not like: of another type, or one that contradicts another.
 REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
+# What its code, and torch's, raise when they calculate with a value that nothing has checked.
+FAILURES = (ArithmeticError, LookupError, RuntimeError)
+MOST_MODULES = 500_000
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -44,12 +53,12 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
         ModelError: for an unknown type, a directory that holds no model, or a value that the model does not have.
     """
     if model.type is not None:
-        _check_names(_config_of_type(model.type, {}), model)
+        _check_values(_config_of_type(model.type, {}), model)
         ends = {} if end_id is None else {"bos_token_id": end_id, "eos_token_id": end_id}
         config = _config_of_type(model.type, {**ends, **model.config})
     else:
         config = _config_at(model)
-        _check_names(config, model)
+        _check_values(config, model)
         _change(config, model.config)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
         raise ModelError(
@@ -76,11 +85,11 @@ def build_model(
     attention = attention or config._attn_implementation
     _check_attention(config, attention)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _few_modules(config.model_type):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-    except REFUSALS as error:
+    except (*REFUSALS, *FAILURES) as error:
         raise ModelError(
             f"transformers cannot build a {config.model_type} model from this configuration: {refusal_reason(error)}"
         ) from error
@@ -93,6 +102,25 @@ def build_model(
         )
     model.train()
     return model
+
+
+@contextmanager
+def _few_modules(model_type: str) -> Iterator[None]:
+    """Stop building a model that would take hours: some value of its configuration is far too large."""
+    numbers = itertools.count(1)
+
+    def count(*_: object) -> None:
+        if next(numbers) > MOST_MODULES:
+            raise ModelError(
+                f"model.config: a {model_type} model of this configuration has more than {MOST_MODULES:,} modules; "
+                "lower the number of its layers or experts"
+            )
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def stock_class(model: nn.Module) -> Any:
@@ -160,13 +188,13 @@ def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING_NAMES:
         near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; see the model types of transformers"
-        raise ModelError(f"model.type = {model_type!r}: transformers has no such model type{hint}")
+        raise ModelError(f"model.type = {shortened(repr(model_type))}: transformers has no such model type{hint}")
     verbosity = logging.get_verbosity()
     # It warns that the default end token of the type is outside of a smaller vocabulary.
     logging.set_verbosity_error()
     try:
         return AutoConfig.for_model(model_type, **values)
-    except REFUSALS as error:
+    except (AttributeError, *REFUSALS, *FAILURES) as error:
         raise _refusal(model_type, error) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -192,7 +220,7 @@ def _change(config: PretrainedConfig, values: dict) -> None:
     try:
         for name, value in values.items():
             setattr(config, name, value)
-    except REFUSALS as error:
+    except (AttributeError, *REFUSALS, *FAILURES) as error:
         raise _refusal(config.model_type, error) from error
 
 
@@ -217,6 +245,12 @@ def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
         )
 
 
+def _check_values(config: PretrainedConfig, model: ModelConfig) -> None:
+    _check_names(config, model)
+    if problems := list(value_problems(config, model.config)):
+        raise ModelError(problems)
+
+
 def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
     # transformers keeps every keyword it does not know as an attribute: a typing mistake would train another model.
     known = {*config.to_dict(), *config.attribute_map}
@@ -225,7 +259,7 @@ def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"model.config.{name}: {config.model_type} has no such value{hint}")
+            problems.append(f"{dotted(('model', 'config', name))}: {config.model_type} has no such value{hint}")
     if problems:
         raise ModelError(problems)
 

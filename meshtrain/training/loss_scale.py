@@ -1,12 +1,12 @@
 """The number that the loss is multiplied by, so that small gradients survive in float16."""
 
-import sys
 from dataclasses import dataclass
 
 from meshtrain.checkpoint.manifest import SavedLossScale
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan
+from meshtrain.config.words import LARGEST
 
-UNSCALED = LossScalePlan(initial=1.0, minimum=1.0, growth_interval=sys.maxsize)
+UNSCALED = LossScalePlan(initial=1.0, minimum=1.0, growth_interval=LARGEST)
 """A scale that is 1 for ever: nothing is tolerated, and nothing grows."""
 
 

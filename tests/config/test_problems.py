@@ -56,7 +56,7 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
         ("data.tokenizer = 'gpt2'", "data.tokenizer: expected a table, found the string 'gpt2'"),
         (
             "optimizer.learning_rate = '1e-4'",
-            "optimizer.learning_rate: expected a number above 0, found the string '1e-4'",
+            "optimizer.learning_rate: expected a number above 0 up to 10, found the string '1e-4'",
         ),
         ("plan = 3", "plan: expected a string or a table, found 3"),
         ("plan.extends = 3", "plan.extends: expected a string, found 3"),

@@ -1,6 +1,7 @@
 """Tensor parallelism: rules, heads and widths that tp must divide."""
 
 import copy
+import math
 from collections.abc import Mapping
 
 from torch import nn
@@ -160,4 +161,5 @@ def read_attribute(module: nn.Module, name: str) -> object:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return ", ".join(map(str, sorted({*small, *(number // divisor for divisor in small)})))

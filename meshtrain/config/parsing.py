@@ -1,0 +1,109 @@
+"""From the text of TOML or JSON to values that TOML can have, whatever the text holds."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from meshtrain.config.settings import Key
+
+DEEPEST = 30
+_BITS_64 = range(-(2**63), 2**63)
+_TOO_DEEP = f"tables and lists are nested more than {DEEPEST} deep; write fewer levels"
+_ENDLESS_NUMBER = re.compile(r"[0-9][0-9_]{4300,}")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Read TOML.
+
+    Raises:
+        TOMLDecodeError: if it is none, or if Python cannot read what it holds.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise tomllib.TOMLDecodeError(_reason(text, error)) from None
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Read JSON.
+
+    Raises:
+        JSONDecodeError: if it is none.
+        ValueError: if Python cannot read what it holds, or if it holds no object.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise ValueError(_reason(text, error)) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"holds a {type(values).__name__} and not an object; write {{...}}")
+    return values
+
+
+def _reason(text: str, error: RecursionError | ValueError) -> str:
+    if isinstance(error, RecursionError):
+        return _TOO_DEEP
+    number = _ENDLESS_NUMBER.search(text)
+    line = f"line {text[: number.start()].count(chr(10)) + 1}: " if number else ""
+    return f"{line}a number has thousands of digits; integers have at most 64 bits"
+
+
+def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Yield the keys whose values no configuration can hold, each with what to say of it.
+
+    Args:
+        value: of the key: a table, a list or a single value.
+        key: where it stands.
+    """
+    if len(key) > DEEPEST:
+        yield key[:1], _TOO_DEEP
+    elif isinstance(value, dict):
+        for name, below in value.items():
+            if not _is_text(name):
+                yield key, f"the key {name!r} is not UTF-8 text; mend it"
+            else:
+                yield from unusable_values(below, (*key, name))
+    elif isinstance(value, list):
+        if _depth(value) + len(key) > DEEPEST:
+            yield key, _TOO_DEEP
+            return
+        for entry in _entries(value):
+            yield from _unusable(entry, key)
+    else:
+        yield from _unusable(value, key)
+
+
+def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    if isinstance(value, dict):
+        yield from ((key, message) for _, message in unusable_values(value))
+    elif isinstance(value, int) and value not in _BITS_64:
+        yield key, f"a whole number of {value.bit_length():,} bits, and TOML has at most 64; give a smaller one"
+    elif isinstance(value, str) and not _is_text(value):
+        yield key, f"{value[:40]!r} is not UTF-8 text; mend it"
+
+
+def _depth(value: Any) -> int:
+    """Return how deep lists are nested, level by level: they may be nested deeper than functions can be."""
+    depth, level = 0, [value]
+    while level:
+        depth, level = depth + 1, [entry for part in level if isinstance(part, list) for entry in part]
+    return depth
+
+
+def _entries(value: list[Any]) -> Iterator[Any]:
+    for entry in value:
+        if isinstance(entry, list):
+            yield from _entries(entry)
+        else:
+            yield entry
+
+
+def _is_text(text: str) -> bool:
+    """Tell whether a text can be written as UTF-8: a command line, or an escape of JSON, may hold half a character."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
