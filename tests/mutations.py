@@ -157,10 +157,10 @@ def _written(name: str) -> Case:
 def make_case(seed: int) -> Case:
     """Return the damage of a number."""
     chance = random.Random(seed)
-    name = chance.choice(list(PROCESSES))
+    name = chance.choices(list(PROCESSES), (1, 1, 1, 1, 3, 3))[0]
     case = copy.copy(_written(name))
     case.overrides = []
-    kinds = chance.choices(list(_KINDS), list(_KINDS.values()), k=chance.choice((1, 1, 1, 2, 3)))
+    kinds = chance.choices(list(_KINDS), list(_KINDS.values()), k=chance.choice((1, 1, 2, 2, 3)))
     for damage in kinds:
         case.what += f"{damage.__name__.strip('_')}: {damage(case, chance)}; "
     return case
@@ -203,9 +203,9 @@ def _places(table: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[tu
     return found
 
 
-def _in_file(case: Case, chance: random.Random, change: Callable[[dict[str, Any], str], str]) -> str:
+def _in_file(case: Case, chance: random.Random, change: Callable[[dict[str, Any], str], str], kind: str = "") -> str:
     """Change the table of one of the files, if it still is one."""
-    kind = "run" if chance.random() < 0.75 else "plan"
+    kind = kind or ("run" if chance.random() < 0.75 else "plan")
     try:
         table = tomllib.loads(getattr(case, kind).decode())
     except (ValueError, RecursionError):
@@ -233,7 +233,7 @@ def _set_any_key(case: Case, chance: random.Random) -> str:
         schema = json_schema("run" if kind == "run" else "plan")
         key = chance.choice(keys_of(schema))
         words = choices(subschema(schema, key) or {})
-        value = chance.choice(words) if words and chance.random() < 0.7 else _value(chance)
+        value = chance.choice(words) if words and chance.random() < 0.4 else _value(chance)
         _put(table, key, value)
         return f"{key} = {value!r:.80}"
 
@@ -241,13 +241,13 @@ def _set_any_key(case: Case, chance: random.Random) -> str:
 
 
 def _set_a_value_of_the_model(case: Case, chance: random.Random) -> str:
-    def change(table: dict[str, Any], kind: str) -> str:
+    def change(table: dict[str, Any], _: str) -> str:
         key = chance.choice(_model_keys(_shipped(case.name)[0]["model"]["type"]))
         value = _value(chance)
         _put(table, key, value)
         return f"{key} = {value!r:.80}"
 
-    return _in_file(case, random.Random(0), change)
+    return _in_file(case, chance, change, kind="run")
 
 
 def _remove_a_key(case: Case, chance: random.Random) -> str:

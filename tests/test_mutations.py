@@ -26,7 +26,7 @@ from meshtrain.training.report import ANY_NUMBER, check_run
 from tests.mutations import Case, make_case
 from tests.ranks import run_on_ranks
 
-NUMBER = int(os.environ.get("MUTATIONS", "10000"))
+NUMBER = 10_000
 WORKERS = 2
 SECONDS_FOR_ALL, SECONDS_FOR_ONE = 60.0, 5.0
 BYTES_FOR_ALL = 4 * 2**30
@@ -150,7 +150,7 @@ def absurdities(value: Any, key: tuple[str, ...] = ()) -> list[str]:
     return [f"accepted: {key} = {value!r}"] if is_absurd else []
 
 
-def try_cases(root: Path) -> tuple[dict[str, int], list[str], float]:
+def try_cases(root: Path, number: int) -> tuple[dict[str, int], list[str], float]:
     """Try the cases of this rank.
 
     Returns:
@@ -163,23 +163,20 @@ def try_cases(root: Path) -> tuple[dict[str, int], list[str], float]:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     watch, counts, faults = Watch(), dict.fromkeys(("fits", "contradiction", "refused", "crashed"), 0), []
     start = time.process_time()
-    first = int(os.environ.get("FIRST", "0"))
-    for seed in range(first + int(os.environ["RANK"]), first + NUMBER, WORKERS):
+    for seed in range(int(os.environ["RANK"]), number, WORKERS):
         case = make_case(seed)
-        began = time.process_time()
         ending, found = try_case(case, watch)
         counts[ending] += 1
         faults += [f"{seed} ({case.name}; {case.what}): {fault}" for fault in found]
-        if os.environ.get("SLOW") and time.process_time() - began > 0.4:
-            print("slow", seed, case.what, time.process_time() - began, file=sys.stderr)
     return counts, faults, time.process_time() - start
 
 
 @pytest.mark.timeout(900)
 def test_ten_thousand_damaged_runs_are_accepted_or_refused_in_plain_lines(tmp_path: Path) -> None:
-    answers = run_on_ranks(WORKERS, try_cases, tmp_path, joins=False, timeout=900.0)
+    answers = run_on_ranks(WORKERS, try_cases, tmp_path, NUMBER, joins=False, timeout=900.0)
     faults = [fault for _, found, _ in answers for fault in found]
-    if os.environ.get("FAULTS"):
-        Path(os.environ["FAULTS"]).write_text("\n=====\n".join(faults))
-    print([(counts, seconds) for counts, _, seconds in answers], len(faults))
     assert not faults, f"{len(faults)} of {NUMBER}, such as\n" + "\n".join(faults[:10])
+    # Each kind of ending is tried often enough to tell something.
+    assert all(sum(counts[ending] for counts, _, _ in answers) > 100 for ending in ("fits", "contradiction", "refused"))
+    # Of the processor: a machine that is busy with other work takes longer.
+    assert max(seconds for _, _, seconds in answers) < SECONDS_FOR_ALL

@@ -127,7 +127,7 @@ def _forms(form: Schema, found: Any) -> list[str]:
         below = next((entry for entry in entries if _is_beyond(form["items"], entry)), None)
         return [f"a list of {few}{_plural(expectation(form['items'], below))}"]
     name = NAMES.get(form.get("type", "object"), "a table")
-    is_finite = not isinstance(found, float) or math.isfinite(found)
+    is_finite = not isinstance(found, float) or not math.isinf(found)
     return [(name if is_finite else name.replace("a number", "a finite number")) + _range(form, found)]
 
 

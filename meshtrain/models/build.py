@@ -37,7 +37,7 @@ from meshtrain.models.values import value_problems
 REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
 # What its code, and torch's, raise when they calculate with a value that nothing has checked.
 FAILURES = (ArithmeticError, LookupError, RuntimeError)
-MOST_MODULES = 500_000
+MOST_MODULES, LONGEST_REASON = 500_000, 600
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -267,7 +267,7 @@ def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
 def refusal_reason(error: Exception) -> str:
     """Return one line; the checks of a configuration's values hide the reason in the cause."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        return str(error.__cause__)
+        return shortened(str(error.__cause__), LONGEST_REASON)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # What the first line announces is in the next ones.
-    return " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return shortened(" ".join(lines) if lines[0].endswith(":") else lines[0], LONGEST_REASON)

@@ -1,0 +1,74 @@
+"""Numbers of a model's configuration that transformers takes and nobody can mean."""
+
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshtrain.config.run import ModelConfig
+from meshtrain.errors import ModelError
+from meshtrain.models.build import load_hf_config
+from meshtrain.models.values import value_problems
+
+NAN, INF = float("nan"), float("inf")
+PROBABILITY, EPSILON = "a probability from 0 below 1", "a number above 0 and below 1"
+
+
+def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
+    with pytest.raises(ModelError) as caught:
+        load_hf_config(ModelConfig(type=model_type, config=values))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value", "wanted"),
+    [
+        ("gpt2", "layer_norm_epsilon", NAN, "a finite number"),
+        ("gpt2", "layer_norm_epsilon", 0.0, EPSILON),
+        ("llama", "rms_norm_eps", -1e-5, EPSILON),
+        ("gpt2", "initializer_range", INF, "a finite number"),
+        ("gpt2", "initializer_range", -0.02, "a number from 0"),
+        ("gpt2", "attn_pdrop", 1, PROBABILITY),
+        ("gpt2", "resid_pdrop", 1.0, PROBABILITY),
+        ("llama", "attention_dropout", -0.1, PROBABILITY),
+        ("gpt2", "n_embd", -1, "a whole number from 1 to 1,000,000,000"),
+        ("gpt2", "n_positions", -1, "a whole number from 1 to 1,000,000,000"),
+        ("gpt2", "n_positions", 10**18, "a whole number from 1 to 1,000,000,000"),
+        ("gpt2", "hidden_size", 0, "a whole number from 1 to 1,000,000,000"),
+        ("gpt2", "n_layer", 10**9, "a whole number from 1 to 10,000"),
+        ("gpt2", "n_inner", -4, "a number from 0"),
+        ("mixtral", "num_local_experts", 10**18, "a number up to 1,000,000,000"),
+    ],
+)
+def test_a_number_that_nobody_means(model_type, name, value, wanted):
+    assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: give {wanted}",)
+
+
+def test_numbers_inside_of_tables_and_lists_are_looked_at():
+    rope = {"rope_type": "default", "rope_theta": NAN}
+    assert problems_of("llama", rope_parameters=rope) == (
+        "model.config.rope_parameters.rope_theta = nan: give a finite number",
+    )
+    assert problems_of("gpt2", id2label={"a": [1, INF]}) == ("model.config.id2label.a = inf: give a finite number",)
+
+
+def test_all_wrong_numbers_are_told_at_once():
+    assert len(problems_of("gpt2", n_embd=-1, attn_pdrop=2.0, layer_norm_epsilon=INF)) == 3
+
+
+def test_what_a_class_takes_by_default_is_never_refused():
+    refused = []
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = AutoConfig.for_model(model_type)
+        except StrictDataclassError:
+            # Its own defaults contradict each other.
+            continue
+        refused += [f"{model_type}: {problem}" for problem in value_problems(config, config.to_dict())]
+    assert refused == []
+
+
+def test_infinity_stays_where_a_class_says_it():
+    assert load_hf_config(ModelConfig(type="mamba2", config={"time_step_limit": [0.0, INF]})).time_step_limit[1] == INF
