@@ -110,7 +110,7 @@ def check_once(config: RunConfig, num_processes: int) -> tuple[str, ...]:
         try:
             check_run(config, num_processes)
         except UserError as error:
-            checked[text] = error.problems
+            checked[text] = error.lines
         else:
             checked[text] = ()
     if checked[text] == ():
@@ -127,7 +127,7 @@ def try_case(case: Case, watch: Watch) -> tuple[str, list[str]]:
             config = load_run("run.toml", case.overrides)
             problems = check_once(config, case.num_processes)
     except UserError as error:
-        return "refused", [*faults_of(error.problems), *watch.seen]
+        return "refused", [*faults_of(error.lines), *watch.seen]
     except BaseException:  # noqa: BLE001 - that is what is looked for
         return "crashed", [traceback.format_exc()]
     if problems:

@@ -11,7 +11,7 @@ BEYOND = "found 1000000000000000000"
 def problems_of(path, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.mark.parametrize(

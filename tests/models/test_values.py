@@ -19,7 +19,7 @@ PROBABILITY, EPSILON = "a probability from 0 below 1", "a number above 0 and bel
 def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
     with pytest.raises(ModelError) as caught:
         load_hf_config(ModelConfig(type=model_type, config=values))
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.mark.parametrize(
