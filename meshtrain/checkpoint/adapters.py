@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshtrain.checkpoint.description import Tokenizer, write_tokenizer
+from meshtrain.checkpoint.named_folder import locked_folder
 from meshtrain.checkpoint.stock_tensors import StockTensor
 from meshtrain.config.mesh import STAGE_AXES
 from meshtrain.errors import CheckpointError, ModelError, Problem, name_some
@@ -143,14 +144,14 @@ def save_adapters(
             return
         state = {f"base_model.model.{name}": value for name, value in tensors.items()}
         try:
-            with warnings.catch_warnings():
+            with locked_folder(Path(folder)), warnings.catch_warnings():
                 # A local model has no files on the hub to compare with.
                 warnings.simplefilter("ignore")
                 type(adapted).save_pretrained(
                     adapted, str(folder), state_dict=state, save_embedding_layers=False, **options
                 )
-            if tokenizer is not None:
-                write_tokenizer(Path(folder), tokenizer, Path())
+                if tokenizer is not None:
+                    write_tokenizer(Path(folder), tokenizer, Path())
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(

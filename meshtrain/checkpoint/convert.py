@@ -10,6 +10,7 @@ from meshtrain import console
 from meshtrain.checkpoint.directory import checkpoint_directory, is_checkpoint
 from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.named_folder import locked_together
 from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.store import save_checkpoint
@@ -69,14 +70,15 @@ def _import(folder: Path, root: Location) -> None:
     with process_group() as device:
         mesh = build_mesh(plan.mesh, device.type)
         pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
-        load_pretrained(pipeline, folder)
-        save_checkpoint(
-            root,
-            weights_of(pipeline),
-            manifest=weights_manifest(pipeline),
-            huggingface=lambda directory: _copy_beside_weights(folder, directory),
-            retention=Retention(newest=1),
-        )
+        with locked_together(root):
+            load_pretrained(pipeline, folder)
+            save_checkpoint(
+                root,
+                weights_of(pipeline),
+                manifest=weights_manifest(pipeline),
+                huggingface=lambda directory: _copy_beside_weights(folder, directory),
+                retention=Retention(newest=1),
+            )
     console.line(f"{checkpoint} holds the weights of {stock_class(model).__name__}; train from it with model.path")
 
 

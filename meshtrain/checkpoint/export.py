@@ -29,7 +29,7 @@ from meshtrain.checkpoint.folder_layout import (
 from meshtrain.checkpoint.integrity import find_damage
 from meshtrain.checkpoint.location import Location, as_local, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
-from meshtrain.checkpoint.named_folder import check_new, written_whole
+from meshtrain.checkpoint.named_folder import check_new, locked_folder, written_whole
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.safetensors_folder import FileWriter, write_index
 from meshtrain.checkpoint.stock_tensors import StockTensor, stock_tensors
@@ -56,7 +56,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: if there is no whole checkpoint, it lacks a tensor of the model or holds others, the folder
-            has something in it, or the disk is full.
+            has something in it or another process writes into it, or the disk is full.
     """
     check_new(folder)
     source = find_checkpoint(checkpoint)
@@ -106,6 +106,11 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
 
 def _write_folder(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
     folder = folder.absolute()
+    with locked_folder(folder):
+        return _write_locked(source, folder, dtype, max_shard_size)
+
+
+def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
     if damage := find_damage(source):
         raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)

@@ -19,6 +19,7 @@ from meshtrain.checkpoint.named_folder import (
     cannot_write,
     check_new,
     draft_of,
+    locked_together,
     publish_folder,
     remove_draft,
     start_folder,
@@ -116,15 +117,16 @@ def write_live_folder(
         CheckpointError: the same on all processes: the folder has something in it, or cannot be written.
     """
     agreement = live.groups.agreement
-    draft = gather_objects(draft_of(folder), agreement)[0]
-    try:
-        _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
-        problem = _Writing(draft, layout, plan, live).run(folder)
-        raise_together([problem] if problem else [], CheckpointError, agreement)
-        _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, agreement)
-    finally:
-        if is_first_rank():
-            remove_draft(draft)
+    with locked_together(folder, agreement):
+        draft = gather_objects(draft_of(folder), agreement)[0]
+        try:
+            _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
+            problem = _Writing(draft, layout, plan, live).run(folder)
+            raise_together([problem] if problem else [], CheckpointError, agreement)
+            _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, agreement)
+        finally:
+            if is_first_rank():
+                remove_draft(draft)
 
 
 def _begin(folder: Path, draft: Path, describe: Callable[[Path], None]) -> None:

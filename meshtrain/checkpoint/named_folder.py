@@ -4,15 +4,20 @@ An existing one may be a mount point, a link, the working directory, or have bee
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+from torch.distributed import ProcessGroup
 from transformers.utils import CONFIG_NAME
 
 from meshtrain.checkpoint.directory import MANIFEST_NAME
+from meshtrain.checkpoint.location import Location
 from meshtrain.errors import CheckpointError
+from meshtrain.runtime.agreement import is_first_rank, raise_together
+from meshtrain.runtime.claims import is_claim
 from meshtrain.runtime.disk import flush, flush_tree
+from meshtrain.runtime.lock import Lock, locked
 
 _LAST = (CONFIG_NAME, MANIFEST_NAME)
 """Without them nobody takes a folder for a model or a checkpoint."""
@@ -38,8 +43,35 @@ def draft_of(folder: Path) -> Path:
 
 
 def _has_something(folder: Path) -> bool:
-    # A draft there was left by a process that was killed.
-    return any(path != draft_of(folder) for path in folder.resolve().iterdir())
+    # A draft there was left by a process that was killed, and the lock may be this process's own.
+    return any(path != draft_of(folder) and not is_claim(path) for path in folder.resolve().iterdir())
+
+
+def locked_folder(folder: Location) -> AbstractContextManager[Lock]:
+    """Keep other processes from writing into a folder while the block runs.
+
+    Raises:
+        CheckpointError: if another process writes into it.
+    """
+    return locked(folder, str(folder), "write into another folder", CheckpointError)
+
+
+@contextmanager
+def locked_together(folder: Location, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Do `locked_folder` on the first rank, for all. Collective.
+
+    Raises:
+        CheckpointError: the same on all ranks, if a process that is none of them writes into the folder.
+    """
+    with ExitStack() as stack:
+        problems: Iterable[str] = ()
+        if is_first_rank():
+            try:
+                stack.enter_context(locked_folder(folder))
+            except CheckpointError as error:
+                problems = error.problems
+        raise_together(problems, CheckpointError, group)
+        yield
 
 
 def start_folder(draft: Path) -> None:

@@ -40,7 +40,7 @@ from meshtrain.checkpoint.location import (
     write_hashed,
 )
 from meshtrain.checkpoint.manifest import Manifest, write_manifest
-from meshtrain.checkpoint.named_folder import check_new, draft_of, publish_folder
+from meshtrain.checkpoint.named_folder import check_new, draft_of, locked_together, publish_folder
 from meshtrain.checkpoint.planner import Block, BlockSavePlanner, block_of
 from meshtrain.checkpoint.publishing import Retention, prune_checkpoints, publish_checkpoint, start_draft
 from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
@@ -125,18 +125,19 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
         CheckpointError: the same on all ranks: the folder has something in it, or any of them could not write.
     """
     outcome = "make room or write elsewhere"
-    _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
-    draft = gather_objects(draft_of(folder))[0]
-    _write_checkpoint(
-        folder,
-        draft,
-        partial(publish_folder, draft, folder),
-        {key: block_of(tensor) for key, tensor in tensors.items()},
-        manifest=manifest,
-        huggingface=huggingface,
-        outcome=outcome,
-        group=None,
-    )
+    with locked_together(folder):
+        _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
+        draft = gather_objects(draft_of(folder))[0]
+        _write_checkpoint(
+            folder,
+            draft,
+            partial(publish_folder, draft, folder),
+            {key: block_of(tensor) for key, tensor in tensors.items()},
+            manifest=manifest,
+            huggingface=huggingface,
+            outcome=outcome,
+            group=None,
+        )
 
 
 def _write_checkpoint(

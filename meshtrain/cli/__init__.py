@@ -29,7 +29,9 @@ def main() -> None:
     """Run the command line."""
     from meshtrain.runtime.environment import rank_from_environment
     from meshtrain.runtime.garbage import rare_collections
+    from meshtrain.runtime.lifetime import end_with_torchrun
 
+    end_with_torchrun()
     console.configure(rank=rank_from_environment())
     with rare_collections():
         code = _exit_code(sys.argv[1:] or ["--help"])

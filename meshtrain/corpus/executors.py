@@ -28,9 +28,9 @@ from multiprocess import forkserver
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 from meshtrain.corpus.stage import Stage
 from meshtrain.errors import DataError, UserError
+from meshtrain.runtime.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 
 WORKERS = "workers.lock"
 """Held by workers, beside the directories of the stages: a killed run's may live for a moment longer than it does."""

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from trafilatura import extract
 
-from meshtrain.corpus.lifetime import die_with_parent
+from meshtrain.runtime.lifetime import die_with_parent
 
 LENGTH_BYTES = 8
 READY = b"ready"

@@ -1,13 +1,9 @@
 """Running the steps of a corpus file, one after another, each on what the one before has written."""
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from meshtrain import console
@@ -15,11 +11,12 @@ from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.reading import shown
 from meshtrain.corpus.chain import build_chain
 from meshtrain.corpus.executors import WORKERS, counted, run_stage
-from meshtrain.corpus.lifetime import wait_for_holders
 from meshtrain.corpus.shards import remove_partials
 from meshtrain.corpus.shuffle import PARTS
 from meshtrain.corpus.steps import READ, Counts, Step, counting_stage
 from meshtrain.errors import DataError
+from meshtrain.runtime.lifetime import wait_for_holders
+from meshtrain.runtime.lock import locked
 
 DIRECTORY_OF_A_STEP = re.compile(r"\d\d-\w+")
 
@@ -36,7 +33,11 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
         UserError: what is wrong with the configuration, the sources or a step.
     """
     directory = Path(config.directory)
-    with _locked(directory):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"directory: cannot write into {directory}: {error.strerror}; choose another place") from error
+    with locked(directory, f"directory = {shown(directory)}", "choose another place", DataError):
         steps = build_chain(config)
         _check_known(steps, "run", only)
         _check_known(steps, "redo", redo)
@@ -143,27 +144,6 @@ def _check_no_others(directory: Path, steps: list[Step]) -> None:
                 f"{directory} holds {other}, which is no step of this file (it has {', '.join(sorted(known))}); "
                 "remove it, or set directory to a new place"
             )
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory, so that two runs never write into it at once.
-
-    Raises:
-        DataError: if another run does, or it cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise DataError(f"directory: cannot write into {directory}: {error.strerror}; choose another place") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise DataError(f"another process is preparing {directory}; wait for it, or end it") from None
-    finally:
-        os.close(descriptor)
 
 
 def _next_command(step: Step, counts: Counts, following: str | None) -> str:

@@ -14,6 +14,7 @@ from xxhash import xxh3_128_hexdigest
 
 from meshtrain.errors import DataError, UserError
 from meshtrain.runtime.disk import flush, flush_tree
+from meshtrain.runtime.lock import locked
 
 FOLLOWER_PATIENCE_SECONDS = 2.0
 FOLLOWER_GLANCE_SECONDS = 0.01
@@ -167,6 +168,23 @@ def build_directory(
     finally:
         if not is_kept:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def build_output(output: Path, fill: Callable[[Path], None], *, keeps: tuple[type[BaseException], ...] = ()) -> bool:
+    """Build the directory that --output names, as `build_directory` does; no other process may do so meanwhile.
+
+    Returns:
+        Whether it was built; False if another process had done so since the caller looked.
+
+    Raises:
+        UserError: what `build_directory` raises; a DataError if another process is building it.
+    """
+    advice = "choose another --output"
+    with locked(output, f"--output {output}", advice, DataError):
+        if output.exists():
+            return False
+        build_directory(output, fill, keeps=keeps, another_place=advice)
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:

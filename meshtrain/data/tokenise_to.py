@@ -1,12 +1,9 @@
 """What `meshtrain tokenize` does: a directory of token files, that is there completely or not at all."""
 
-import fcntl
 import json
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, build_directory, identity_of
+from meshtrain.data.cache import Cache, build_output, identity_of
 from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.journal import JOURNAL, Job
 from meshtrain.data.megatron import RECORD, megatron_type_of, write_index
@@ -70,19 +67,22 @@ def tokenise_to(order: Order, cache: Cache) -> None:
     parts: dict[str, TokenCounts] = {}
 
     def fill(directory: Path) -> None:
-        with _locked(directory, order.output):
-            tokenise(directory, job=job)
-            (directory / "tokenizer").mkdir(exist_ok=True)
-            job.tokenizer.copy(directory / "tokenizer")
-            parts.update({part: TokenCounts.read(directory / part) for part in job.parts})
-            if order.format == "megatron":
-                for part in job.parts:
-                    _to_megatron(directory / part, job.type_on_disk)
-            _write_record(directory / RECORD, order, job, name, parts)
+        tokenise(directory, job=job)
+        (directory / "tokenizer").mkdir(exist_ok=True)
+        job.tokenizer.copy(directory / "tokenizer")
+        parts.update({part: TokenCounts.read(directory / part) for part in job.parts})
+        if order.format == "megatron":
+            for part in job.parts:
+                _to_megatron(directory / part, job.type_on_disk)
+        _write_record(directory / RECORD, order, job, name, parts)
 
     order.output.parent.mkdir(parents=True, exist_ok=True)
     with told_as_options():
-        build_directory(order.output, fill, keeps=(BaseException,), another_place="choose another --output")
+        is_built = build_output(order.output, fill, keeps=(BaseException,))
+    if not is_built:
+        _check_same(order.output, name)
+        console.line(f"{order.output} holds just that meanwhile, from another process; nothing was done")
+        return
     _show(order, parts, None if goes_on else time.monotonic() - started)
 
 
@@ -110,21 +110,6 @@ def _check_same(output: Path, name: str) -> None:
             f"--output: {output} is there already, and was not made from these sources in this way; "
             "remove it, or choose another place"
         )
-
-
-@contextmanager
-def _locked(directory: Path, output: Path) -> Iterator[None]:
-    # A lock on the directory itself leaves no file behind.
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = f"--output: another process is writing {output}; wait for it, or choose another place"
-            raise DataError(problem) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _to_megatron(part: Path, token_type: np.dtype) -> None:

@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from xxhash import xxh3_64_intdigest
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, build_directory, identity_of
+from meshtrain.data.cache import Cache, build_output, identity_of
 from meshtrain.data.corpus_files import Corpus
 from meshtrain.data.documents import DocumentReader
 from meshtrain.data.options import told_as_options
@@ -116,8 +116,9 @@ def train_tokenizer_to(
     Raises:
         DataError: if a source or a document is wrong, or the output is there already.
     """
+    taken = f"--output: {output} is there already; remove it, or choose another place"
     if output.exists():
-        raise DataError(f"--output: {output} is there already; remove it, or choose another place")
+        raise DataError(taken)
     files = tuple(find_typed_files(sources))
     corpus = Corpus(files, (), text_key=text_key, on_bad_record=on_bad_record, num_documents=num_documents)
 
@@ -126,7 +127,8 @@ def train_tokenizer_to(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with told_as_options():
-        build_directory(output, fill, another_place="choose another --output")
+        if not build_output(output, fill):
+            raise DataError(taken)
     found = tokenizer_files(output / "tokenizer.json", load_tokenizer(output / "tokenizer.json"), SETTINGS).vocab_size
     console.line(f"Wrote {output}: {found:,} tokens")
     if found < vocab_size:

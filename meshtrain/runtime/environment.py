@@ -48,6 +48,23 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def job_from_environment() -> str | None:
+    """Return what names the job of this process over its restarts; None if nothing does.
+
+    The name that torchrun was given may be another job's too, because a person or a launch script made it up.
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        return f"Slurm job {os.environ['SLURM_JOB_ID']}"
+    # "none" is what torchrun calls a run that was given no name.
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else f"torchrun job {name}"
+
+
+def requeues_from_environment() -> int:
+    """Return how often Slurm has put the job of this process back into its queue."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
 def num_hosts_from_environment() -> int:
     """Return the number of machines of the run; 1 where nothing is said of machines."""
     if "GROUP_WORLD_SIZE" in os.environ:

@@ -35,6 +35,7 @@ from meshtrain.runtime.failure import (
     trace_of,
 )
 from meshtrain.runtime.flight import forget_recorders, write_recorder
+from meshtrain.runtime.lifetime import do_last_acts
 from meshtrain.runtime.place import Limits, Place
 from meshtrain.runtime.stuck import describe, innermost_frames, is_waiting, stuck_failure
 
@@ -332,6 +333,7 @@ class Guard:
             if not reason.is_told_by_its_rank:
                 console.stop_lines(reason.lines())
                 self._write(lambda directory: write_recorder(directory, self._rank))
+            do_last_acts()
             if has_store:
                 with suppress(dist.DistError):
                     self._let_read(reason)

@@ -24,6 +24,7 @@ from meshtrain.runtime.environment import (
 from meshtrain.runtime.flight import switch_on_recorder
 from meshtrain.runtime.guard import Guard
 from meshtrain.runtime.hosts import check_hosts
+from meshtrain.runtime.lifetime import end_with_torchrun
 from meshtrain.runtime.place import Limits
 from meshtrain.runtime.signals import StopRequest, catch_stop_signals, tell_of_crashes
 from meshtrain.runtime.store import hosts_store, open_store
@@ -165,6 +166,7 @@ def _leave_at_exit() -> None:
 
 def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
     tell_of_crashes()
+    end_with_torchrun()
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = open_store(seconds, start) if is_launched() else dist.HashStore()

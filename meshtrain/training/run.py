@@ -40,6 +40,7 @@ from meshtrain.training.directory import changed_length, check_directory, checkp
 from meshtrain.training.history import BadStep, StepHistory, name_samples
 from meshtrain.training.hooks import Hook, Hooks, RunState
 from meshtrain.training.identity import Identity
+from meshtrain.training.lock import RunLock, locked_run
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loop import Run, run_loop
 from meshtrain.training.loss import TokenLoss
@@ -84,6 +85,11 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
     started = time.monotonic()
     check_devices()
     check_directory(config)
+    with locked_run(config) as lock:
+        return _train(config, hooks, lock, started)
+
+
+def _train(config: RunConfig, hooks: Sequence[Hook], lock: RunLock, started: float) -> Ending:
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
@@ -98,7 +104,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
         _agree_on_data(data)
         found = _find_checkpoint(identity)
         _show_head(config, resolved, num_steps)
-        reason = run_loop(_build(identity, feed, num_steps, found, process, hooks))
+        reason = run_loop(lock.checking(_build(identity, feed, num_steps, found, process, (lock, *hooks))))
         if reason == 0:
             return Ending.DONE
         # SIGUSR1 is what a person wants of the run. SIGTERM is what a machine is told that has to go, or torchrun that

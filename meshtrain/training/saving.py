@@ -10,6 +10,7 @@ from meshtrain.checkpoint.directory import USE_ANOTHER, is_checkpoint, step_of
 from meshtrain.checkpoint.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
+from meshtrain.checkpoint.named_folder import locked_together
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.pretrained import original_dtype
 from meshtrain.checkpoint.publishing import Retention
@@ -49,33 +50,36 @@ def save_state(
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: the same on all processes: it cannot be written, there is a checkpoint of a later step, or
-            something in the state that a checkpoint does not hold.
+        CheckpointError: the same on all processes: it cannot be written, another program writes there, there is a
+            checkpoint of a later step, or something in the state that a checkpoint does not hold.
         TrainingStopped: the same on all processes: something is not finite.
     """
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
     step, values = agreed_step_and_values(state)
-    _check_nothing_is_later(root, step)
-    _reshard(pipeline)
-    optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
-    tensors = saved_tensors(pipeline, state.optimizer)
-    check_finite(step, tensors)
-    own = {
-        "optimizer": optimizer,
-        "values": values,
-        "forward_passes": forward_passes,
-        "rotary_length": pipeline.longest.grown(),
-    }
-    manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
-    description = partial(
-        write_description,
-        model=pipeline.stages[0].model,
-        tokenizer=None,
-        dtype=original_dtype(pipeline),
-        origin=origin,
-    )
-    return save_checkpoint(root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep))
+    with locked_together(root):
+        _check_nothing_is_later(root, step)
+        _reshard(pipeline)
+        optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
+        tensors = saved_tensors(pipeline, state.optimizer)
+        check_finite(step, tensors)
+        own = {
+            "optimizer": optimizer,
+            "values": values,
+            "forward_passes": forward_passes,
+            "rotary_length": pipeline.longest.grown(),
+        }
+        manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
+        description = partial(
+            write_description,
+            model=pipeline.stages[0].model,
+            tokenizer=None,
+            dtype=original_dtype(pipeline),
+            origin=origin,
+        )
+        return save_checkpoint(
+            root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep)
+        )
 
 
 def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, missing_ok: bool) -> Manifest | None:

@@ -1,6 +1,5 @@
 """Running the chain: every document accounted for, whatever is skipped, redone, interrupted or shared among workers."""
 
-import fcntl
 import gzip
 import json
 import os
@@ -204,11 +203,22 @@ def test_every_compression_holds_the_same(tmp_path, file, compression, suffix):
     assert {path.suffix for path in (tmp_path / "packed").rglob("0*.jsonl*")} == {suffix}
 
 
-def test_two_at_once_are_refused(tmp_path, file):
-    (tmp_path / "out").mkdir()
-    with (tmp_path / "out" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert problem(file) == f"another process is preparing {tmp_path}/out; wait for it, or end it"
+def test_two_at_once_are_refused(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import run
+
+    build_chain, said = run.build_chain, []
+
+    def build_after_another_has_come(config):
+        if not said:
+            said.append("")
+            said.append(problem(file))
+        return build_chain(config)
+
+    monkeypatch.setattr(run, "build_chain", build_after_another_has_come)
+    prepare(file, only="clean")
+    assert said[1].startswith(f"directory = {tmp_path}/out is in use by process {os.getpid()} on ")
+    assert said[1].endswith("; wait until it ends, end it, or choose another place")
+    assert not list((tmp_path / "out").glob(".lock*"))
 
 
 def test_a_place_that_cannot_be_written(tmp_path, file):

@@ -1,8 +1,8 @@
 """`meshtrain tokenize` and `meshtrain tokenizer train`: what they write, and what they say."""
 
-import fcntl
 import json
 import os
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from meshtrain.data import tokenise_to as module
 from meshtrain.data.cache import Cache
 from meshtrain.data.open_tokens import open_token_file
 from meshtrain.data.tokenise_to import Order, tokenise_to
@@ -162,16 +163,20 @@ def test_wrong_words(order, source, cache, tmp_path):
     )
 
 
-def test_two_at_once(order, cache, tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    descriptor = os.open(tmp_path / "out.partial", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+def test_two_at_once(order, cache, tmp_path, monkeypatch):
+    tokenise, said = module.tokenise, []
 
-    problem = problem_of(order(), cache)
+    def tokenise_after_another_has_come(*arguments, **options):
+        said.append(problem_of(order(), cache))
+        tokenise(*arguments, **options)
 
-    os.close(descriptor)
-    assert problem == f"--output: another process is writing {tmp_path}/out; wait for it, or choose another place"
+    monkeypatch.setattr(module, "tokenise", tokenise_after_another_has_come)
     tokenise_to(order(), cache)
+    assert [line.partition(", since ")[0] for line in said] == [
+        f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"
+    ]
+    assert said[0].endswith("; wait until it ends, end it, or choose another --output")
+    assert not [path for path in tmp_path.iterdir() if "lock" in path.name]
 
 
 def test_a_tokenizer_is_trained_into_a_directory(source, tmp_path, capsys):

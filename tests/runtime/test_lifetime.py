@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from meshtrain.corpus.lifetime import wait_for_holders
+from meshtrain.runtime.lifetime import wait_for_holders
 
 PARENT = """
 import subprocess, sys
@@ -16,7 +16,7 @@ child.wait()
 CHILD = """
 import sys, time
 from pathlib import Path
-from meshtrain.corpus.lifetime import die_with_parent, hold_until_death
+from meshtrain.runtime.lifetime import die_with_parent, hold_until_death
 die_with_parent()
 for _ in range(2):
     hold_until_death(Path(sys.argv[1]))
@@ -25,7 +25,7 @@ time.sleep(60)
 """
 FORKING = """
 import os, sys, time
-from meshtrain.corpus.lifetime import children_die_with_parent
+from meshtrain.runtime.lifetime import children_die_with_parent
 with children_die_with_parent():
     mortal = os.fork()
     if not mortal:
@@ -72,3 +72,40 @@ def test_only_children_that_are_forked_meanwhile_die():
 
     assert is_alive(other)
     os.kill(other, signal.SIGKILL)
+
+
+TORCHRUN = """
+import os, subprocess, sys, threading, time
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+child = []
+thread = threading.Thread(target=lambda: child.append(subprocess.Popen([sys.executable, "-c", sys.argv[1]])))
+thread.start()
+thread.join()
+print(child[0].pid, flush=True)
+time.sleep(60)
+"""
+WORKER = """
+import os, time
+from meshtrain.runtime.lifetime import before_sudden_end, end_with_torchrun
+before_sudden_end(lambda: os.write(1, b"last act\\n"))
+end_with_torchrun()
+os.write(1, b"ready\\n")
+time.sleep(60)
+"""
+
+
+def test_a_worker_ends_with_its_torchrun_and_not_with_the_thread_that_started_it():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", TORCHRUN, WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    worker, said = sorted(parent.stdout.readline() for _ in range(2))
+    assert said == "ready\n"
+    time.sleep(1.0)
+    assert is_alive(int(worker))
+    parent.kill()
+    # Standard output ends when the last of the two is gone.
+    begin = time.monotonic()
+    shown, errors = parent.communicate(timeout=60)
+    assert time.monotonic() - begin < 10
+    assert shown == "last act\n"
+    assert errors == f"rank 0 stops: torchrun (process {parent.pid}), which started it, was killed\n"

@@ -1,0 +1,292 @@
+"""One process at a time writes into a folder, whichever machines see it, over NFS and in object stores too.
+
+A process writes a file of its own into the folder (see `meshtrain.runtime.claims`), then lists those of others. Of two
+that come at different times, the later one sees the earlier one and is refused. Of two that come at once, both may see
+each other; then the larger token gives way.
+
+The file says who holds the lock, and is renewed every BEAT_SECONDS. A process that was killed leaves its file behind:
+- On this machine a process is dead if none has its number and was started when it was.
+- On another machine it is dead if its file does not change for LEASE_SECONDS, or for SAME_JOB_SECONDS if it belongs to
+  the job of this process. What counts is what this process sees: the clocks of two machines need not agree.
+- What a Slurm job left before it was put back into the queue is dead at once.
+
+A process that stood still for so long that another took its lock finds its file gone when it goes on.
+
+The token cache has locks of another kind, flock: there all ranks of all runs wait for the one that builds.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.errors import UserError
+from meshtrain.runtime.claims import ClaimFile, Place, list_claims, read_claim, remove_claim, renew_claim, token_of
+from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
+from meshtrain.runtime.lifetime import before_sudden_end, is_hidden, machine, started_at
+
+BEAT_SECONDS = 5.0
+"""A holder renews its file so often."""
+SAME_JOB_SECONDS = 15.0
+LEASE_SECONDS = 60.0
+GLANCE_SECONDS = 0.5
+"""A process that does not know yet whether another one lives looks so often."""
+
+_locks: "set[Lock]" = set()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that writes into a folder, or is about to, in its own words.
+
+    Attributes:
+        host: its hostname.
+        pid: its number there.
+        started: when it was started, in the kernel's ticks; None where that cannot be known.
+        machine: what tells its number from those of other machines; None where that cannot be known.
+        job: what names its job over restarts.
+        requeues: how often Slurm had put that job back into its queue.
+        since: when it came, by its own clock; to be shown, not compared.
+    """
+
+    host: str
+    pid: int
+    started: str | None
+    machine: str | None
+    job: str | None
+    requeues: int
+    since: str
+
+    def words(self) -> str:
+        """Name it in a message."""
+        job = f" of {self.job}" if self.job is not None else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+
+
+def this_process() -> Holder:
+    """Return what this process says of itself."""
+    return Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=started_at(os.getpid()),
+        machine=machine(),
+        job=job_from_environment(),
+        requeues=requeues_from_environment(),
+        since=datetime.now().astimezone().isoformat(" ", "seconds"),
+    )
+
+
+def content_of(holder: Holder, *, holds: bool, beat: int) -> bytes:
+    """Return what the file of a process holds: for one process always as many bytes."""
+    return json.dumps({**asdict(holder), "holds": int(holds), "beat": f"{beat:012}"}, indent=1).encode()
+
+
+def _read(content: bytes) -> tuple[Holder | None, bool]:
+    """Return who wrote a file, and whether it has the lock already; None for who is just writing it."""
+    try:
+        values = json.loads(content)
+        holds = bool(values.pop("holds"))
+        values.pop("beat")
+        return Holder(**values), holds
+    except (ValueError, KeyError, TypeError):
+        return None, True
+
+
+@dataclass
+class _Sight:
+    """What was seen of another process's file: its first content, and when that was."""
+
+    content: bytes
+    since: float
+
+
+@contextmanager
+def locked(folder: Place, what: str, advice: str, kind: type[UserError]) -> Iterator["Lock"]:
+    """Hold the lock of a folder, which need not exist, while the block runs.
+
+    Args:
+        folder: what nobody else may write into.
+        what: names it in messages, as the user does: "run_directory = out".
+        advice: what to do if another process holds it: "choose another run_directory".
+        kind: of the error.
+
+    Raises:
+        kind: if another process holds it, or the lock cannot be written.
+    """
+    lock = Lock(folder, what, advice, kind)
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+class Lock:
+    """The lock of a folder; see `locked`."""
+
+    def __init__(self, folder: Place, what: str, advice: str, kind: type[UserError]) -> None:
+        self._folder = folder.resolve() if isinstance(folder, Path) else folder
+        self._what, self._advice, self._kind = what, advice, kind
+        # What the libraries behind URLs raise is their own.
+        self._errors = (OSError,) if isinstance(folder, Path) else (Exception,)
+        self._holder, self._token = this_process(), secrets.token_hex(8)
+        self._file: ClaimFile | None = None
+        self._holds, self._beat, self._is_lost = False, 0, False
+        self._buried: list[Place] = []
+        self._writing, self._is_over = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, once.
+
+        Raises:
+            UserError: of the kind that was asked for: another process holds it, or it cannot be written.
+        """
+        try:
+            content = content_of(self._holder, holds=False, beat=0)
+            self._file = ClaimFile(self._folder, self._token, content)
+            self._thread = threading.Thread(target=self._renew, args=(self._file,), name="lock", daemon=True)
+            self._thread.start()
+            _locks.add(self)
+            before_sudden_end(release_all)
+            self._outwait_others()
+            self._holds = True
+            self._write(self._file)
+        except self._errors as error:
+            self.release()
+            if isinstance(error, UserError):
+                raise
+            raise self._kind(
+                f"{self._what}: cannot write its lock: {_reason_of(error)}; make room, or {self._advice}"
+            ) from error
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others take the lock; nothing happens if it is not held."""
+        _locks.discard(self)
+        self._is_over.set()
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if self._thread is not None:
+            # Otherwise what it writes just now would appear after the file is gone.
+            self._thread.join(BEAT_SECONDS)
+        try:
+            file.remove()
+        except self._errors as error:
+            console.warning(
+                f"cannot remove {file.path}: {_reason_of(error)}; to other machines {self._what} is in use for "
+                f"{LEASE_SECONDS:.0f} s longer"
+            )
+
+    def loss(self) -> str | None:
+        """Return why this process may no longer write; None if it may."""
+        if not self._is_lost:
+            return None
+        holders = [_read(content)[0] for content in self._others().values()]
+        words = next((f" by {holder.words()}" for holder in holders if holder is not None), "")
+        return (
+            f"{self._what} was taken over{words}: this process, its disk or its network had stood still for more than "
+            f"{SAME_JOB_SECONDS:.0f} s; it stops, so that the other one can go on"
+        )
+
+    def check(self) -> str | None:
+        """Look whether this process still holds the lock; return why not."""
+        assert self._file is not None
+        try:
+            self._is_lost = self._is_lost or read_claim(self._file.path) is None
+        except self._errors as error:
+            return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; mend it, then resume"
+        return self.loss()
+
+    def _others(self) -> dict[Place, bytes]:
+        contents = {claim: read_claim(claim) for claim in list_claims(self._folder) if token_of(claim) != self._token}
+        return {claim: content for claim, content in contents.items() if content is not None}
+
+    def _outwait_others(self) -> None:
+        sights: dict[Place, _Sight] = {}
+        has_told = False
+        while others := self._others():
+            for claim, content in others.items():
+                holder, holds = _read(content)
+                sight = sights.setdefault(claim, _Sight(content, time.monotonic()))
+                is_alive = self._is_alive(holder, sight, content)
+                if is_alive is False:
+                    remove_claim(claim)
+                    self._buried.append(claim)
+                    break
+                seconds = time.monotonic() - sight.since
+                # Who has not got it yet gives way if its token is the larger one, unless it stands still.
+                if is_alive and (holds or token_of(claim) < self._token or seconds >= SAME_JOB_SECONDS):
+                    raise self._kind(
+                        f"{self._what} is in use by {_words(holder)}; wait until it ends, end it, or {self._advice}"
+                    )
+                if is_alive is None and seconds >= GLANCE_SECONDS and not has_told:
+                    has_told = True
+                    console.line(
+                        f"{self._what}: {_words(holder)}, may still write there; waiting for a sign of life, "
+                        f"{self._patience(holder):.0f} s at most"
+                    )
+            else:
+                time.sleep(GLANCE_SECONDS)
+
+    def _is_alive(self, holder: Holder | None, sight: _Sight, content: bytes) -> bool | None:
+        """Return whether another process lives; None if that cannot be known yet."""
+        if holder is not None:
+            here = self._holder.machine is not None and holder.machine == self._holder.machine
+            if here and not (started_at(holder.pid) is None and is_hidden(holder.pid)):
+                return holder.started is not None and started_at(holder.pid) == holder.started
+            if self._is_same_job(holder) and holder.requeues < self._holder.requeues:
+                return False
+        if content != sight.content:
+            return True
+        return False if time.monotonic() - sight.since >= self._patience(holder) else None
+
+    def _is_same_job(self, holder: Holder | None) -> bool:
+        return holder is not None and holder.job is not None and holder.job == self._holder.job
+
+    def _patience(self, holder: Holder | None) -> float:
+        return SAME_JOB_SECONDS if self._is_same_job(holder) else LEASE_SECONDS
+
+    def _write(self, file: ClaimFile) -> None:
+        with self._writing:
+            self._beat += 1
+            renew_claim(file.path, content_of(self._holder, holds=self._holds, beat=self._beat))
+
+    def _renew(self, file: ClaimFile) -> None:
+        while not self._is_over.wait(BEAT_SECONDS):
+            try:
+                self._write(file)
+                # An object store has no write that fails if the file is gone: it may have come back just so.
+                for claim in self._buried:
+                    remove_claim(claim)
+            except FileNotFoundError:
+                self._is_lost = True
+                return
+            except self._errors:
+                # The next beat tries again. If none succeeds, another process takes over, and `check` finds it out.
+                continue
+
+
+def _reason_of(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _words(holder: Holder | None) -> str:
+    return holder.words() if holder is not None else "an unknown process"
+
+
+def release_all() -> None:
+    """Release what this process holds; for a process that ends without unwinding."""
+    for lock in list(_locks):
+        lock.release()

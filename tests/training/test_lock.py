@@ -1,0 +1,134 @@
+"""One run in a run directory at a time: real processes, real kills."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+
+from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
+from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
+from meshtrain.config.toml import dump_toml
+from meshtrain.errors import ConfigError, TrainingStopped
+from meshtrain.runtime.claims import list_claims
+from meshtrain.training.hooks import Hook, Metrics, RunState
+from meshtrain.training.lock import locked_run
+from meshtrain.training.run import train
+from tests.chaos.stops import children_of, is_running, torchrun
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_run
+from tests.training.test_resume import in_float32, wait_for
+from tests.training.test_stop import ALONE, run, start
+
+
+def config_of(directory: Path, name: str = "out", **changes: Any) -> RunConfig:
+    """Return a run on one rank."""
+    return build_run(directory / name, "gpt2", in_float32((1, 1, 1, 1)), **changes)
+
+
+def test_a_second_run_is_refused_and_workers_end_with_their_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rank 0 has the store then, so that its end tells nobody that torchrun is gone.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    changes = {"steps": 100_000, "logging": LoggingConfig(every=100_000), "checkpoint": CheckpointConfig(every=3)}
+    config = build_run(tmp_path / "out", "gpt2", in_float32((2, 1, 1, 1)), **changes)
+    file, out = tmp_path / "run.toml", Path(config.run_directory)
+    file.write_text(dump_toml(config))
+    first = start(*torchrun("-m", "meshtrain", "train", str(file)))
+    wait_for(out / CHECKPOINTS_NAME / "step-3", process=first)
+    workers = children_of(first.pid)
+
+    second = run(*ALONE, "train", str(file))
+    assert (second.returncode, second.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: run_directory = {out} is in use by process ({workers[0]}|{workers[1]}) on \S+ of torchrun job \S+, "
+        r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S+; wait until it ends, end it, or choose another run_directory\n",
+        second.stderr,
+    ), second.stderr
+
+    first.kill()
+    killed = time.monotonic()
+    again = start(*torchrun("-m", "meshtrain", "train", str(file), "stop_after=0s"))
+    while any(map(is_running, workers)) and time.monotonic() < killed + 60:
+        time.sleep(0.05)
+    assert time.monotonic() - killed < 10
+    shown, _ = first.communicate(timeout=60)
+    assert shown.count(f"stops: torchrun (process {first.pid}), which started it, was killed\n") == 2
+    shown, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, shown
+    assert "Resumed from" in shown
+    assert "may still write" not in shown
+    assert list_claims(out) == []
+
+
+@pytest.mark.parametrize("where", ["memory://shared", "first/checkpoints"])
+def test_two_runs_with_one_place_for_checkpoints_are_refused(tmp_path: Path, where: str) -> None:
+    place = where if "://" in where else str(tmp_path / where)
+    saving = CheckpointConfig(directory=place)
+    first = config_of(tmp_path, "first", checkpoint=saving if "://" in where else CheckpointConfig())
+    second = config_of(tmp_path, "second", checkpoint=saving)
+    with locked_run(first), pytest.raises(ConfigError) as caught, locked_run(second):
+        pass
+    home = place.removesuffix("/checkpoints")
+    assert str(caught.value).startswith(f"checkpoint.directory = {home} is in use by process {os.getpid()} on ")
+    assert str(caught.value).endswith("; wait until it ends, end it, or choose another checkpoint.directory")
+    with locked_run(second):
+        pass
+    assert list_claims(UPath("memory://shared")) == []
+    assert not (tmp_path / "second").exists()
+
+
+def test_other_ranks_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with locked_run(config_of(tmp_path)) as lock:
+        assert lock.locks == ()
+
+
+class TakenOver(Hook):
+    """Do what another machine does that takes this process for dead."""
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        """Remove the file of the lock, after the first step."""
+        for claim in list_claims(Path(state.config.run_directory)):
+            claim.unlink()
+
+
+def be_taken_over(config: RunConfig) -> tuple[str, list[int]]:
+    with pytest.raises(TrainingStopped) as caught:
+        train(config, [TakenOver()])
+    out = Path(config.run_directory)
+    return str(caught.value), [int(path.name.removeprefix("step-")) for path in list_checkpoints(out / "checkpoints")]
+
+
+def test_a_run_that_was_taken_over_stops_before_it_saves(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=2))
+    ((said, saved),) = run_on_ranks(1, be_taken_over, config, joins=False)
+    assert said == (
+        f"run_directory = {tmp_path}/out was taken over: this process, its disk or its network had stood still for "
+        "more than 15 s; it stops, so that the other one can go on"
+    )
+    assert saved == []
+
+
+def fail_at_first(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="no such"):
+        train(config, [Failing()])
+
+
+class Failing(Hook):
+    """Raise what ends a run."""
+
+    def on_step(self, state: RunState, metrics: Metrics) -> None:
+        """Fail."""
+        assert len(list_claims(Path(state.config.run_directory))) == 1
+        raise ConfigError("no such thing")
+
+
+def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run_on_ranks(1, fail_at_first, config, joins=False)
+    assert list_claims(Path(config.run_directory)) == []
