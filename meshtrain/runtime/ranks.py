@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.runtime.failure import has_echo
+from meshtrain.runtime.lifetime import die_with_parent
 from meshtrain.runtime.signals import tell_of_crashes
 
 PRELOAD = (
@@ -51,6 +52,8 @@ def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseExcept
 
 
 def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
+    # The fork server ends with the process that started it, even if that is killed.
+    die_with_parent()
     os.environ.update(environment)
     tell_of_crashes()
     # What the fork server has imported stays: to look for garbage in it would copy its pages, a tenth of a second each.

@@ -7,6 +7,7 @@ RUN/tensorboard/        the same for TensorBoard
 RUN/failure.json        why the run ended, if it failed; gone once it trains again
 RUN/flight_recorder/    the latest collectives of every process, if one was gone or stuck
 RUN/checkpoints/step-N  see meshtrain.checkpoint.directory; elsewhere, if checkpoint.directory says so
+RUN/.lock-TOKEN         who writes here now; beside RUN, if it was new when the run began; see meshtrain.runtime.lock
 """
 
 import os

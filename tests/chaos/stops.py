@@ -18,6 +18,7 @@ from typing import Any
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import WatchdogConfig
 from meshtrain.config.toml import dump_toml
+from meshtrain.runtime.claims import list_claims
 from tests.training.runs import Mesh, build_plan, build_run
 from tests.training.test_resume import without_torchrun
 
@@ -38,12 +39,14 @@ class Outcome:
         error: all of standard error.
         exit_codes: rank -> exit code, as torchrun tells it.
         failure: what failure.json holds, if it is there.
+        locks: files of locks that are left.
     """
 
     seconds: float
     error: str
     exit_codes: dict[int, int]
     failure: dict[str, Any] | None
+    locks: int
 
     def stops(self) -> list[str]:
         """Return the lines that say why a rank stops."""
@@ -118,7 +121,8 @@ def strike(directory: Path, fault: str, *, rank: int = 1, and_terminate: int | N
     error = path.read_text()
     codes = {int(rank): int(code) for rank, code in re.findall(r"rank +: (\d+) .*\n  exitcode +: (-?\d+)", error)}
     failure = directory / "out" / "failure.json"
-    return Outcome(seconds, error, codes, json.loads(failure.read_text()) if failure.exists() else None)
+    said = json.loads(failure.read_text()) if failure.exists() else None
+    return Outcome(seconds, error, codes, said, len(list_claims(directory / "out")))
 
 
 def main(times: int) -> None:

@@ -2,10 +2,12 @@
 
 import ctypes
 import json
+import os
 import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from meshtrain.checkpoint import export
 from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from meshtrain.checkpoint.publishing import Retention
@@ -209,6 +212,26 @@ def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=f"{taken} exists and is not empty; write into a new folder"):
             export_checkpoint(tmp_path / "step-1", taken)
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_second_export_into_the_folder_is_refused_while_the_first_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, LlamaForCausalLM(LLAMA))
+    write_tensors, said = export._write_tensors, []
+
+    def write_after_another_has_come(*arguments: Any) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            export_checkpoint(tmp_path / "step-1", tmp_path / "out")
+        said.append(str(caught.value))
+        write_tensors(*arguments)
+
+    monkeypatch.setattr(export, "_write_tensors", write_after_another_has_come)
+    export_checkpoint(tmp_path / "step-1", tmp_path / "out")
+    (problem,) = said
+    assert problem.startswith(f"{tmp_path}/out is in use by process {os.getpid()} on ")
+    assert problem.endswith("; wait until it ends, end it, or write into another folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]
 
 
 def test_checkpoints_that_cannot_be_exported_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import resource
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from meshtrain import cli
 from meshtrain.checkpoint.export import merge
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.named_folder import locked_folder
 from meshtrain.checkpoint.parallelized import save_parallelized
 from meshtrain.checkpoint.pretrained import owned_tensors, save_pretrained
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.training.state import load_weights_of
+from meshtrain.training.saving import save_state
+from meshtrain.training.state import TrainState, load_weights_of
 from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline
 from tests.parity import Case, build
@@ -131,6 +134,29 @@ def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp
     assert without == "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself"
     assert full == f"rank 1 cannot write {tmp_path}/full: File too large; make room or write elsewhere"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def save_where_another_writes(folder: Path) -> list[str]:
+    pipeline, messages = pipeline_of(LOADED_ON), []
+    state = TrainState(pipeline, step=1)
+    saves = (save_parallelized, save_pretrained, lambda _, root: save_state(root, pipeline, state, keep=1))
+    with locked_folder(folder) if dist.get_rank() == 0 else nullcontext():
+        dist.barrier()
+        for save_there in saves:
+            with pytest.raises(CheckpointError) as caught:
+                save_there(pipeline, folder)
+            messages.append(str(caught.value))
+        dist.barrier()
+    return messages
+
+
+def test_a_folder_that_another_process_writes_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, save_where_another_writes, tmp_path / "out")
+    assert first == second
+    assert len(set(first)) == 1
+    assert first[0].startswith(f"{tmp_path}/out is in use by process ")
+    assert first[0].endswith("; wait until it ends, end it, or write into another folder")
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_twice(folder: Path) -> None:

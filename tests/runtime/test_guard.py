@@ -240,6 +240,8 @@ def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, word
     assert [line for line in outcome.stops() if not (" stops: rank 1 on " in line and words in line)] == []
     assert outcome.exit_codes == {0: 3, 1: code}
     assert outcome.failure["rank"] == 1
+    # Rank 0 had it.
+    assert outcome.locks == 0
 
 
 def test_what_an_exception_leaves(outcomes):
@@ -257,6 +259,7 @@ def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
     assert outcome.mistakes() == ["error: rank 1: a file of this machine is broken; mend it"]
     assert outcome.stops() == []
     assert outcome.exit_codes == {0: 2, 1: 2}
+    assert outcome.locks == 0
     assert outcome.failure["kind"] == "mistake"
 
 
