@@ -4,7 +4,7 @@ An existing one may be a mount point, a link, the working directory, or have bee
 """
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 from meshtrain.checkpoint.directory import MANIFEST_NAME
 from meshtrain.checkpoint.location import Location
 from meshtrain.errors import CheckpointError
-from meshtrain.runtime.agreement import is_first_rank, raise_together
+from meshtrain.runtime.agreement import failing_together, is_first_rank
 from meshtrain.runtime.claims import is_claim
 from meshtrain.runtime.disk import flush, flush_tree
 from meshtrain.runtime.lock import Lock, locked
@@ -64,13 +64,9 @@ def locked_together(folder: Location, group: ProcessGroup | None = None) -> Iter
         CheckpointError: the same on all ranks, if a process that is none of them writes into the folder.
     """
     with ExitStack() as stack:
-        problems: Iterable[str] = ()
-        if is_first_rank():
-            try:
+        with failing_together(CheckpointError, group):
+            if is_first_rank():
                 stack.enter_context(locked_folder(folder))
-            except CheckpointError as error:
-                problems = error.problems
-        raise_together(problems, CheckpointError, group)
         yield
 
 

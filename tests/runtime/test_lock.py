@@ -69,7 +69,7 @@ def refusal(folder: Place) -> str:
     """Return what is said when the lock cannot be taken."""
     with pytest.raises(ConfigError) as caught, hold(folder):
         pass
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.lines
     return problem
 
 
