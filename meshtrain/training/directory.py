@@ -10,9 +10,10 @@ RUN/checkpoints/step-N  see meshtrain.checkpoint.directory; elsewhere, if checkp
 RUN/.lock-TOKEN         who writes here now; beside RUN, if it was new when the run began; see meshtrain.runtime.lock
 """
 
+import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
+SAVED_KEY = "checkpoint"
+"""In metrics.jsonl: where a checkpoint lies. It is written when the checkpoint is complete."""
 # What may change between a stop and a resume: how the run is laid out, shown and saved, and how long it goes on. All
 # else decides what is learned, but for what is done about bad steps: before the first of them every policy learns the
 # same, what was skipped or left out is in the checkpoint, and the one that stops a run is answered by another policy.
@@ -69,6 +72,21 @@ def check_directory(config: RunConfig) -> None:
                 f"if it shall go on in another way, change {shown(path)} too",
             ]
         )
+
+
+def metrics_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines of metrics.jsonl that are whole, each with its object.
+
+    The last line of a killed run may be cut off. After a power cut there may be any bytes.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        try:
+            metrics = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            continue
+        if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
+            yield line, metrics
 
 
 def checkpoints_root(config: RunConfig) -> Location:

@@ -1,14 +1,15 @@
 """What every run writes down and says, as hooks."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain import console
 from meshtrain.checkpoint.location import shown_location
 from meshtrain.config.reading import shown
 from meshtrain.console import TrainingProgress
-from meshtrain.training.directory import METRICS_NAME
+from meshtrain.training.directory import METRICS_NAME, SAVED_KEY
 from meshtrain.training.history import name_samples
-from meshtrain.training.hooks import Hook, Metrics, RunState
+from meshtrain.training.hooks import NOTHING, Hook, Metrics, RunState
 from meshtrain.training.metrics import MetricsWriter
 
 
@@ -42,18 +43,22 @@ class MetricsHook(Hook):
         self._write(state, state.step, metrics)
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
-        """Write how long it took."""
-        self._write(state, state.step if state.saved is None else state.saved.step, metrics)
+        """Write how long it took, and where it lies once it is complete; `beginning.check_beginning` reads that."""
+        saved = state.saved
+        if saved is None:
+            self._write(state, state.step, metrics)
+        else:
+            self._write(state, saved.step, metrics, {SAVED_KEY: str(saved.directory)})
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
         """Close the files, and take the bar away."""
         self._close()
 
-    def _write(self, state: RunState, step: int, metrics: Metrics) -> None:
+    def _write(self, state: RunState, step: int, metrics: Metrics, words: Mapping[str, str] = NOTHING) -> None:
         if self._writer is None:
             return
         if metrics:
-            self._writer.write(step, metrics)
+            self._writer.write(step, metrics, words)
         if state.note:
             self._writer.write_note(step, state.note)
         self._report(state)

@@ -21,7 +21,7 @@ from meshtrain.config.reading import shown
 from meshtrain.console import TrainingProgress
 from meshtrain.data.cache import write_atomically
 from meshtrain.runtime.agreement import is_first_rank
-from meshtrain.training.directory import METRICS_NAME
+from meshtrain.training.directory import METRICS_NAME, metrics_lines
 
 TENSORBOARD_NAME = "tensorboard"
 AVERAGED = (
@@ -35,6 +35,7 @@ AVERAGED = (
     "optimizer_seconds",
 )
 SHOWN = {"loss", "eval_loss"}
+NO_WORDS: Mapping[str, str] = {}
 
 
 class MetricsWriter:
@@ -71,17 +72,18 @@ class MetricsWriter:
             with suppress(OSError):
                 file.close()
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str] = NO_WORDS) -> None:
         """Write one object: of a step, an evaluation, a checkpoint or an epoch.
 
         Args:
             step: optimizer steps done.
             metrics: name -> number.
+            words: name -> text, for metrics.jsonl only.
         """
         self._epoch.add(metrics)
         with self._noting_problems():
             for file in self._files:
-                file.write(step, metrics)
+                file.write(step, metrics, words)
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
 
@@ -114,7 +116,7 @@ class MetricsWriter:
 class _MetricsFile(Protocol):
     """A file to which metrics are appended; what was written before a kill can be read."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None: ...
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None: ...
 
@@ -127,9 +129,9 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
         # JSON has no infinity: the loss of a step that overflowed is null.
-        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}})
+        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}, **words})
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
         self._add({"step": step, **note})
@@ -158,7 +160,7 @@ class _Events:
         # Readers then forget what a stopped run wrote behind its last checkpoint.
         self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
         values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
@@ -215,20 +217,11 @@ def memory_bytes(device: torch.device) -> int:
 
 def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float | None]]:
     """Drop the lines of later steps from metrics.jsonl, and return the others as objects."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
-    read = [(line, metrics) for line in lines if (metrics := _object_in(line)) is not None]
-    kept = [(line, metrics) for line, metrics in read if metrics["step"] <= step]
-    if len(kept) < len(lines):
-        write_atomically(path, "".join(line for line, _ in kept))
+    kept = [(line, metrics) for line, metrics in metrics_lines(path) if metrics["step"] <= step]
+    whole = "".join(line for line, _ in kept)
+    if path.exists() and path.stat().st_size != len(whole.encode()):
+        write_atomically(path, whole)
     return [metrics for _, metrics in kept]
-
-
-def _object_in(line: str) -> dict[str, Any] | None:
-    """Read a line; the last one of a killed run may be cut off, and after a power cut there may be any bytes."""
-    try:
-        return json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return None
 
 
 def _tensorboard_tag(name: str) -> str:

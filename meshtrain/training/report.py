@@ -19,6 +19,7 @@ from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.beginning import check_beginning
 from meshtrain.training.directory import check_directory
 from meshtrain.training.optim import build_learning_rate
 
@@ -129,6 +130,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
         UserError: with every contradiction.
     """
     check_directory(config)
+    check_beginning(config)
     resolved = resolve_run(config, world_size)
     show_plan_table(resolved)
     show_shares(account(resolved.model, resolved.plan))

@@ -36,6 +36,7 @@ from meshtrain.runtime.environment import rank_from_environment, world_size_from
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
+from meshtrain.training.beginning import begin_at_step_0
 from meshtrain.training.directory import changed_length, check_directory, checkpoints_root, write_resolved
 from meshtrain.training.history import BadStep, StepHistory, name_samples
 from meshtrain.training.hooks import Hook, Hooks, RunState
@@ -116,10 +117,11 @@ def _find_checkpoint(identity: Identity) -> Found | None:
     """Return the newest whole checkpoint of the run, if there is one. Collective.
 
     Raises:
-        CheckpointError: the same on all processes: none is whole, or it is of another run.
+        CheckpointError: the same on all processes: none is whole, it is of another run, or it is gone.
     """
     checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
     if checkpoint is None:
+        begin_at_step_0(identity.config)
         return None
     with failing_together(CheckpointError):
         manifest = identity.check(checkpoint)

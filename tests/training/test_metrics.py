@@ -37,7 +37,7 @@ EPOCH = {"step", "epoch", "epoch_steps"} | {
 }
 START = {"step", "parameters_checksum"}
 EVALUATION = {"step", "eval_loss", "evaluation_seconds"}
-CHECKPOINT = {"step", "checkpoint_seconds"}
+CHECKPOINT = {"step", "checkpoint_seconds", "checkpoint"}
 TAGS = (
     {"train/epoch", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/trained_tokens"}
     | {"train/tokens_per_second", "train/teraflops_per_second", "train/memory_bytes"}

@@ -1,0 +1,65 @@
+"""Whether a run without a checkpoint may begin at step 0."""
+
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
+from meshtrain.checkpoint.location import Location, children, shown_location, told_in_a_line
+from meshtrain.config.reading import shown
+from meshtrain.config.run import RunConfig
+from meshtrain.errors import CheckpointError
+from meshtrain.runtime.agreement import is_first_rank, raise_together
+from meshtrain.training.directory import METRICS_NAME, SAVED_KEY, checkpoints_root, metrics_lines
+
+
+def begin_at_step_0(config: RunConfig) -> None:
+    """Check that a run without a checkpoint may begin at step 0, and say what it begins again. Collective.
+
+    Raises:
+        CheckpointError: the same on all processes, see `check_beginning`.
+    """
+    problems: list[str] = []
+    if is_first_rank():
+        try:
+            if last_step := check_beginning(config):
+                path = shown(Path(config.run_directory) / METRICS_NAME)
+                console.line(f"{path} ends with step {last_step:,}, but no checkpoint was saved: again from step 0")
+        except CheckpointError as error:
+            problems = list(error.problems)
+    raise_together(problems, CheckpointError)
+
+
+def check_beginning(config: RunConfig) -> int:
+    """Check that a run that has no checkpoint never saved one.
+
+    A run that was killed before its first save has metrics and no checkpoint too. It may begin again. So steps in
+    the metrics decide nothing. What counts is whether the metrics record a saved checkpoint.
+
+    Returns:
+        The last step in the metrics; 0 if there is none, or if the run has a checkpoint.
+
+    Raises:
+        CheckpointError: if a checkpoint was saved and none is there; or if the location cannot be reached.
+    """
+    root = checkpoints_root(config)
+    if list_checkpoints(root):
+        return 0
+    path = Path(config.run_directory) / METRICS_NAME
+    last_step, saved = 0, None
+    for _, metrics in metrics_lines(path):
+        last_step, saved = max(last_step, metrics["step"]), metrics.get(SAVED_KEY, saved)
+    if saved is not None:
+        raise CheckpointError(
+            f"{shown(path)} ends with step {last_step:,}, and {shown(Path(saved)) if '://' not in saved else saved} "
+            f"was saved, but {_what_is_missing(root)}; bring the checkpoint back or set checkpoint.directory to where "
+            f"it lies. To begin anew at step 0, choose another run_directory or remove {shown(path)}"
+        )
+    return last_step
+
+
+def _what_is_missing(root: Location) -> str:
+    with told_in_a_line(root):
+        damaged = [folder for folder in children(root) if step_named(folder) is not None]
+        if damaged:
+            return f"{shown_location(max(damaged, key=step_of))} has no {MANIFEST_NAME}"
+        return f"{shown_location(root)} {'holds no checkpoint' if root.exists() else 'does not exist'}"
