@@ -93,6 +93,9 @@ def _fields_of(line: bytes, keys: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
+    except ValueError:
+        # Python makes no whole number of more than 4,300 digits. Only texts are read, so an approximation will do.
+        record = json.loads(line, parse_int=float)
     if not isinstance(record, dict):
         wanted = f"key{'s' * (len(keys) > 1)} {name_some([*map(json.dumps, keys)])}"
         raise ValueError(f"{type_name(record)} where an object with the {wanted} is expected")

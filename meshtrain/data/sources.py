@@ -1,5 +1,6 @@
 """Where the text comes from: the sources named in a run file become a list of files."""
 
+import errno
 import glob
 import os
 import sysconfig
@@ -109,6 +110,7 @@ def _expand(source: str) -> list[SourceFile]:
     if path.is_dir():
         return _expand_directory(path)
     if not path.exists():
+        _check_link(path)
         raise DataError(f'"{source}" does not exist{_nearest(path)}')
     file = source_file(path, _kind(path))
     if not file.num_bytes:
@@ -136,7 +138,9 @@ def _raise(error: OSError) -> None:
 
 
 def _expand_glob(pattern: str) -> list[SourceFile]:
-    paths = [path for name in sorted(glob.glob(pattern, recursive=True)) if (path := Path(name)).is_file()]
+    found = map(Path, sorted(glob.glob(pattern, recursive=True)))
+    # A broken link is no file. It is kept here, for `source_file` to refuse it.
+    paths = [path for path in found if path.is_file() or not path.exists()]
     if not paths:
         fixed = Path(pattern)
         while glob.has_magic(str(fixed)):
@@ -163,13 +167,33 @@ def source_file(path: Path, kind: Kind) -> SourceFile:
     """Look at a file.
 
     Raises:
-        DataError: if it may not be read.
+        DataError: if it is a broken link, or may not be read.
         OSError: if it is not there.
     """
     if not os.access(path, os.R_OK, effective_ids=True):
+        _check_link(path)
         raise DataError(f'"{path}" may not be read by this user; mend its permissions or leave it out')
     status = path.stat()
     return SourceFile(path, kind, status.st_size, status.st_mtime_ns)
+
+
+def _check_link(path: Path) -> None:
+    """Check that a path is no broken link.
+
+    Raises:
+        DataError: if it is one; with the place that it points to.
+    """
+    if not path.is_symlink():
+        return
+    try:
+        path.stat()
+    except OSError as error:
+        # A target that this user may not look at is no broken link.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise DataError(
+                f'"{path}" is a broken link: it points to "{path.readlink()}", and there is no such file; mend the '
+                "link, or leave it out"
+            ) from error
 
 
 def _nearest(path: Path) -> str:

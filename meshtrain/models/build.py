@@ -5,8 +5,9 @@ import difflib
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
+from meshtrain.models.undeclared import changes_others, names_used
 from meshtrain.models.values import value_problems
 
 # What transformers raises for a value that it does not like: of another type, or one that contradicts another.
@@ -53,12 +55,13 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
         ModelError: for an unknown type, a directory that holds no model, or a value that the model does not have.
     """
     if model.type is not None:
-        _check_values(_config_of_type(model.type, {}), model)
+        build = partial(_config_of_type, model.type)
         ends = {} if end_id is None else {"bos_token_id": end_id, "eos_token_id": end_id}
-        config = _config_of_type(model.type, {**ends, **model.config})
+        _check_values(build({}), model, lambda name: changes_others(build, name, model.config[name]))
+        config = build({**ends, **model.config})
     else:
         config = _config_at(model)
-        _check_values(config, model)
+        _check_values(config, model, lambda name: False)
         _change(config, model.config)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
         raise ModelError(
@@ -245,19 +248,27 @@ def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
         )
 
 
-def _check_values(config: PretrainedConfig, model: ModelConfig) -> None:
-    _check_names(config, model)
+def _check_values(config: PretrainedConfig, model: ModelConfig, changes: Callable[[str], bool]) -> None:
+    _check_names(config, model, changes)
     if problems := list(value_problems(config, model.config)):
         raise ModelError(problems)
 
 
-def _check_names(config: PretrainedConfig, model: ModelConfig) -> None:
-    # transformers keeps every keyword it does not know as an attribute: a typing mistake would train another model.
-    known = {*config.to_dict(), *config.attribute_map}
+def _check_names(config: PretrainedConfig, model: ModelConfig, changes: Callable[[str], bool]) -> None:
+    """Check that every name is declared by the configuration, or used though it is not.
+
+    transformers keeps every keyword as an attribute: a typing mistake would train another model.
+
+    Args:
+        changes: whether a name that is not declared changes values that are.
+    """
+    declared = {*config.to_dict(), *config.attribute_map}
+    unknown = [name for name in model.config if name not in declared]
+    used = names_used(config) if unknown else set()
     problems = []
-    for name in model.config:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+    for name in unknown:
+        if name not in used and not changes(name):
+            near = difflib.get_close_matches(name, declared, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{dotted(('model', 'config', name))}: {config.model_type} has no such value{hint}")
     if problems:

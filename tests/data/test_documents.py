@@ -63,6 +63,15 @@ def test_another_text_key(tmp_path):
     assert texts_of(tmp_path / "a.jsonl", text_key="body") == ["words"]
 
 
+def test_a_number_that_nobody_reads_may_be_of_any_length(tmp_path):
+    digits = "7" * 5000
+    (tmp_path / "a.jsonl").write_text(f'{{"id": {digits}, "text": "words"}}\n')
+    (tmp_path / "b.jsonl").write_text(f'{{"text": {digits}}}\n')
+
+    assert texts_of(tmp_path / "a.jsonl") == ["words"]
+    assert 'the key "text" (data.text_key) holds a number and not text' in problem_of(tmp_path / "b.jsonl")
+
+
 def test_blank_lines_are_nothing_and_empty_texts_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"text": "one"}\n   \n{"text": ""}\n{"text": "two"}\n\n')
 

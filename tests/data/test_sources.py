@@ -133,6 +133,19 @@ def test_an_unknown_kind_shows_the_known_ones(corpus):
         )
 
 
+def test_a_broken_link_is_called_one_wherever_it_is_found(corpus):
+    (corpus / "sub/link.txt").symlink_to("gone/there.txt")
+    message = (
+        f'data.train: "{corpus}/sub/link.txt" is a broken link: it points to "gone/there.txt", and there is no such '
+        "file; mend the link, or leave it out"
+    )
+    assert problems_of(corpus, corpus / "sub/link.txt", corpus / "sub/*.txt") == (message,) * 3
+    (corpus / "sub/link.txt").unlink()
+    (corpus / "sub/link.txt").symlink_to("link.txt")
+    (problem,) = problems_of(corpus / "sub")
+    assert ' is a broken link: it points to "link.txt", ' in problem
+
+
 def test_an_empty_file_is_refused_by_name_and_left_out_of_a_glob(corpus):
     (corpus / "empty.jsonl").touch()
 

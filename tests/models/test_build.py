@@ -99,6 +99,24 @@ def test_unknown_values_are_all_named() -> None:
     )
 
 
+def test_a_value_that_is_used_but_not_declared(tmp_path: Path) -> None:
+    """GLM-4.5 is published with these three. Its configuration class declares none of them."""
+    values = {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 10000, **IDS}
+    config = load_hf_config(ModelConfig(type="glm4_moe", config={**values, "partial_rotary_factor": 0.25}))
+    rope = config.rope_parameters
+    assert (config.head_dim, rope["rope_theta"], rope["partial_rotary_factor"]) == (16, 10000, 0.25)
+    model = build_model(config, dtype=torch.float32)
+    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
+    assert problems(type="glm4_moe", config={"head_dims": 16, "gradient_checkpointing": True, "temperature": 0.5}) == (
+        "model.config.head_dims: glm4_moe has no such value",
+        "model.config.gradient_checkpointing: glm4_moe has no such value",
+        "model.config.temperature: glm4_moe has no such value",
+    )
+    file = write_config(tmp_path, json.dumps({"model_type": "glm4_moe", **values}))
+    assert load_hf_config(ModelConfig(path=file, config={"head_dim": 8})).head_dim == 8
+    assert problems(path=file, config={"rope_theta": 5.0}) == ("model.config.rope_theta: glm4_moe has no such value",)
+
+
 def test_unknown_value_beside_a_directory(tmp_path: Path) -> None:
     file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
     assert problems(path=file, config={"n_layr": 3}) == (
