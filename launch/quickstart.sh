@@ -46,7 +46,7 @@ step() {
 # One thread per process: the processes are the parallelism. And no warnings from below that nobody can act on.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 trap 'echo "== Interrupted. Start it again: it goes on from its last checkpoint."; exit 130' INT
-step torchrun --standalone --nproc-per-node "$processes" -m meshtrain train "$run" "${arguments[@]}"
+step meshtrain train "$run" --processes "$processes" "${arguments[@]}"
 step meshtrain export "$out" "$out/huggingface"
 step meshtrain generate "$out/huggingface" --prompt "def read_file(path):" --max-new-tokens 60
 
@@ -58,7 +58,7 @@ What to try next
   meshtrain check $run --world-size 8 global_batch_size=32 run_directory=new
                                                          who would hold what on 8 processes
   meshtrain plan $run --world-size 4 --toml              the resolved plan as a file
-  torchrun --standalone --nproc-per-node 2 -m meshtrain train $run run_directory=$out steps=500 plan.mesh.pp=1
+  meshtrain train $run --processes 2 run_directory=$out steps=500 plan.mesh.pp=1
                                                          go on from the last step, on another mesh
   your own text: data.train='["my/*.jsonl"]', and the README for everything else
 The environment: source .venv/bin/activate

@@ -17,8 +17,8 @@
 #               or the newest checkpoint counts; Slurm requeues the job. `scontrol requeue` and a lost node are the same.
 # scancel       all save as well, and the job is gone; the same sbatch goes on from there
 #
-# Exit code of the job: 0 the run is done; 1 a process failed --max-restarts times, or a mistake in the run: see the log, and
-# failure.json in the run directory. No exit code means "come again": what shall come again is requeued before it ends.
+# Exit code of the job: 0 the run is done, 2 a mistake in the run; 1 or 3 a process failed or was lost --max-restarts times: see
+# the log, and failure.json in the run directory. What shall come again is requeued before it ends.
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/launch/environment.sh"
 install_meshtrain
@@ -27,16 +27,20 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # One thread per process: the processes are the parallelism.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+# A mistake is told here, in one line and with exit code 2; torchrun would start the processes again.
+processes="${PROCESSES:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
+meshtrain check "$1" --world-size "$((SLURM_NNODES * processes))" "${@:2}" >/dev/null
+
 first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 torchrun=(
-  --nnodes "$SLURM_NNODES" --nproc-per-node "${PROCESSES:-gpu}" --max-restarts 3
+  --nnodes "$SLURM_NNODES" --nproc-per-node "$processes" --max-restarts 3
   --rdzv-backend c10d --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 10000))"
   --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 )
 # srun hands SIGUSR1 on to every process on every node. torchrun would die of it, and so would a process that has not begun
 # yet; both inherit that it is ignored, until meshtrain catches it. With --signals-to-handle torchrun would end after 30 s.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' \
+srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec python -m meshtrain.runtime.launch --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' \
   torchrun "${torchrun[@]}" -m meshtrain train "$@" &
 step=$!
 

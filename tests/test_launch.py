@@ -58,15 +58,21 @@ def test_what_the_manifest_says_twice_is_the_same(service: dict[str, Any], job: 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_pods_of_the_manifest_start_torchrun(job: dict[str, Any], index: int, tmp_path: Path) -> None:
-    """As the container would: its command and arguments, with a torchrun that shows what it is given."""
-    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    """As the container would: its command and arguments, with programs that show or keep what they are given."""
+    for name, file in (("python", tmp_path / "started"), ("meshtrain", tmp_path / "checked")):
+        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{file}"\n')
+        (tmp_path / name).chmod(0o755)
     container = job["spec"]["template"]["spec"]["containers"][0]
     said = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index), "POD_IP": "10.0.0.7"}
     command = [*container["command"], *container["args"]]
     shown = subprocess.run(command, env={**said, **given}, capture_output=True, text=True, check=True)
-    words = shown.stdout.splitlines()
+    assert shown.stdout == ""
+    words = (tmp_path / "started").read_text().splitlines()
+    assert words[:2] == ["-m", "meshtrain.runtime.launch"]
+    words = words[2:]
+    checked = (tmp_path / "checked").read_text().splitlines()
+    assert checked == ["check", container["args"][0], "--world-size", "16", *container["args"][1:]]
     first = f"{job['metadata']['name']}-0.{job['spec']['template']['spec']['subdomain']}:29500"
     options = dict(zip(words[:16:2], words[1:16:2], strict=True))
     assert options["--rdzv-endpoint"] == first

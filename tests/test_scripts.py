@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ("launch", "meshtrain", "parallel_plans", "pyproject.toml", "constraints.txt", "README.md")
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 EXPECTED = (
-    "== torchrun --standalone --nproc-per-node 4 -m meshtrain train launch/runs/quickstart.toml run_directory=runs/",
+    "== meshtrain train launch/runs/quickstart.toml --processes 4 run_directory=runs/",
     "Data: train ",
     "mesh        pp 2 x dp_replicate 1 x dp_shard 1 x tp 2",
     "    0     0-1   embedding, layers 0-",
@@ -148,7 +148,7 @@ def test_the_local_script_trains_a_run_that_lies_anywhere_and_goes_on(repository
     data = (f'data.train=["{text}"]', "data.validation=0.2", f'data.cache_directory="{repository}/cache"')
     arguments = ("mine/run.toml", *SMALL, *data, f'run_directory="{out}"', "plan.mesh.pp=1")
     stopped = local(repository, *arguments, "stop_after=0s", processes=2)
-    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.returncode == 75, stopped.stderr
     assert "Stopped by stop_after: 1 of 4 steps are done" in stopped.stdout
     ended = local(repository, *arguments, processes=2)
     assert ended.returncode == 0, ended.stderr

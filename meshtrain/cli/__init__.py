@@ -2,9 +2,14 @@
 
 Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
 3 another process of the run failed, vanished or is stuck (all say which), 75 asked to stop (SIGTERM, SIGUSR1 or
-`stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal. Under torchrun a run that
-was asked to stop ends with 0: torchrun would take anything else for a failure, and start it again. Just that is right
-where only another process was sent SIGTERM, because its machine has to go: such a process ends with 75 there too.
+`stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal.
+
+`train --processes` ends with the code of its processes, with 130 after ctrl-C though they have saved, and with 3 if one
+of them was killed.
+
+Under torchrun a run that was asked to stop ends with 0: torchrun would take anything else for a failure, and start it
+again. Just that is right where only another process was sent SIGTERM, because its machine has to go: such a process
+ends with 75 there too.
 """
 
 import os
@@ -17,8 +22,9 @@ import typer
 
 from meshtrain import console
 from meshtrain.cli import runs, text, weights
-from meshtrain.cli.app import BUG, INTERRUPTED, USER_MISTAKE, app
+from meshtrain.cli.app import app
 from meshtrain.errors import UserError
+from meshtrain.runtime.exit_codes import BUG, INTERRUPTED, USER_MISTAKE
 
 __all__ = ["main", "runs", "text", "weights"]
 

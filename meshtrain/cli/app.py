@@ -7,12 +7,6 @@ import typer
 
 from meshtrain import console
 
-BUG = NOT_PROVEN = 1
-USER_MISTAKE = 2
-INTERRUPTED = 130
-COME_AGAIN = 75
-
-
 # Neither rich's help panels nor its tracebacks: they take longer to load than everything else here together.
 app = typer.Typer(
     add_completion=False,

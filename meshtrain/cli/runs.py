@@ -1,14 +1,17 @@
 """The doors to a run: train it, check it, prove it, show its plan."""
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from meshtrain import console
-from meshtrain.cli.app import COME_AGAIN, NOT_PROVEN, Overrides, Run, app
+from meshtrain.cli.app import Overrides, Run, app
 from meshtrain.errors import ConfigError
+from meshtrain.runtime.exit_codes import COME_AGAIN, NOT_PROVEN
 
 WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
 OptionalWorldSize = Annotated[
@@ -17,18 +20,59 @@ OptionalWorldSize = Annotated[
 
 
 @app.command()
-def train(run: Run, overrides: Overrides = None) -> None:
-    """Train a run, or resume it. Start it with torchrun for more than one process."""
+def train(
+    run: Run,
+    overrides: Overrides = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Start so many processes on this machine; `gpus`: one for each GPU."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --processes: how often all start again after one was lost; else 0 times."),
+    ] = None,
+) -> None:
+    """Train a run, or resume it. Use --processes for several processes, and torchrun for several machines."""
+    if processes is None and max_restarts is not None:
+        raise ConfigError("--max-restarts belongs to --processes; give both, or leave it out")
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
+    if processes is not None:
+        raise typer.Exit(_start_processes(run, overrides or (), processes, max_restarts or 0))
     from meshtrain.library.train import train as train_run
-    from meshtrain.runtime.environment import is_under_torchrun
+    from meshtrain.runtime.environment import must_end_with_0
     from meshtrain.training.run import Ending
 
     ending = train_run(config)
-    if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not is_under_torchrun()):
+    if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not must_end_with_0()):
         raise typer.Exit(COME_AGAIN)
+
+
+def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_restarts: int) -> int:
+    """Train in several processes, and return the exit code.
+
+    Raises:
+        ConfigError: if there can be no such number of processes.
+    """
+    from meshtrain.runtime.environment import is_launched
+
+    if is_launched():
+        raise ConfigError("--processes starts processes, but torchrun has started this one; leave one of them out")
+    if processes != "gpus" and (not processes.isdecimal() or int(processes) == 0):
+        raise ConfigError(f"--processes {processes}: expected a whole number from 1, or `gpus`")
+    import torch
+
+    from meshtrain.runtime.launch import run_workers
+
+    number = torch.cuda.device_count() if processes == "gpus" else int(processes)
+    if number == 0:
+        raise ConfigError(
+            "--processes gpus: this machine has no GPU; say how many processes shall train on its CPU, as in "
+            "--processes 4"
+        )
+    command = [sys.executable, "-u", "-m", "meshtrain", "train", str(run), *overrides]
+    return run_workers(command, number, max_restarts=max_restarts)
 
 
 @app.command()

@@ -2,6 +2,9 @@
 
 import os
 
+LAUNCHER = "MESHTRAIN_LAUNCHER"
+"""Set for the processes that `meshtrain train --processes` starts."""
+
 
 def rank_from_environment() -> int:
     """Return this process's number in the run; 0 when not started by torchrun."""
@@ -44,7 +47,7 @@ def agent_hosts_store() -> bool:
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun watches over this process, and takes any exit code but 0 for a failure."""
+    """Whether an agent of torchrun watches over this process, and hands signals on to it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -63,6 +66,11 @@ def job_from_environment() -> str | None:
 def requeues_from_environment() -> int:
     """Return how often Slurm has put the job of this process back into its queue."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def must_end_with_0() -> bool:
+    """Whether any other exit code is taken for a failure: by torchrun, but not by `meshtrain train --processes`."""
+    return is_under_torchrun() and LAUNCHER not in os.environ
 
 
 def num_hosts_from_environment() -> int:

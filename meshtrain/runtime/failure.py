@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from meshtrain.errors import UserError
+from meshtrain.runtime.exit_codes import PEER_FAILED
 
 FAILURE_NAME = "failure.json"
-PEER_FAILED = 3
-"""The exit code of a process that stops because of another one."""
 ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
