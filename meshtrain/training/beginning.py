@@ -8,7 +8,7 @@ from meshtrain.checkpoint.location import Location, children, shown_location, to
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError
-from meshtrain.runtime.agreement import is_first_rank, raise_together
+from meshtrain.runtime.agreement import failing_together, is_first_rank
 from meshtrain.training.directory import METRICS_NAME, SAVED_KEY, checkpoints_root, metrics_lines
 
 
@@ -18,15 +18,10 @@ def begin_at_step_0(config: RunConfig) -> None:
     Raises:
         CheckpointError: the same on all processes, see `check_beginning`.
     """
-    problems: list[str] = []
-    if is_first_rank():
-        try:
-            if last_step := check_beginning(config):
-                path = shown(Path(config.run_directory) / METRICS_NAME)
-                console.line(f"{path} ends with step {last_step:,}, but no checkpoint was saved: again from step 0")
-        except CheckpointError as error:
-            problems = list(error.problems)
-    raise_together(problems, CheckpointError)
+    with failing_together(CheckpointError):
+        if is_first_rank() and (last_step := check_beginning(config)):
+            path = shown(Path(config.run_directory) / METRICS_NAME)
+            console.line(f"{path} ends with step {last_step:,}, but no checkpoint was saved: again from step 0")
 
 
 def check_beginning(config: RunConfig) -> int:
