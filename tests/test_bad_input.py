@@ -313,14 +313,14 @@ def poison_a_parameter(directory: Path, arguments: list[str]) -> tuple[tuple[int
     samples: list[int] = []
     untouched = []
 
-    def spy(trainer: Any, step: int, batch: Any, sample_ids: Any) -> Any:
-        parameters = [local_tensor(parameter.detach()) for _, parameter in trainer.pipeline.named_parameters()]
+    def spy(context: Any, step: int, batch: Any, sample_ids: Any) -> Any:
+        parameters = [local_tensor(parameter.detach()) for _, parameter in context.pipeline.named_parameters()]
         if step == 2 and rank == "1":
             parameters[0].view(-1)[0] = torch.nan
         before = [parameter.clone() for parameter in parameters]
         samples[:] = sample_ids.tolist()
         try:
-            return step_of_product(trainer, step, batch, sample_ids)
+            return step_of_product(context, step, batch, sample_ids)
         finally:
             pairs = zip(before, parameters, strict=True)
             untouched.append(all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in pairs))
@@ -350,7 +350,7 @@ def break_the_evaluation(directory: Path, arguments: list[str]) -> tuple[int, st
     """Let the evaluation find what no step found."""
     from meshtrain.training import loop
 
-    loop.evaluate = lambda trainer, batches: (float("inf"), 1)
+    loop.evaluate = lambda context, batches: (float("inf"), 1)
     return run_command(directory, arguments)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from meshtrain.config.mesh import DATA_AXES, PP, TP
+from meshtrain.config.mesh import DATA_AXES, PP
 from meshtrain.errors import ModelError, NoAttribute, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.library.gradients import add_gradients, set_gradients_aside
@@ -20,7 +20,7 @@ from meshtrain.library.whole_batches import WholeBatch, WholeBatches
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import build_loss
 
 TRAIN = "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
 MOVE = (
@@ -60,10 +60,9 @@ class PipelinedModel:
         self._handle = handle
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
-        group = self._pipeline.mesh.get_group(TP) if self._pipeline.logits_are_sharded else None
         self._batches = WholeBatches(handle.pipeline, handle.device)
         self._failure: str | None = None
-        self._loss = TokenLoss(self.config.get_text_config().vocab_size, group)
+        self._loss = build_loss(handle.pipeline)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -164,7 +163,7 @@ class PipelinedModel:
         earlier = set_gradients_aside(self._pipeline)
         try:
             with self._streams_of_model(), self._exchange("forward_backward"):
-                local = self._pipeline.forward_backward(whole.inputs, self._loss)
+                local = self._pipeline.forward_backward(whole.inputs, self._loss.mean_over(whole.num_tokens))
                 complete_gradients(self._pipeline)
         except BaseException:
             # What is there is in part that of this rank.
@@ -178,7 +177,7 @@ class PipelinedModel:
         """Return the mean loss of a batch, without dropout and gradients; as `forward_backward` otherwise."""
         whole = self._take(batch)
         with self._exchange("evaluate"):
-            return self._summed(self._pipeline.evaluate(whole.inputs, self._loss))
+            return self._summed(self._pipeline.evaluate(whole.inputs, self._loss.mean_over(whole.num_tokens)))
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
         """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
@@ -229,9 +228,7 @@ class PipelinedModel:
     def _take(self, batch: Mapping[str, Any]) -> WholeBatch:
         self._handle.check_values()
         self._check_stages_wait_for_nothing()
-        whole = self._batches.take(batch)
-        self._loss.num_tokens = whole.num_tokens.clamp(min=1)
-        return whole
+        return self._batches.take(batch)
 
     def _check_stages_wait_for_nothing(self) -> None:
         if self._failure is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class Pipeline:
     longest: LongestSequence
     peers: dist.ProcessGroup | None
     place: Place = field(default_factory=Place)
-    _schedules: dict[tuple[int, ...], _PipelineSchedule] = field(default_factory=dict)
+    _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
     @property
     def has_first_stage(self) -> bool:
@@ -132,13 +132,18 @@ class Pipeline:
                     owned[fqn] = parameter
         return owned
 
-    def forward_backward(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
-        """Run all microbatches of a step, forward and backward; gradients are summed over microbatches and dp.
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], loss_function: LossFunction, *, loss_scale: float = 1.0
+    ) -> Tensor:
+        """Run all microbatches of a step, forward and backward.
+
+        Gradients are summed over microbatches and over the data-parallel axes.
 
         Args:
-            batch: `input_ids` and `labels` (local_batch, seq), and further inputs of the model of the same first
-                dimension. Every process of a pipeline passes the same one.
-            loss_function: must be the same object at every call.
+            batch: `input_ids` and `labels` (local_batch, seq), and further inputs of the model with the
+                same first dimension. Every process of a pipeline passes the same one.
+            loss_function: of this step; it divides by the number of tokens and applies the loss scale.
+            loss_scale: that scale, which the auxiliary loss of routers needs too.
 
         Returns:
             () the sum of the losses of this process's microbatches; zero where it holds no last stage.
@@ -150,7 +155,7 @@ class Pipeline:
         self._set_sequence_length(labels)
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
-        self.router_loss.begin_step(num_microbatches)
+        self.router_loss.begin_step(num_microbatches, loss_scale)
         run = _run_schedule if self.num_stages > 1 else _run_whole
         with self.longest.of(inputs):
             return run(self, inputs, labels, loss_function)
@@ -199,10 +204,11 @@ def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, lo
 
 
 def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
-    schedule = _schedule_for(pipeline, labels, loss_function)
+    schedule = _schedule_for(pipeline, labels)
+    schedule.loss.function = loss_function
     input_ids = inputs.pop("input_ids")
     losses: list[Tensor] = []
-    schedule.step(
+    schedule.torch_schedule.step(
         *((input_ids,) if pipeline.has_first_stage else ()),
         target=labels if pipeline.has_last_stage else None,
         losses=losses if pipeline.has_last_stage else None,
@@ -213,11 +219,31 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
     return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 
 
-def _schedule_for(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
-    # Shapes are static: a stage object takes one shape for ever, so there is one per shape.
+class _LossOfStep:
+    """Calls the loss function of the present step.
+
+    A torch schedule is given one loss function for all steps; `step(loss_kwargs=...)` needs torch 2.13.
+    """
+
+    function: LossFunction
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.function(output, target)
+
+
+class _Schedule(NamedTuple):
+    """The schedule of torch for one shape of a batch, and the loss that it calls."""
+
+    torch_schedule: _PipelineSchedule
+    loss: _LossOfStep
+
+
+def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
+    # A torch stage takes one static shape, so there is a schedule for each shape.
     shape = tuple(labels.shape)
     if shape not in pipeline._schedules:
-        pipeline._schedules[shape] = _build_schedule(pipeline, labels, loss_function)
+        loss = _LossOfStep()
+        pipeline._schedules[shape] = _Schedule(_build_schedule(pipeline, labels, loss), loss)
     return pipeline._schedules[shape]
 
 

@@ -114,23 +114,24 @@ class RouterLoss:
 
     def __init__(self, formula: RouterFormula | None, num_replicas: int, device: torch.device) -> None:
         self.formula, self.num_replicas = formula, num_replicas
-        self.scale = 1.0
         self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self._share = 1.0
+        self._share = self._scale = 1.0
         self._mask: Tensor | None = None
 
-    def begin_step(self, num_microbatches: int) -> None:
-        """Say how many numbers there will be; `scale` must be the loss scale of the step by then.
+    def begin_step(self, num_microbatches: int, loss_scale: float) -> None:
+        """Reset `total`, which then adds up: its sum over the pp and dp axes is the mean.
 
-        Afterwards `total` adds up: the sum of it over the pp and dp axes is the mean.
+        Args:
+            num_microbatches: of this process, in this step.
+            loss_scale: what the gradients of this step are multiplied by; `total` is not.
         """
-        self.total = torch.zeros_like(self.total)
+        self.total, self._scale = torch.zeros_like(self.total), loss_scale
         if self.formula is not None:
             self._share = 1.0 / (self.formula.num_routers * num_microbatches * self.num_replicas)
 
-    def metrics(self, mean: Tensor) -> dict[str, float]:
+    def metrics(self, mean: float) -> dict[str, float]:
         """Return the mean of a step under its name; nothing if the loss is off."""
-        return {} if self.formula is None else {"router_aux_loss": mean.item()}
+        return {} if self.formula is None else {"router_aux_loss": mean}
 
     def watch(self, stage: Stage) -> None:
         """Let the layers of a stage carry their losses: behind recomputation, before FSDP2 adds hooks of its own."""
@@ -187,7 +188,7 @@ class RouterLoss:
         """Add the losses of a layer to `total`, once for each backward pass, and return their gradient."""
         assert self.formula is not None
         self.total += losses.double().sum() * self._share
-        return torch.full_like(losses, self.formula.coefficient * self._share * self.scale)
+        return torch.full_like(losses, self.formula.coefficient * self._share * self._scale)
 
 
 class _Carry(torch.autograd.Function):

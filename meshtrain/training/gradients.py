@@ -47,7 +47,7 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
         Their names.
     """
     parameters = dict(pipeline.trainable_parameters())
-    device = _device(pipeline)
+    device = gradient_device(pipeline)
     flags = torch.tensor([name not in filled for name in parameters], dtype=torch.float32, device=device)
     used = dict(zip(parameters, all_reduce_over(flags, pipeline.mesh, STAGE_AXES), strict=True))
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -69,7 +69,10 @@ def complete_gradients(pipeline: Pipeline) -> None:
 
 
 def finish_gradients(pipeline: Pipeline) -> None:
-    """Add what the backward pass has left on other processes: copies of the model, tp parts, tied copies."""
+    """Sum gradients over the processes that the backward pass did not sum over.
+
+    These are the copies of the model, tp parts and tied copies.
+    """
     pipeline.replicas.reduce_gradients()
     trained = dict(pipeline.trainable_parameters())
     if pipeline.summed_over_tp:
@@ -101,9 +104,12 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
             sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
             squares.update(zip(sharded, sums, strict=True))
     # A process whose stages are frozen has no gradient, and adds nothing.
-    device = _device(pipeline)
+    device = gradient_device(pipeline)
     own = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
-    total = torch.stack([own, *(value.to(device, torch.float64) for value in further)])
+    total = own.unsqueeze(0)
+    if further:
+        # One copy, where gradients lie in host memory.
+        total = torch.cat([total, torch.stack(further).to(device, torch.float64)])
     total = all_reduce_over(total, mesh, [PP])
     return total[0].sqrt(), *total[1:]
 
@@ -122,7 +128,7 @@ def scale_gradients(
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
 
-def _device(pipeline: Pipeline) -> torch.device:
+def gradient_device(pipeline: Pipeline) -> torch.device:
     """Return where parameters, and so gradients, lie between uses."""
     return next(parameter.device for _, parameter in pipeline.named_parameters())
 

@@ -23,7 +23,7 @@ from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING, Hooks
 from meshtrain.training.metrics import memory_bytes
-from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
+from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Run:
     """
 
     config: RunConfig
-    trainer: Trainer
+    context: StepContext
     hooks: Hooks
     device: torch.device
     first_step: int
@@ -90,10 +90,10 @@ def _train_with_rewinds(run: Run) -> int:
     try:
         end = _train(run, {"parameters_checksum": run.parameters_checksum} if run.parameters_checksum else NOTHING)
         while isinstance(end, BadStep):
-            run.trainer.pipeline.place.begin("rewind")
+            run.context.pipeline.place.begin("rewind")
             first_step, batches = run.rewind(end)
             run = replace(run, first_step=first_step, train_batches=batches)
-            end = _train(run, end.note("rewind", len(run.trainer.history.left_out)))
+            end = _train(run, end.note("rewind", len(run.context.history.left_out)))
     except TrainingStopped as stopped:
         # On all processes alike, and what is being saved is good.
         try:
@@ -106,7 +106,7 @@ def _train_with_rewinds(run: Run) -> int:
 
 def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
     """Train from the first step of `run` to the last, to where it is asked to stop, or to a step to be rewound."""
-    place = run.trainer.pipeline.place
+    place = run.context.pipeline.place
     run.hooks.start(run.first_step, note)
     for batch, data_seconds in _timed(run):
         step = batch.step + 1
@@ -119,7 +119,7 @@ def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
         run.hooks.step(
             values,
             epoch_ends=_next_epoch(run, step) != batch.epoch or not may_go_on,
-            note=NOTHING if bad is None else bad.note("skip", run.trainer.history.num_bad),
+            note=NOTHING if bad is None else bad.note("skip", run.context.history.num_bad),
         )
         place.end_step()
         stop_reason = stop_reason if may_go_on else 0
@@ -144,7 +144,7 @@ def _timed(run: Run) -> Iterator[tuple[Batch, float]]:
     """Yield each batch with the seconds that were spent waiting for it."""
     iterator = iter(run.train_batches)
     for step in range(run.first_step, run.num_steps):
-        run.trainer.pipeline.place.begin_step(step + 1)
+        run.context.pipeline.place.begin_step(step + 1)
         begin = time.perf_counter()
         batch = next(iterator)
         yield batch, time.perf_counter() - begin
@@ -157,14 +157,14 @@ def _on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 def _one_step(run: Run, batch: Batch, data_seconds: float) -> tuple[dict[str, float], int, BadStep | None]:
     """Return the metrics of a step, why to stop after it, if any process was asked to, and what is bad about it."""
     begin = time.perf_counter()
-    result = train_step(run.trainer, batch.step, _on_device(batch, run.device), batch.sample_ids)
+    result = train_step(run.context, batch.step, _on_device(batch, run.device), batch.sample_ids)
     state = run.hooks.state
     state.step = batch.step + 1
     if batch.step == run.first_step:
         _show_without_gradient(result.without_gradient)
         # With what the first step has compiled and built.
         set_aside()
-    run.trainer.pipeline.place.enter("metrics")
+    run.context.pipeline.place.enter("metrics")
     # The fewest of what all have heard of is the largest negative number.
     here = [memory_bytes(run.device), state.problem is not None, run.saver.has_failed, -run.saver.num_published]
     most = torch.tensor([*here, state.stop.reason()], dtype=torch.float64)
@@ -209,13 +209,13 @@ def _values(run: Run, batch: Batch, result: StepResult, memory: int, times: tupl
         "optimizer_seconds": result.optimizer_seconds,
         **result.router,
         **result.scaling,
-        **run.trainer.history.metrics(),
+        **run.context.history.metrics(),
         **{f"samples/{source}": count for source, count in batch.source_samples.items()},
     }
 
 
 def _next_epoch(run: Run, step: int) -> int:
-    return run.epoch_of(place_in_data(step, run.trainer.history.left_out))
+    return run.epoch_of(place_in_data(step, run.context.history.left_out))
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:
@@ -231,10 +231,10 @@ def _check_problem(run: Run) -> None:
 
 
 def _evaluate(run: Run, step: int) -> float:
-    run.trainer.pipeline.place.begin("evaluation")
+    run.context.pipeline.place.begin("evaluation")
     begin = time.perf_counter()
     found = {
-        name: evaluate(run.trainer, (_on_device(batch, run.device) for batch in batches()))
+        name: evaluate(run.context, (_on_device(batch, run.device) for batch in batches()))
         for name, batches in run.evaluation_batches.items()
     }
     loss = sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
@@ -256,7 +256,7 @@ def _agreed_reason(run: Run) -> int:
 
 
 def _checkpoint(run: Run, step: int, evaluation_loss: float | None) -> None:
-    run.trainer.pipeline.place.begin("checkpoint")
+    run.context.pipeline.place.begin("checkpoint")
     begin = time.perf_counter()
     # All have finished the one before now, so all hear of it here.
     run.saver.finish()
@@ -272,7 +272,7 @@ def _checkpoint(run: Run, step: int, evaluation_loss: float | None) -> None:
 
 def _finish_saving(run: Run) -> None:
     """Wait for what is being saved."""
-    run.trainer.pipeline.place.begin("checkpoint")
+    run.context.pipeline.place.begin("checkpoint")
     run.saver.finish()
     _tell_of_saved(run)
 

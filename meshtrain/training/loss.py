@@ -1,45 +1,80 @@
 """The loss: next-token cross-entropy, summed over trained tokens and divided once by their global count."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from meshtrain.config.mesh import TP
 from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.parallel.collectives import max_over_shards, shard_width, sum_over_shards
+from meshtrain.parallel.pipeline import Pipeline
 
 
+@dataclass(frozen=True)
 class TokenLoss:
-    """Callable on the logits and labels of a microbatch; holds the denominator and the scale of the current step.
+    """The cross-entropy of a microbatch, summed over its trained tokens.
 
-    Args:
+    Attributes:
         vocabulary: size of the whole vocabulary.
         group: the tp group, if the logits are sharded over it; else None.
     """
 
-    def __init__(self, vocabulary: int, group: ProcessGroup | None) -> None:
-        self.vocabulary, self.group = vocabulary, group
-        self.num_tokens = torch.ones(())
-        self.scale = 1.0
+    vocabulary: int
+    group: ProcessGroup | None
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a microbatch's tokens divided by the number of trained tokens in the global batch.
-
-        It is multiplied by `scale`, the loss scale of float16.
+        """Return the () sum of the loss over the trained tokens, in nats.
 
         Args:
             logits: (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
             labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not count.
         """
         logits, labels = logits.flatten(0, 1), labels.flatten()
-        # The sum over many tokens loses bfloat16's few digits; float64 stays, for proofs.
+        # bfloat16 has too few digits for a sum over many tokens. float64 stays, for proofs.
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         if self.group is None:
-            total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        else:
-            total = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
-        return total * self.scale / self.num_tokens
+            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        total: Tensor = _ShardedCrossEntropy.apply(logits, labels, self.vocabulary, self.group)  # type: ignore[no-untyped-call]
+        return total
+
+    def mean_over(self, num_tokens: Tensor, *, scale: float = 1.0) -> "MeanLoss":
+        """Return the loss function of one step.
+
+        Args:
+            num_tokens: () int64, the number of trained tokens in the global batch.
+            scale: the loss scale of float16.
+        """
+        # A batch without a trained token has loss 0 and no gradient, not 0 / 0.
+        return MeanLoss(self, num_tokens.clamp(min=1), scale)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The share of a microbatch in the mean loss of a global batch: the loss function of one step.
+
+    Attributes:
+        total: the sum over the trained tokens of a microbatch.
+        num_tokens: () int64, the number of trained tokens in the global batch, or 1 if there is none.
+        scale: the loss scale of float16, which the result is multiplied by.
+    """
+
+    total: TokenLoss
+    num_tokens: Tensor
+    scale: float
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the () share; arguments as for `TokenLoss`."""
+        return self.total(logits, labels) * self.scale / self.num_tokens
+
+
+def build_loss(pipeline: Pipeline) -> TokenLoss:
+    """Return the loss of a pipeline's model, for logits as its last stage gives them."""
+    vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
+    return TokenLoss(vocabulary, pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None)
 
 
 def count_trained_tokens(labels: Tensor) -> Tensor:
@@ -48,7 +83,9 @@ def count_trained_tokens(labels: Tensor) -> Tensor:
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropy over logits that are sharded over the vocabulary; two small reductions per call.
+    """The sum of the cross-entropy over logits that are sharded over the vocabulary.
+
+    Each call makes two small reductions.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3.
     """

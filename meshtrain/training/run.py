@@ -17,7 +17,7 @@ from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.config.mesh import DATA_AXES, TP
+from meshtrain.config.mesh import DATA_AXES
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.feed import Feed, build_feed
@@ -44,7 +44,7 @@ from meshtrain.training.identity import Identity
 from meshtrain.training.lock import RunLock, locked_run
 from meshtrain.training.logging_hooks import LinesHook, MetricsHook
 from meshtrain.training.loop import Run, run_loop
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.report import (
@@ -60,7 +60,7 @@ from meshtrain.training.report import (
 from meshtrain.training.saving import agreed_step_and_values
 from meshtrain.training.self_check import FirstStepCheck, check_parameters
 from meshtrain.training.state import check_finite, load_state, load_weights_of, saved_tensors
-from meshtrain.training.step import Trainer, no_inspection
+from meshtrain.training.step import StepContext, no_inspection
 
 Found = tuple[Location, Manifest]
 """A checkpoint and what it says of itself."""
@@ -148,10 +148,9 @@ def _build(
         seed=config.seed,
         device=process.device,
     )
-    group = mesh.get_group(TP) if pipeline.logits_are_sharded else None
-    trainer = Trainer(
+    context = StepContext(
         pipeline=pipeline,
-        loss=TokenLoss(resolved.hf_config.get_text_config().vocab_size, group),
+        loss=build_loss(pipeline),
         optimizer=build_optimizer(pipeline, config.optimizer),
         learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
         max_gradient_norm=config.optimizer.max_gradient_norm,
@@ -161,13 +160,13 @@ def _build(
     )
     state = RunState(
         model=pipeline,
-        optimizer=trainer.optimizer,
+        optimizer=context.optimizer,
         config=config.model_copy(update={"plan": resolved.plan}),
         num_steps=num_steps,
         unigram_entropy=data.unigram_entropy_nats,
         stop=process.stop,
     )
-    _begin(state, trainer, feed, found)
+    _begin(state, context, feed, found)
     report = check_parameters(pipeline) if config.self_checks else None
     if report is not None:
         copies = f"; in two stages, because tied: {name_some(report.tied_copies)}" if report.tied_copies else ""
@@ -181,10 +180,10 @@ def _build(
     )
     process.guard.follow(pipeline.place)
     lift_timeouts()
-    batches = partial(_train_batches, feed, trainer, process, num_steps)
+    batches = partial(_train_batches, feed, context, process, num_steps)
     return Run(
         config=config,
-        trainer=trainer,
+        context=context,
         device=process.device,
         hooks=Hooks(state, (MetricsHook(), LinesHook(), *hooks)),
         first_step=state.step,
@@ -192,9 +191,9 @@ def _build(
         epoch_of=feed.order.epoch,
         train_batches=batches(state.step),
         evaluation_batches=_evaluation_batches(config, feed, pipeline, process),
-        save=partial(_save, identity, feed, trainer, saver, state),
+        save=partial(_save, identity, feed, context, saver, state),
         saver=saver,
-        rewind=partial(_rewind, identity, feed, trainer, state, batches),
+        rewind=partial(_rewind, identity, feed, context, state, batches),
         flops_per_token=cache(partial(flops_per_token, resolved.model)),
         parameters_checksum=report.checksum if report is not None else None,
     )
@@ -215,16 +214,16 @@ def _agree_on_data(data: PreparedData) -> None:
     raise_together([problem] if others else [], DataError)
 
 
-def _begin(state: RunState, trainer: Trainer, feed: Feed, found: Found | None) -> None:
+def _begin(state: RunState, context: StepContext, feed: Feed, found: Found | None) -> None:
     """Give the parameters their values, and the state the number of steps already done."""
-    pipeline, config = trainer.pipeline, state.config
+    pipeline, config = context.pipeline, state.config
     if found is not None:
         checkpoint, manifest = found
         for stage in pipeline.stages:
             restore_buffers(stage.model)
-        _restore(state, trainer, checkpoint, manifest)
+        _restore(state, context, checkpoint, manifest)
         feed.restore_streams(manifest.streams)
-        feed.check_steps(state.num_steps, len(trainer.history.left_out))
+        feed.check_steps(state.num_steps, len(context.history.left_out))
         console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
         if change := changed_length(config):
             console.line(f"{change}; the learning rate follows its schedule over the new length")
@@ -236,18 +235,18 @@ def _begin(state: RunState, trainer: Trainer, feed: Feed, found: Found | None) -
             initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
 
 
-def _restore(state: RunState, trainer: Trainer, checkpoint: Location, manifest: Manifest) -> None:
-    load_state(checkpoint, trainer.pipeline, trainer.optimizer)
-    trainer.pipeline.longest.restore(manifest.rotary_length)
-    trainer.loss_scale.restore(manifest.loss_scale)
-    trainer.history.restore(manifest.history, manifest.skipped_steps)
+def _restore(state: RunState, context: StepContext, checkpoint: Location, manifest: Manifest) -> None:
+    load_state(checkpoint, context.pipeline, context.optimizer)
+    context.pipeline.longest.restore(manifest.rotary_length)
+    context.loss_scale.restore(manifest.loss_scale)
+    context.history.restore(manifest.history, manifest.skipped_steps)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
 
 def _rewind(
     identity: Identity,
     feed: Feed,
-    trainer: Trainer,
+    context: StepContext,
     state: RunState,
     batches: Callable[[int], Iterable[Batch]],
     bad: BadStep,
@@ -262,7 +261,7 @@ def _rewind(
         CheckpointError: if none is whole.
     """
     # What one rewind has left out before, the checkpoint need not know: it may be older.
-    left_out = tuple(sorted({*trainer.history.left_out, bad.data_step}))
+    left_out = tuple(sorted({*context.history.left_out, bad.data_step}))
     # Not `identity.check`: the run wrote it itself, or has checked it when it began.
     checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
     if checkpoint is None:
@@ -276,10 +275,10 @@ def _rewind(
     except DataError as error:
         raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
     manifest = read_manifest(checkpoint)
-    _restore(state, trainer, checkpoint, manifest)
+    _restore(state, context, checkpoint, manifest)
     # The place may be so long ago that the streams have forgotten it.
     feed.restore_streams(manifest.streams)
-    trainer.history.left_out = left_out
+    context.history.left_out = left_out
     console.line(
         f"Step {bad.step:,} is bad: {bad.fault}. Back to {shown_location(checkpoint)}, and on without the samples of "
         f"that step: {name_samples(bad.sample_ids)}. Batches left out so far: {len(left_out)}"
@@ -318,30 +317,32 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
 def _save(
     identity: Identity,
     feed: Feed,
-    trainer: Trainer,
+    context: StepContext,
     saver: Saver,
     state: RunState,
     step: int,
     evaluation_loss: float | None,
 ) -> None:
     _, values = agreed_step_and_values(state)
-    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+    tensors = saved_tensors(context.pipeline, context.optimizer)
     check_finite(step, tensors)
-    streams = feed.stream_state(place_in_data(step, trainer.history.left_out))
+    streams = feed.stream_state(place_in_data(step, context.history.left_out))
     manifest = identity.manifest(
-        step, trainer.pipeline.fused, trainer.loss_scale, trainer.history, evaluation_loss, streams
-    ).model_copy(update={"values": values, "rotary_length": trainer.pipeline.longest.grown()})
+        step, context.pipeline.fused, context.loss_scale, context.history, evaluation_loss, streams
+    ).model_copy(update={"values": values, "rotary_length": context.pipeline.longest.grown()})
     saver.save(tensors, manifest, identity.write_huggingface)
 
 
-def _train_batches(feed: Feed, trainer: Trainer, process: Process, num_steps: int, first_step: int) -> Iterable[Batch]:
+def _train_batches(
+    feed: Feed, context: StepContext, process: Process, num_steps: int, first_step: int
+) -> Iterable[Batch]:
     return build_loader(
         feed.samples,
         feed.order,
         start_step=first_step,
         stop_step=num_steps,
-        left_out=trainer.history.left_out,
-        **_share(trainer.pipeline, process),
+        left_out=context.history.left_out,
+        **_share(context.pipeline, process),
     )
 
 

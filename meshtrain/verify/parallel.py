@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshtrain.config.mesh import DATA_AXES, TP, MeshPlan
+from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
 from meshtrain.models.build import build_model
@@ -20,11 +20,11 @@ from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
-from meshtrain.training.step import Trainer, evaluate, train_step
+from meshtrain.training.step import StepContext, evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.reference import keep_outputs, widen
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, Subject, Trace, with_noise
@@ -80,11 +80,11 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
     Returns:
         What lies on this rank.
     """
-    trace, trainer = Trace(), build_trainer(pipeline)
+    trace, context = Trace(), build_step_context(pipeline)
     for step, batch in enumerate(batches):
-        _train_step(trainer, step, batch, trace)
+        _train_step(context, step, batch, trace)
     trace.parameters = _gather(pipeline)
-    trace.evaluation, _ = evaluate(trainer, [local_part(pipeline, batches[0])])
+    trace.evaluation, _ = evaluate(context, [local_part(pipeline, batches[0])])
     return trace
 
 
@@ -106,13 +106,11 @@ def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:
             local_tensor(parameter).copy_(value)
 
 
-def build_trainer(pipeline: Pipeline) -> Trainer:
+def build_step_context(pipeline: Pipeline) -> StepContext:
     """Build what a step needs, as a run does."""
-    group = pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None
-    vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
-    return Trainer(
+    return StepContext(
         pipeline=pipeline,
-        loss=TokenLoss(vocabulary, group),
+        loss=build_loss(pipeline),
         optimizer=build_optimizer(pipeline, OPTIMIZER),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), OPTIMIZER.learning_rate, STEPS),
         max_gradient_norm=OPTIMIZER.max_gradient_norm,
@@ -127,14 +125,14 @@ def local_part(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: value[start : start + size] for name, value in batch.items()}
 
 
-def _train_step(trainer: Trainer, step: int, batch: dict[str, Tensor], trace: Trace) -> None:
-    pipeline = trainer.pipeline
+def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace: Trace) -> None:
+    pipeline = context.pipeline
     ids = np.arange(len(batch["input_ids"]))
-    result = train_step(trainer, step, local_part(pipeline, batch), ids)
+    result = train_step(context, step, local_part(pipeline, batch), ids)
     trace.losses.append(result.loss)
     trace.router_losses.extend(result.router.values())
     trace.norms.append(result.gradient_norm)
-    unclip = max(1.0, (result.gradient_norm + 1e-6) / trainer.max_gradient_norm)
+    unclip = max(1.0, (result.gradient_norm + 1e-6) / context.max_gradient_norm)
     gradients = {
         name: full_tensor(parameter.grad).detach() * unclip
         for name, parameter in pipeline.owned_parameters().items()

@@ -29,7 +29,7 @@ from meshtrain.checkpoint.store import load_checkpoint
 from meshtrain.models.layout import local_tensor
 from meshtrain.training.state import saved_tensors
 from tests.benchmarks.bare import CONFIG, SMALL
-from tests.benchmarks.throughput import build_trainer
+from tests.benchmarks.throughput import build_step_context
 from tests.ranks import run_on_ranks
 
 
@@ -69,8 +69,8 @@ def manifest(step: int) -> Manifest:
 def measure(directory: str, repeat: int, small: bool) -> dict[str, float]:
     """Return seconds by name, and the bytes."""
     CONFIG.update(SMALL if small else {})
-    trainer = build_trainer({"dp_shard": 2})
-    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+    context = build_step_context({"dp_shard": 2})
+    tensors = saved_tensors(context.pipeline, context.optimizer)
     root, rank = Path(directory), dist.get_rank()
     best: dict[str, float] = {}
     # Plain DCP removes nothing either.

@@ -22,16 +22,16 @@ from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import build_loss
 from meshtrain.training.optim import build_learning_rate, build_optimizer
-from meshtrain.training.step import Trainer, train_step
+from meshtrain.training.step import StepContext, train_step
 from tests.benchmarks.bare import CONFIG, LAYOUTS, MICRO_BATCH, SMALL, Step
 from tests.ranks import run_on_ranks
 
 GLOBAL_BATCH, SEQUENCE = 8, 512
 
 
-def build_trainer(degrees: dict[str, int]) -> Trainer:
+def build_step_context(degrees: dict[str, int]) -> StepContext:
     """Build what meshtrain trains with under a layout."""
     config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
     model = build_model(config, dtype=torch.float32)
@@ -42,9 +42,9 @@ def build_trainer(degrees: dict[str, int]) -> Trainer:
     pipeline = parallelize(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
     for stage in pipeline.stages:
         initialize_weights(stage.model, seed=0, names=pipeline.canonical_names())
-    return Trainer(
+    return StepContext(
         pipeline=pipeline,
-        loss=TokenLoss(CONFIG["vocab_size"], mesh.get_group("tp") if pipeline.logits_are_sharded else None),
+        loss=build_loss(pipeline),
         optimizer=build_optimizer(pipeline, OptimizerConfig()),
         learning_rate=build_learning_rate(LearningRateConfig(name="constant"), 3e-4, 1000),
         max_gradient_norm=1.0,
@@ -53,8 +53,8 @@ def build_trainer(degrees: dict[str, int]) -> Trainer:
 
 def meshtrain_step(degrees: dict[str, int]) -> Step:
     """Build meshtrain's side of a layout."""
-    trainer = build_trainer(degrees)
-    mesh = trainer.pipeline.mesh
+    context = build_step_context(degrees)
+    mesh = context.pipeline.mesh
     size = GLOBAL_BATCH // axis_size(mesh, *DATA_AXES)
     rows = slice(data_rank(mesh) * size, (data_rank(mesh) + 1) * size)
     number = 0
@@ -63,7 +63,7 @@ def meshtrain_step(degrees: dict[str, int]) -> Step:
         nonlocal number
         number += 1
         batch = {"input_ids": ids[rows], "labels": labels[rows]}
-        return train_step(trainer, number, batch, np.arange(GLOBAL_BATCH)).loss
+        return train_step(context, number, batch, np.arange(GLOBAL_BATCH)).loss
 
     return step
 

@@ -35,7 +35,7 @@ def strike() -> None:
     os._exit(7)
 
 
-def faulty_step(trainer: Any, step: int, *args: Any) -> Any:
+def faulty_step(context: Any, step: int, *args: Any) -> Any:
     """Lay the fault, then run the step."""
     if (rank_from_environment(), step + 1) == (RANK, STEP) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if FAULT == "mistake":
@@ -48,8 +48,8 @@ def faulty_step(trainer: Any, step: int, *args: Any) -> Any:
             if len(seen) == MICROBATCH + 1:
                 strike()
 
-        trainer.pipeline.stages[0].model.register_forward_pre_hook(before_forward)
-    return true_step(trainer, step, *args)
+        context.pipeline.stages[0].model.register_forward_pre_hook(before_forward)
+    return true_step(context, step, *args)
 
 
 if __name__ == "__main__":

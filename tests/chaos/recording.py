@@ -21,11 +21,11 @@ Samples = dict[int, tuple[list[int], list[list[int]]]]
 """step, counted from 0 -> sample ids and rows of tokens of the whole global batch, as `samples_seen` returns them"""
 
 
-def recording_step(trainer: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
+def recording_step(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
     """Run the step, and write down when it has ended what it was given."""
     time.sleep(float(os.environ.get("PAUSE", "0")))
-    result = true_step(trainer, step, batch, sample_ids)
-    mesh = trainer.pipeline.mesh
+    result = true_step(context, step, batch, sample_ids)
+    mesh = context.pipeline.mesh
     place = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
     seen = {"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": batch["input_ids"].tolist()}
     process = {"time": time.time(), "rank": rank_from_environment(), "processes": world_size_from_environment()}

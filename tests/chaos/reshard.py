@@ -20,8 +20,8 @@ from meshtrain.checkpoint.store import save_checkpoint
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.state import load_state, saved_tensors
-from meshtrain.training.step import Trainer, train_step
-from meshtrain.verify.parallel import build_trainer, initialize_pipeline, local_part
+from meshtrain.training.step import StepContext, train_step
+from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_part
 from tests.checkpoint.stages import manifest_of
 from tests.parity import GLOBAL_BATCH, Case, batches, build
 from tests.ranks import run_on_ranks
@@ -43,9 +43,9 @@ def draw_case(model: str, stream: random.Random, most_ranks: int) -> Case:
     return Case(model, mesh, schedule=schedule, stages_per_rank=stages)  # type: ignore[arg-type]
 
 
-def save(pipeline: Pipeline, trainer: Trainer, root: Path) -> None:
+def save(pipeline: Pipeline, context: StepContext, root: Path) -> None:
     """Save everything."""
-    tensors = saved_tensors(pipeline, trainer.optimizer)
+    tensors = saved_tensors(pipeline, context.optimizer)
     save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=None, retention=Retention(newest=1))
 
 
@@ -53,9 +53,9 @@ def begin(case: Case, root: Path) -> None:
     """Train a step on a mesh, so that there are moments, and save."""
     pipeline = build(case)
     initialize_pipeline(pipeline)
-    trainer = build_trainer(pipeline)
-    train_step(trainer, 0, local_part(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
-    save(pipeline, trainer, root)
+    context = build_step_context(pipeline)
+    train_step(context, 0, local_part(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
+    save(pipeline, context, root)
 
 
 def travel(case: Case, origin: Path, root: Path) -> None:
@@ -63,9 +63,9 @@ def travel(case: Case, origin: Path, root: Path) -> None:
     pipeline = build(case)
     for stage in pipeline.stages:
         restore_buffers(stage.model)
-    trainer = build_trainer(pipeline)
-    load_state(origin / "step-1", pipeline, trainer.optimizer)
-    save(pipeline, trainer, root)
+    context = build_step_context(pipeline)
+    load_state(origin / "step-1", pipeline, context.optimizer)
+    save(pipeline, context, root)
 
 
 def round_trip(first: Case, second: Case, directory: Path) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.gradients import finish_gradients
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import build_loss
 from tests.parity import fill
 
 VOCABULARY, SEQUENCE, BATCH = 61, 12, 4
@@ -170,8 +170,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 def _train(pipeline: Pipeline, ids: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over all processes of the loss, after forward and backward."""
-    loss = TokenLoss(VOCABULARY, pipeline.mesh.get_group("tp") if pipeline.logits_are_sharded else None)
-    loss.num_tokens = (labels != -100).sum()
+    loss = build_loss(pipeline).mean_over((labels != -100).sum())
     size = BATCH // axis_size(pipeline.mesh, "dp_replicate", "dp_shard")
     rows = slice(data_rank(pipeline.mesh) * size, (data_rank(pipeline.mesh) + 1) * size)
     total = pipeline.forward_backward({"input_ids": ids[rows], "labels": labels[rows]}, loss)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from meshtrain.config.run import ModelConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optimizer_state import state_tensors
-from meshtrain.training.step import StepResult, Trainer, train_step
+from meshtrain.training.step import StepContext, StepResult, train_step
 from meshtrain.verify.parallel import initialize_pipeline
 from tests.parity import GLOBAL_BATCH, Case, batches, build, smallest_part
 
@@ -20,10 +20,10 @@ def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pip
     return pipeline
 
 
-def take_step(trainer: Trainer, step: int, batch: dict[str, Tensor] | None = None) -> StepResult:
+def take_step(context: StepContext, step: int, batch: dict[str, Tensor] | None = None) -> StepResult:
     """Train on as few rows as the schedule can run, of the first global batch unless another is given."""
-    rows = smallest_part(trainer.pipeline, batch or batches()[0])
-    return train_step(trainer, step, rows, np.arange(GLOBAL_BATCH))
+    rows = smallest_part(context.pipeline, batch or batches()[0])
+    return train_step(context, step, rows, np.arange(GLOBAL_BATCH))
 
 
 def moments(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_trainer, train_pipeline
+from meshtrain.verify.parallel import build_step_context, train_pipeline
 from meshtrain.verify.reference import build_stock, load_weights, train_model
 from meshtrain.verify.subject import SEQUENCE, Trace
 from tests.parallel.steps import take_step
@@ -154,9 +154,9 @@ def drop(case: Case) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]
     """Return the masks of a step with dropout in the adapters, its gradients, and the parameters that are not cut."""
     pipeline = build(case, lora_dropout=0.5, target_modules=["q_proj", "o_proj"])
     masks: list[tuple[str, Tensor]] = []
-    trainer = build_trainer(pipeline)
+    context = build_step_context(pipeline)
     with watched_dropout(masks):
-        take_step(trainer, 0)
+        take_step(context, 0)
     trained = dict(pipeline.trainable_parameters())
     gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in trained.items()}
     whole = {name: parameter.detach() for name, parameter in trained.items() if not isinstance(parameter, DTensor)}

@@ -18,7 +18,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import _attend, own_stream, stream_key
 from meshtrain.training.step import evaluate
-from meshtrain.verify.parallel import build_trainer
+from meshtrain.verify.parallel import build_step_context
 from meshtrain.verify.subject import SEQUENCE
 from tests.parallel.steps import start, take_step
 from tests.parity import GPT2, MODELS, Case, batches, build, smallest_part
@@ -96,14 +96,14 @@ def watched_dropout(masks: list[tuple[str, Tensor]]) -> Iterator[None]:
 
 def train(run: Run) -> Seen:
     pipeline = start(run.case, model=run.model, seed=run.seed)
-    trainer, seen = build_trainer(pipeline), Seen()
+    context, seen = build_step_context(pipeline), Seen()
     if pipeline.has_last_stage:
         pipeline.stages[-1].model.register_forward_hook(
             lambda *_: seen.streams.append(torch.get_rng_state().numpy().tobytes())
         )
     with watched_dropout(seen.masks):
         for step in run.steps:
-            take_step(trainer, step)
+            take_step(context, step)
     for name, parameter in pipeline.named_parameters():
         assert parameter.grad is not None
         seen.gradients[name] = local_tensor(parameter.grad).clone()
@@ -259,7 +259,7 @@ def _evaluates_without_dropout(pipeline: Pipeline) -> bool:
     seen: list[Any] = []
     with watched_dropout(seen):
         batch = smallest_part(pipeline, batches()[0])
-        first, second = (evaluate(build_trainer(pipeline), [batch]) for _ in range(2))
+        first, second = (evaluate(build_step_context(pipeline), [batch]) for _ in range(2))
     return not seen and first == second and pipeline.stages[0].model.training
 
 

@@ -23,7 +23,7 @@ from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.step import evaluate, train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import compare
-from meshtrain.verify.parallel import build_trainer, initial_weights, train_plan
+from meshtrain.verify.parallel import build_step_context, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Rows, Subject, Trace, with_noise
@@ -140,14 +140,14 @@ def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
     fill(pipeline, with_noise(initial_weights(subject)))
     # The parameters stay as they are.
-    trainer = replace(build_trainer(pipeline), learning_rate=lambda step: 0.0)
+    context = replace(build_step_context(pipeline), learning_rate=lambda step: 0.0)
     batch, found = subject.batches()[0], []
     for scale in (1.0, 1024.0):
-        trainer.loss_scale.value = scale
-        result = train_step(trainer, 0, batch, np.arange(subject.global_batch_size))
+        context.loss_scale.value = scale
+        result = train_step(context, 0, batch, np.arange(subject.global_batch_size))
         found.append((result.router["router_aux_loss"], result.gradient_norm))
     before = pipeline.router_loss.total.item()
-    evaluate(trainer, [batch])
+    evaluate(context, [batch])
     return found, [before, pipeline.router_loss.total.item()]
 
 

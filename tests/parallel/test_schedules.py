@@ -27,9 +27,9 @@ from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.parallel.schedules import SCHEDULES, stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
-from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
+from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_trainer, initialize_pipeline, local_part
+from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_part
 from meshtrain.verify.subject import Trace
 from tests.checkpoint.stages import manifest_of
 from tests.parallel.steps import moments
@@ -201,14 +201,14 @@ def drop() -> list[dict[str, Tensor]]:
     for case in (*DROPPED, DROPPED[0], DROPPED[-1]):
         pipeline = build(case, model=WET)
         fill(pipeline, stock_weights(case.model))
-        step(build_trainer(pipeline), 0)
+        step(build_step_context(pipeline), 0)
         gradients = {name: full_tensor(p.grad) for name, p in pipeline.owned_parameters().items()}
         found.append(join_parts(gradients, pipeline.fused))
     return found
 
 
-def step(trainer: Trainer, number: int) -> StepResult:
-    return train_step(trainer, number, local_part(trainer.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
+def step(context: StepContext, number: int) -> StepResult:
+    return train_step(context, number, local_part(context.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
 
 
 def test_dropout_is_the_same_under_every_schedule() -> None:
@@ -247,41 +247,41 @@ class Travel:
 
 def travel(folder: Path) -> Travel:
     seen = Travel([], [], [])
-    trainer = start(Case("gpt2-tied", (2, 1, 2, 1)))
-    fill(trainer.pipeline, stock_weights("gpt2-tied"))
+    context = start(Case("gpt2-tied", (2, 1, 2, 1)))
+    fill(context.pipeline, stock_weights("gpt2-tied"))
     for number in (0, 1):
-        step(trainer, number)
-    checkpoint = save(folder / "1F1B", trainer, seen)
-    note(step(trainer, 2), seen)
-    trainer = resume(Case("gpt2-tied", (2, 1, 1, 2), ZBV, 2), checkpoint)
-    seen.twins.append(are_twins(trainer))
-    checkpoint = save(folder / "ZBV", trainer, seen)
-    note(step(trainer, 2), seen)
-    seen.twins.append(are_twins(trainer))
+        step(context, number)
+    checkpoint = save(folder / "1F1B", context, seen)
+    note(step(context, 2), seen)
+    context = resume(Case("gpt2-tied", (2, 1, 1, 2), ZBV, 2), checkpoint)
+    seen.twins.append(are_twins(context))
+    checkpoint = save(folder / "ZBV", context, seen)
+    note(step(context, 2), seen)
+    seen.twins.append(are_twins(context))
     note(step(resume(Case("gpt2-tied", (2, 2, 1, 1)), checkpoint), 2), seen)
-    trainer = start(Case("gpt2-tied", (2, 1, 2, 1), DUAL, 2))
-    pipeline = trainer.pipeline
+    context = start(Case("gpt2-tied", (2, 1, 2, 1), DUAL, 2))
+    pipeline = context.pipeline
     initialize_pipeline(pipeline)
-    seen.twins.append(are_twins(trainer, only_values=True))
+    seen.twins.append(are_twins(context, only_values=True))
     load_pretrained(pipeline, folder)
-    seen.twins.append(are_twins(trainer, only_values=True))
+    seen.twins.append(are_twins(context, only_values=True))
     return seen
 
 
-def start(case: Case) -> Trainer:
-    return build_trainer(build(case))
+def start(case: Case) -> StepContext:
+    return build_step_context(build(case))
 
 
-def resume(case: Case, checkpoint: Path) -> Trainer:
-    trainer = start(case)
-    for stage in trainer.pipeline.stages:
+def resume(case: Case, checkpoint: Path) -> StepContext:
+    context = start(case)
+    for stage in context.pipeline.stages:
         restore_buffers(stage.model)
-    load_state(checkpoint, trainer.pipeline, trainer.optimizer)
-    return trainer
+    load_state(checkpoint, context.pipeline, context.optimizer)
+    return context
 
 
-def save(folder: Path, trainer: Trainer, seen: Travel) -> Path:
-    tensors = saved_tensors(trainer.pipeline, trainer.optimizer)
+def save(folder: Path, context: StepContext, seen: Travel) -> Path:
+    tensors = saved_tensors(context.pipeline, context.optimizer)
     checkpoint = save_checkpoint(
         folder, tensors, manifest=manifest_of(2), huggingface=None, retention=Retention(newest=1)
     )
@@ -293,14 +293,14 @@ def note(result: StepResult, seen: Travel) -> None:
     seen.steps.append((result.loss, result.gradient_norm))
 
 
-def are_twins(trainer: Trainer, *, only_values: bool = False) -> bool:
+def are_twins(context: StepContext, *, only_values: bool = False) -> bool:
     """Say whether both ends, where they lie here, are equal and nowhere zero or unset throughout."""
-    parameters = dict(trainer.pipeline.named_parameters())
+    parameters = dict(context.pipeline.named_parameters())
     if HEAD not in parameters or EMBEDDING not in parameters:
         return True
     pairs = [(parameters[EMBEDDING], parameters[HEAD])]
     if not only_values:
-        near, far = (moments(trainer.optimizer, parameters[end]) for end in (EMBEDDING, HEAD))
+        near, far = (moments(context.optimizer, parameters[end]) for end in (EMBEDDING, HEAD))
         pairs += [(near[moment], far[moment]) for moment in near]
     locals_ = [(local_tensor(near.detach()), local_tensor(far.detach())) for near, far in pairs]
     return all(torch.equal(near, far) and bool(near.any()) for near, far in locals_)
@@ -348,7 +348,7 @@ def listen() -> list[tuple[float, list[Message]]]:
         pipeline: Pipeline = build(case)
         initialize_pipeline(pipeline)
         messages.clear()
-        loss, _ = evaluate(build_trainer(pipeline), [local_part(pipeline, batches()[0])])
+        loss, _ = evaluate(build_step_context(pipeline), [local_part(pipeline, batches()[0])])
         heard.append((loss, list(messages)))
     return heard
 

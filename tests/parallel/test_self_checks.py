@@ -15,7 +15,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel import parallelize, rules
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import build_mesh, data_rank
-from meshtrain.verify.parallel import build_trainer, initialize_pipeline
+from meshtrain.verify.parallel import build_step_context, initialize_pipeline
 from tests.parallel.steps import take_step
 from tests.parity import MODELS, Case, batches, build
 from tests.ranks import run_on_ranks
@@ -52,9 +52,9 @@ class Held:
 
 def train(pipeline: Pipeline) -> Held:
     initialize_pipeline(pipeline)
-    trainer = build_trainer(pipeline)
+    context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
-        take_step(trainer, step, batch)
+        take_step(context, step, batch)
     whole, shards = {}, {}
     for name, parameter in pipeline.named_parameters():
         is_whole = not isinstance(parameter, DTensor) or all(p.is_replicate() for p in parameter.placements)

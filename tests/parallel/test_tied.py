@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.verify.parallel import build_trainer
+from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import moments, start, take_step
 from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
@@ -26,14 +26,14 @@ Ends = dict[str, Tensor]
 def train(case: Case) -> tuple[str | None, int, Ends]:
     """Return which end this process holds, of how many copies, and its part of value, gradient and moments."""
     pipeline = start(case)
-    trainer = build_trainer(pipeline)
+    context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
-        take_step(trainer, step, batch)
+        take_step(context, step, batch)
     canonical = pipeline.canonical_names()
     (source,) = set(pipeline.stages[0].model.all_tied_weights_keys.values())
     for name, parameter in pipeline.named_parameters():
         if canonical[name] == source:
-            tensors = {"value": parameter.detach(), "gradient": parameter.grad, **moments(trainer.optimizer, parameter)}
+            tensors = {"value": parameter.detach(), "gradient": parameter.grad, **moments(context.optimizer, parameter)}
             ends = {kind: local_tensor(tensor).clone() for kind, tensor in tensors.items()}
             return ("far" if name != source else "near"), num_copies(pipeline), ends
     return None, num_copies(pipeline), {}

@@ -20,7 +20,7 @@ from meshtrain.training.state import saved_tensors
 from meshtrain.training.step import train_step
 from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_trainer, local_part
+from meshtrain.verify.parallel import build_step_context, local_part
 from meshtrain.verify.reference import build_adamw
 from meshtrain.verify.subject import OPTIMIZER, SEQUENCE
 from tests.parallel.steps import steps_done
@@ -138,14 +138,14 @@ def build(case: Case) -> Pipeline:
 def train(case: Case) -> Trace:
     """Train on the ranks, with the product's own step."""
     pipeline, trace = build(case), Trace()
-    trainer = build_trainer(pipeline)
+    context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
-        result = train_step(trainer, step, local_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+        result = train_step(context, step, local_part(pipeline, batch), np.arange(GLOBAL_BATCH))
         trace.without_gradient.append(set(result.without_gradient))
         trace.norms.append(result.gradient_norm)
     trace.parameters = {name: full_tensor(p).detach().clone() for name, p in pipeline.owned_parameters().items()}
-    trace.steps = {name: steps_done(trainer.optimizer, p) for name, p in pipeline.trainable_parameters()}
-    trace.saved = set(saved_tensors(pipeline, trainer.optimizer))
+    trace.steps = {name: steps_done(context.optimizer, p) for name, p in pipeline.trainable_parameters()}
+    trace.saved = set(saved_tensors(pipeline, context.optimizer))
     return trace
 
 

@@ -139,13 +139,13 @@ def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, 
     seen: list[dict[str, Any]] = []
     step_of_product = loop.train_step
 
-    def spy(trainer: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
-        mesh = trainer.pipeline.mesh
+    def spy(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
+        mesh = context.pipeline.mesh
         place = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
-        reads = trainer.pipeline.has_first_stage or trainer.pipeline.has_last_stage
+        reads = context.pipeline.has_first_stage or context.pipeline.has_last_stage
         tokens = batch["input_ids"].tolist()
         seen.append({"step": step, "ids": sample_ids.tolist(), "place": place, "tokens": tokens, "reads": reads})
-        return step_of_product(trainer, step, batch, sample_ids)
+        return step_of_product(context, step, batch, sample_ids)
 
     loop.train_step = spy
     train(config, hooks)

@@ -48,10 +48,10 @@ def train_with_bad_samples(config: RunConfig, bad: Set[int]) -> tuple[list[dict[
     step_of_product, finish = loop.train_step, step_module.finish_gradients
     samples: set[int] = set()
 
-    def noted(trainer: Any, step: int, batch: Any, sample_ids: np.ndarray) -> Any:
+    def noted(context: Any, step: int, batch: Any, sample_ids: np.ndarray) -> Any:
         samples.clear()
         samples.update(sample_ids.tolist())
-        return step_of_product(trainer, step, batch, sample_ids)
+        return step_of_product(context, step, batch, sample_ids)
 
     def finish_poisoned(pipeline: Pipeline) -> None:
         if bad & samples and dist.get_rank() == dist.get_world_size() - 1:
@@ -320,10 +320,10 @@ def break_a_parameter(config: RunConfig) -> str:
 
     step_of_product = loop.train_step
 
-    def breaking(trainer: Any, step: int, batch: Any, sample_ids: np.ndarray) -> Any:
-        result = step_of_product(trainer, step, batch, sample_ids)
+    def breaking(context: Any, step: int, batch: Any, sample_ids: np.ndarray) -> Any:
+        result = step_of_product(context, step, batch, sample_ids)
         if step == 3 and dist.get_rank() == 1:
-            parameter = next(p for _, p in trainer.pipeline.named_parameters() if p.dim() == 2)
+            parameter = next(p for _, p in context.pipeline.named_parameters() if p.dim() == 2)
             local_tensor(parameter.detach()).view(-1)[0] = torch.inf
         return result
 

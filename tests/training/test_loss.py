@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshtrain.training.loss import TokenLoss, count_trained_tokens
+from meshtrain.training.loss import MeanLoss, TokenLoss, count_trained_tokens
 from tests.ranks import run_on_ranks
 
 BATCH, SEQUENCE = 3, 5
@@ -45,7 +45,7 @@ PROBLEMS = (
 )
 
 
-def differentiate(loss: TokenLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def differentiate(loss: MeanLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
     before = logits.detach().clone()
     value = loss(logits, labels)
@@ -85,8 +85,7 @@ def sharded_losses() -> list[tuple[Tensor, Tensor]]:
     rank, size, answers = dist.get_rank(), dist.get_world_size(), []
     for problem in PROBLEMS:
         logits, labels = problem.make()
-        loss = TokenLoss(problem.vocabulary, dist.group.WORLD)
-        loss.num_tokens = torch.tensor(7)
+        loss = TokenLoss(problem.vocabulary, dist.group.WORLD).mean_over(torch.tensor(7))
         answers.append(differentiate(loss, logits.chunk(size, -1)[rank], labels))
     return answers
 
@@ -102,15 +101,13 @@ def test_sharded_over_the_vocabulary(world_size: int) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_whole_logits(problem: Problem) -> None:
-    loss = TokenLoss(problem.vocabulary, None)
-    loss.num_tokens = torch.tensor(7)
+    loss = TokenLoss(problem.vocabulary, None).mean_over(torch.tensor(7))
     check(problem, *differentiate(loss, *problem.make()), num_tokens=7)
 
 
 def test_microbatches_add_up_to_the_mean_over_all_tokens() -> None:
     logits, labels = Problem(11).make()
-    loss = TokenLoss(11, None)
-    loss.num_tokens = count_trained_tokens(labels)
+    loss = TokenLoss(11, None).mean_over(count_trained_tokens(labels))
     assert loss.num_tokens.item() == 9
     # The last microbatch has no trained token at all.
     total = sum(loss(part, targets) for part, targets in zip(logits.split(1), labels.split(1), strict=True))

@@ -22,8 +22,8 @@ from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training import step as step_module
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
-from meshtrain.training.step import StepResult, Trainer, evaluate, train_step
-from meshtrain.verify.parallel import build_trainer, local_part
+from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
+from meshtrain.verify.parallel import build_step_context, local_part
 from tests.parallel.steps import moments
 from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock_weights
 from tests.ranks import run_on_ranks
@@ -99,19 +99,19 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     """Train from the stock weights; return what the steps said, the evaluation, and what lies on this rank."""
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
-    trainer = build_trainer(pipeline)
-    results = [run_step(trainer, step) for step in range(num_steps)]
-    evaluation, _ = evaluate(trainer, [local_part(pipeline, batches()[0])])
+    context = build_step_context(pipeline)
+    results = [run_step(context, step) for step in range(num_steps)]
+    evaluation, _ = evaluate(context, [local_part(pipeline, batches()[0])])
     for _, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
-        formats = {parameter.dtype, *(moment.dtype for moment in moments(trainer.optimizer, parameter).values())}
+        formats = {parameter.dtype, *(moment.dtype for moment in moments(context.optimizer, parameter).values())}
         assert formats == {getattr(torch, case.precision.parameters)}
         assert parameter.grad is not None
     return results, evaluation, [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
 
 
-def run_step(trainer: Trainer, step: int) -> StepResult:
-    return train_step(trainer, step, local_part(trainer.pipeline, batches()[step % 3]), np.arange(GLOBAL_BATCH))
+def run_step(context: StepContext, step: int) -> StepResult:
+    return train_step(context, step, local_part(context.pipeline, batches()[step % 3]), np.arange(GLOBAL_BATCH))
 
 
 HYBRID = Case("llama-tied", (2, 1, 1, 2), sequence_parallel=True)
@@ -152,22 +152,23 @@ def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the gradients of a step, and those of the stock model's microbatches added in the reduction's format."""
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
-    trainer = replace(build_trainer(pipeline), max_gradient_norm=float("inf"))
-    run_step(trainer, 0)
+    context = replace(build_step_context(pipeline), max_gradient_norm=float("inf"))
+    result = run_step(context, 0)
     stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[case.model]), dtype=torch.bfloat16)
     stock.load_state_dict(stock_weights(case.model))
     batch = batches()[0]
     num_tokens = (batch["labels"] != -100).sum()
+    loss = context.loss.mean_over(num_tokens)
     sums: dict[str, Tensor] = {}
     for start in range(0, GLOBAL_BATCH, pipeline.micro_batch_size):
         part = {name: value[start : start + pipeline.micro_batch_size] for name, value in batch.items()}
         stock.zero_grad()
         logits = stock(input_ids=part["input_ids"], use_cache=False).logits
-        trainer.loss(logits, part["labels"]).backward()
+        loss(logits, part["labels"]).backward()
         for name, parameter in stock.named_parameters():
             gradient = parameter.grad.to(getattr(torch, case.precision.reduce))
             sums[name] = sums[name] + gradient if name in sums else gradient
-    assert int(trainer.loss.num_tokens) == num_tokens
+    assert result.num_tokens == num_tokens
     found = {name: full_tensor(p.grad) for name, p in pipeline.owned_parameters().items() if p.grad is not None}
     return found, {name: value.bfloat16() for name, value in sums.items()}
 
@@ -182,11 +183,11 @@ def test_microbatches_are_added_in_the_format_of_the_reduction() -> None:
 # Overflows
 
 
-def scaled(pipeline_case: Case, **words: Any) -> Trainer:
+def scaled(pipeline_case: Case, **words: Any) -> StepContext:
     precision = PrecisionPlan(compute="float16", loss_scale=LossScalePlan(**words))
     pipeline = build(replace(pipeline_case, precision=precision))
     fill(pipeline, stock_weights(pipeline_case.model))
-    return build_trainer(pipeline)
+    return build_step_context(pipeline)
 
 
 def poison(places: dict[str, int]) -> Any:
@@ -206,24 +207,24 @@ def poison(places: dict[str, int]) -> Any:
 
 def overflow(case: Case) -> dict[str, Any]:
     """Skip a step that overflows in one corner of the mesh, and go on."""
-    trainer = replace(scaled(case, initial=1024.0, hysteresis=1), learning_rate=lambda step: 0.01 / (step + 1))
-    first = run_step(trainer, 0)
-    before = [local_tensor(p.detach()).clone() for _, p in trainer.pipeline.named_parameters()]
+    context = replace(scaled(case, initial=1024.0, hysteresis=1), learning_rate=lambda step: 0.01 / (step + 1))
+    first = run_step(context, 0)
+    before = [local_tensor(p.detach()).clone() for _, p in context.pipeline.named_parameters()]
     undo = poison({"pp": case.mesh[0] - 1, "dp_shard": case.mesh[2] - 1, "tp": case.mesh[3] - 1})
-    skipped = run_step(trainer, 1)
-    after = [local_tensor(p.detach()) for _, p in trainer.pipeline.named_parameters()]
+    skipped = run_step(context, 1)
+    after = [local_tensor(p.detach()) for _, p in context.pipeline.named_parameters()]
     unchanged = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     undo()
-    last = run_step(trainer, 2)
-    counts = {int(state["step"]) for state in trainer.optimizer.state.values()}
-    return {"results": (first, skipped, last), "unchanged": unchanged, "counts": counts, "scale": trainer.loss_scale}
+    last = run_step(context, 2)
+    counts = {int(state["step"]) for state in context.optimizer.state.values()}
+    return {"results": (first, skipped, last), "unchanged": unchanged, "counts": counts, "scale": context.loss_scale}
 
 
 def stop_at_the_minimum() -> str:
-    trainer = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=2.0, minimum=2.0)
+    context = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=2.0, minimum=2.0)
     poison({})
     try:
-        run_step(trainer, 0)
+        run_step(context, 0)
     except TrainingStopped as error:
         return str(error)
     return ""
@@ -251,13 +252,13 @@ def test_an_overflow_at_the_minimum_stops_the_run() -> None:
 
 
 def overflow_to_the_minimum_and_skip() -> tuple[list[StepResult], tuple[int, int, int]]:
-    trainer = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=4.0, minimum=2.0, hysteresis=1)
-    trainer = replace(trainer, history=StepHistory(BadStepsConfig(policy="skip")))
+    context = scaled(Case("llama-untied", (1, 1, 1, 1)), initial=4.0, minimum=2.0, hysteresis=1)
+    context = replace(context, history=StepHistory(BadStepsConfig(policy="skip")))
     undo = poison({})
-    results = [run_step(trainer, 0), run_step(trainer, 1)]
+    results = [run_step(context, 0), run_step(context, 1)]
     undo()
-    results.append(run_step(trainer, 2))
-    return results, (trainer.history.num_skipped, trainer.history.num_bad, trainer.history.bad_in_a_row)
+    results.append(run_step(context, 2))
+    return results, (context.history.num_skipped, context.history.num_bad, context.history.bad_in_a_row)
 
 
 def test_only_an_overflow_that_the_scale_cannot_answer_is_a_bad_step() -> None:

@@ -21,7 +21,7 @@ from meshtrain.training.optimizer_state import state_tensors
 from meshtrain.training.saved_optimizer import restore_options
 from meshtrain.training.saving import restore_state, save_state
 from meshtrain.training.state import TrainState
-from meshtrain.verify.parallel import build_trainer
+from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import start, take_step
 from tests.parity import Case
 from tests.ranks import run_on_ranks
@@ -212,9 +212,9 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     from tests.checkpoint.stages import manifest_of
 
     pipeline = start(TP)
-    trainer = build_trainer(pipeline)
-    take_step(trainer, 0)
-    tensors = saved_tensors(pipeline, trainer.optimizer)
+    context = build_step_context(pipeline)
+    take_step(context, 0)
+    tensors = saved_tensors(pipeline, context.optimizer)
     config = pipeline.stages[0].model.config
     manifest = manifest_of(1).model_copy(update={"model_type": config.model_type})
     state = TrainState(pipeline, build_optimizer("AdamW", pipeline.named_parameters(), lr=0.25))

@@ -12,7 +12,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_rank
 from meshtrain.training.self_check import FirstStepCheck, check_parameters, checksum
-from meshtrain.verify.parallel import build_trainer
+from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import start, take_step
 from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
@@ -45,10 +45,10 @@ def without_advice(error: TrainingStopped) -> list[str]:
 
 def first_step(pipeline: Pipeline, batch: dict[str, Tensor] | None = None) -> list[str]:
     """Run the first step as a run does, and return what it said and whether a parameter had changed by then."""
-    trainer = replace(build_trainer(pipeline), inspect=FirstStepCheck(pipeline))
+    context = replace(build_step_context(pipeline), inspect=FirstStepCheck(pipeline))
     before = [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
     try:
-        take_step(trainer, 0, batch)
+        take_step(context, 0, batch)
     except TrainingStopped as error:
         after = [local_tensor(p.detach()) for _, p in pipeline.named_parameters()]
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -22,7 +22,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
-from meshtrain.training.loss import TokenLoss
+from meshtrain.training.loss import MeanLoss, TokenLoss
 from meshtrain.verify import classes, parallel, prove
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
 from meshtrain.verify.parallel import initial_weights, train_plan
@@ -76,12 +76,11 @@ def forget_the_norms_of_heads() -> None:
 
 def weight_microbatches_alike() -> None:
     """Take the mean of the means of the microbatches."""
-    call = TokenLoss.__call__
 
-    def mean(self: TokenLoss, logits: Tensor, labels: Tensor) -> Tensor:
-        return call(self, logits, labels) * self.num_tokens / (labels != -100).sum().clamp(min=1) / 4
+    def mean(self: MeanLoss, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.total(logits, labels) / (labels != -100).sum().clamp(min=1) / 4
 
-    TokenLoss.__call__ = mean  # type: ignore[method-assign]
+    MeanLoss.__call__ = mean  # type: ignore[method-assign]
 
 
 def lose_a_layer() -> None:

@@ -1,0 +1,34 @@
+"""Seconds between two points in the work of a device, without waiting for it at each of them."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the work of this process.
+
+    Attributes:
+        host_seconds: when the host got there, on its monotonic clock.
+        event: on a GPU, which works behind the host: the point in its queue; elsewhere None.
+    """
+
+    host_seconds: float
+    event: torch.cuda.Event | None
+
+    def seconds_until(self, later: "Mark") -> float:
+        """Return the seconds from here to a later mark of the same device, which must have got there."""
+        if self.event is None or later.event is None:
+            return later.host_seconds - self.host_seconds
+        return self.event.elapsed_time(later.event) / 1000.0
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark the point that the work queued so far ends at; the host does not wait."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    return Mark(time.perf_counter(), event)
