@@ -1,6 +1,5 @@
 """What makes a run this run: what its checkpoints say of themselves, and whether it can go on from one."""
 
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,14 @@ from meshtrain.checkpoint.export import list_stock_tensors
 from meshtrain.checkpoint.folder_layout import saved_tensors_of
 from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
-from meshtrain.checkpoint.parallelized import LIBRARIES
 from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import ModelConfig, RunConfig
-from meshtrain.config.toml import plan_hash
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, name_some
-from meshtrain.models.build import load_hf_config, stock_class
-from meshtrain.models.fused import FusedParameter
+from meshtrain.models.build import load_hf_config
 from meshtrain.training.directory import differences
-from meshtrain.training.history import StepHistory
-from meshtrain.training.loss_scale import LossScale
 from meshtrain.training.report import Resolved
 from meshtrain.training.same_model import config_values, kind_differences
 
@@ -51,36 +45,14 @@ class Identity:
     def _order(self) -> dict[str, bool]:
         return {"data.shuffle": self.config.data.shuffle, "data.drop_last": self.config.data.drop_last}
 
-    def manifest(
-        self,
-        step: int,
-        fused: tuple[FusedParameter, ...],
-        loss_scale: LossScale,
-        history: StepHistory,
-        evaluation_loss: float | None,
-        streams: dict[str, tuple[int, ...]],
-    ) -> Manifest:
-        """Describe the checkpoint of a step."""
-        return Manifest(
-            step=step,
-            skipped_steps=history.num_skipped,
-            loss_scale=loss_scale.saved(),
-            history=history.saved(),
-            seed=self.config.seed,
-            global_batch_size=self.config.global_batch_size,
-            mesh=self.plan.mesh.degrees,
-            plan_hash=plan_hash(self.plan),
-            model_type=self.hf_config.model_type,
-            architecture=stock_class(self.resolved.model).__name__,
-            data_identity=self.data.identity,
-            streams=streams,
-            dtype=self.plan.precision.parameters,
-            fused=fused,
-            tied=dict(self.resolved.model.all_tied_weights_keys),
-            evaluation_loss=evaluation_loss,
-            order=self._order,
-            versions={library: importlib.metadata.version(library) for library in LIBRARIES},
-        )
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the fields by which a manifest tells this run from others."""
+        return {
+            "seed": self.config.seed,
+            "global_batch_size": self.config.global_batch_size,
+            "data_identity": self.data.identity,
+            "order": self._order,
+        }
 
     def write_huggingface(self, directory: Path) -> None:
         """Write configuration and tokenizer, as `export` hands them on."""

@@ -1,8 +1,8 @@
 """The lock of a run: rank 0 holds it, from before anything is prepared to the end."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
@@ -14,9 +14,6 @@ from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.runtime.lock import Lock, locked
 from meshtrain.training.directory import checkpoints_root
 from meshtrain.training.hooks import Hook, Metrics, RunState
-from meshtrain.training.loop import Run
-
-Save = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,13 @@ class RunLock(Hook):
         for problem in filter(None, (lock.loss() for lock in self.locks)):
             state.report_problem(problem)
 
-    def checking(self, run: Run) -> Run:
-        """Let a run look before each save whether the folders are still its own."""
-        return replace(run, save=self._checked(run.save))
+    def check(self) -> None:
+        """Check before a save that the folders are still those of this run. Collective.
 
-    def _checked(self, save: Save) -> Save:
-        def checked(step: int, evaluation_loss: float | None) -> None:
-            raise_together(filter(None, (lock.check() for lock in self.locks)), TrainingStopped)
-            save(step, evaluation_loss)
-
-        return checked
+        Raises:
+            TrainingStopped: the same on all ranks: another run has taken over.
+        """
+        raise_together(filter(None, (lock.check() for lock in self.locks)), TrainingStopped)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
-"""The checkpoints of a program that has a loop of its own: format and safety are those of a run's."""
+"""The checkpoints of a program with its own loop, in the format of those of a run."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,21 +10,19 @@ from meshtrain.checkpoint.integrity import agreed_checkpoints, find_damage, newe
 from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.named_folder import locked_together
-from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.pretrained import original_dtype
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.reading import tensor_entries
 from meshtrain.checkpoint.store import read_table, save_checkpoint
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
 from meshtrain.training.same_model import check_same_model
-from meshtrain.training.saved_optimizer import describe_optimizer, not_json, optimizer_problems, restore_options
-from meshtrain.training.state import TrainState, check_finite, load_state, saved_tensors
+from meshtrain.training.saved_optimizer import describe_optimizer, optimizer_problems, restore_options
+from meshtrain.training.state import TrainState, restore_snapshot, take_snapshot
 
-# What the moments of a run's checkpoint belong to.
+# The optimizer of every run.
 RUN_OPTIMIZER = "AdamW"
 
 
@@ -42,9 +39,9 @@ def save_state(
 
     Args:
         pipeline: of `state.model`.
-        keep: so many of the newest checkpoints stay.
+        keep: number of the newest checkpoints that stay.
         origin: the directory that the model came from, with its tokenizer; None: what its configuration says.
-        forward_passes: in training, so far.
+        forward_passes: number of training passes so far.
 
     Returns:
         The directory of the checkpoint.
@@ -56,20 +53,11 @@ def save_state(
     """
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
-    step, values = agreed_step_and_values(state)
+    optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     with locked_together(root):
-        _check_nothing_is_later(root, step)
-        _reshard(pipeline)
-        optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
-        tensors = saved_tensors(pipeline, state.optimizer)
-        check_finite(step, tensors)
-        own = {
-            "optimizer": optimizer,
-            "values": values,
-            "forward_passes": forward_passes,
-            "rotary_length": pipeline.longest.grown(),
-        }
-        manifest = weights_manifest(pipeline, step=step).model_copy(update=own)
+        tensors, manifest = take_snapshot(pipeline, state)
+        _check_nothing_is_later(root, manifest.step)
+        manifest = manifest.model_copy(update={"optimizer": optimizer, "forward_passes": forward_passes})
         description = partial(
             write_description,
             model=pipeline.stages[0].model,
@@ -88,7 +76,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     Args:
         where: a checkpoint, or the directory above: of those there the newest that is whole.
         pipeline: of `state.model`.
-        missing_ok: whether it is all right that there is none yet: the state stays as it is.
+        missing_ok: leave the state as it is if there is no checkpoint yet.
 
     Returns:
         What the checkpoint says of itself; None if there is none.
@@ -105,7 +93,6 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         )
     manifest = _read_manifest(checkpoint)
     check_same_model(checkpoint, manifest, pipeline.stages[0].model.config)
-    _reshard(pipeline)
     here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     there = manifest.optimizer
     if there is None and tensor_entries(read_table(checkpoint), OPTIMIZER_PREFIX):
@@ -113,38 +100,10 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
     if problems := _optimizer_problems(there, here):
         raise CheckpointError(f"{checkpoint}: {problem}" for problem in problems)
-    load_state(checkpoint, pipeline, state.optimizer, there)
-    pipeline.longest.restore(manifest.rotary_length)
+    restore_snapshot(checkpoint, manifest, pipeline, state, there)
     if state.optimizer is not None and manifest.optimizer is not None:
         restore_options(state.optimizer, manifest.optimizer)
-    state.step, state.values = manifest.step, json.loads(manifest.values)
     return manifest
-
-
-def agreed_step_and_values(state: TrainState) -> tuple[int, str]:
-    """Return step and values as JSON. Collective.
-
-    Raises:
-        CheckpointError: if they are not JSON, or others elsewhere.
-    """
-    advice = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
-    problems = [f"{problem}; {advice}" for problem in not_json(state.values, "state.values")]
-    raise_together(problems[:1], CheckpointError)
-    here = (state.step, json.dumps(state.values))
-    for rank, there in enumerate(answers := gather_objects(here)):
-        for what, first, other in zip(("step", "values"), answers[0], there, strict=True):
-            if first != other:
-                raise CheckpointError(
-                    f"state.{what} is {other} on rank {rank} and {first} on rank 0; it is saved once, so it must be "
-                    "the same on all of them: gather what is not"
-                )
-    return here
-
-
-def _reshard(pipeline: Pipeline) -> None:
-    # After a forward pass without a backward pass parameters would be gathered over dp_shard.
-    for stage in pipeline.stages:
-        reshard(stage.model)
 
 
 def _find(where: Location) -> Location | None:

@@ -1,25 +1,29 @@
-"""All that survives a restart: parameters, and what the optimizer remembers of them.
+"""The state that survives a restart: how a checkpoint takes it, and how it is filled from one.
 
-A frozen parameter has no such memory. Data order, learning rate and dropout are functions of the step, so nothing
-else of a run is saved.
+It is made of parameters and the optimizer's states of those that train. Data order, learning rate and
+dropout are functions of the step. Runs and programs with their own loop save and restore it here.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from meshtrain.checkpoint.location import Location
-from meshtrain.checkpoint.manifest import SavedOptimizer
+from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
+from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint, read_table
-from meshtrain.errors import TrainingStopped, name_some
+from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.agreement import gather_objects
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.training.optimizer_state import LoadedState, state_tensors
+from meshtrain.training.saved_optimizer import not_json
 
 
 @dataclass
@@ -31,9 +35,9 @@ class TrainState:
         optimizer: of its parameters; None if there is none. Any torch optimizer that keeps, for each parameter,
             numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW, Adagrad, RMSprop and others.
         step: optimizer steps done.
-        values: whatever else is to survive, the same on all processes: None, bools, numbers (but NaN) and strings, in
-            lists and in dicts with strings for keys. Such as the `state_dict` of a learning-rate scheduler, or the
-            place in the data.
+        values: what else must survive, the same on all processes. For example the `state_dict` of a
+            learning-rate scheduler, or the place in the data. Allowed are None, bools, numbers (not NaN)
+            and strings, in lists and in dicts with strings for keys.
 
     Source: torch.distributed.checkpoint.stateful; the data order is no part of it, as it is a function of `step`.
     """
@@ -42,6 +46,56 @@ class TrainState:
     optimizer: Optimizer | None = None
     step: int = 0
     values: dict[str, Any] = field(default_factory=dict)
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint of a state holds."""
+
+    tensors: dict[str, Tensor]
+    """Checkpoint key -> what lies on this process."""
+    manifest: Manifest
+    """Describes model, step and values; whoever saves adds the fields of its own."""
+
+
+def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
+    """Collect what a checkpoint of a state holds. Collective.
+
+    Args:
+        pipeline: of `state.model`.
+
+    Raises:
+        CheckpointError: the same on all processes: step or values cannot be saved, or differ between ranks.
+        TrainingStopped: the same on all processes: something is not finite.
+    """
+    step, values = _agreed_step_and_values(state)
+    _reshard(pipeline)
+    tensors = saved_tensors(pipeline, state.optimizer)
+    check_finite(step, tensors)
+    own = {"values": values, "rotary_length": pipeline.longest.grown()}
+    return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
+
+
+def restore_snapshot(
+    checkpoint: Location,
+    manifest: Manifest,
+    pipeline: Pipeline,
+    state: TrainState,
+    optimizer: SavedOptimizer | None = None,
+) -> None:
+    """Fill a state in place from a whole checkpoint, saved on any mesh. Collective.
+
+    Args:
+        manifest: of the checkpoint.
+        pipeline: of `state.model`.
+        optimizer: describes the optimizer that was saved; None: it is that of a run.
+
+    Raises:
+        CheckpointError: the same on all processes: files cannot be read, or they hold another model.
+    """
+    _reshard(pipeline)
+    load_state(checkpoint, pipeline, state.optimizer, optimizer)
+    pipeline.longest.restore(manifest.rotary_length)
+    state.step, state.values = manifest.step, json.loads(manifest.values)
 
 
 def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -56,10 +110,10 @@ def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, 
 def load_state(
     checkpoint: Location, pipeline: Pipeline, optimizer: Optimizer | None, saved: SavedOptimizer | None = None
 ) -> None:
-    """Fill parameters and what the optimizer remembers from a whole checkpoint. Collective.
+    """Fill parameters and optimizer states from a whole checkpoint. Collective.
 
     Args:
-        saved: what the manifest says of the optimizer; None: it is that of a run.
+        saved: describes the optimizer that was saved; None: it is that of a run.
 
     Raises:
         CheckpointError: the same on all processes: files cannot be read, or they hold another model.
@@ -86,6 +140,32 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     wanted, twins = _without_twins([*weights, *_buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_twins(twins)
+
+
+def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
+    """Return step and values as JSON. Collective.
+
+    Raises:
+        CheckpointError: if they are not JSON, or differ between ranks.
+    """
+    advice = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
+    problems = [f"{problem}; {advice}" for problem in not_json(state.values, "state.values")]
+    raise_together(problems[:1], CheckpointError)
+    here = (state.step, json.dumps(state.values))
+    for rank, there in enumerate(answers := gather_objects(here)):
+        for what, first, other in zip(("step", "values"), answers[0], there, strict=True):
+            if first != other:
+                raise CheckpointError(
+                    f"state.{what} is {other} on rank {rank} and {first} on rank 0; it is saved once, so it must be "
+                    "the same on all of them: gather what is not"
+                )
+    return here
+
+
+def _reshard(pipeline: Pipeline) -> None:
+    # After a forward pass without a backward pass, parameters would still be gathered over dp_shard.
+    for stage in pipeline.stages:
+        reshard(stage.model)
 
 
 def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:

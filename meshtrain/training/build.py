@@ -1,0 +1,135 @@
+"""Build everything that a run works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshtrain import console
+from meshtrain.checkpoint.publishing import Retention
+from meshtrain.checkpoint.saver import Saver
+from meshtrain.config.run import RunConfig
+from meshtrain.data.feed import Feed
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.account import flops_per_token
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.process import Process
+from meshtrain.training.directory import checkpoints_root
+from meshtrain.training.history import StepHistory
+from meshtrain.training.hooks import Hook, Hooks, RunState
+from meshtrain.training.identity import Identity
+from meshtrain.training.lock import RunLock
+from meshtrain.training.logging_hooks import LinesHook, MetricsHook
+from meshtrain.training.loss import build_loss
+from meshtrain.training.loss_scale import build_loss_scale
+from meshtrain.training.optim import build_learning_rate, build_optimizer
+from meshtrain.training.self_check import FirstStepCheck
+from meshtrain.training.step import StepContext, no_inspection
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is built.
+
+    Attributes:
+        identity: its configuration, resolved, and its data.
+        feed: the samples and their order.
+        process: this process: its device, and the requests to stop.
+        context: what each step works with.
+        hooks: are told what happens, and hold the state that they are given.
+        saver: writes its checkpoints.
+        lock: keeps other runs out of the folders of this one.
+    """
+
+    identity: Identity
+    feed: Feed
+    process: Process
+    context: StepContext
+    hooks: Hooks
+    saver: Saver
+    lock: RunLock
+    _flops: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run."""
+        return self.identity.config
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The part of the model on this process."""
+        return self.context.pipeline
+
+    @property
+    def state(self) -> RunState:
+        """The state that survives a restart: steps done, model, optimizer and the values of hooks."""
+        return self.hooks.state
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps after which the run is done."""
+        return self.state.num_steps
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return the FLOPs of the model per token, forward and backward; counted once for each length."""
+        if sequence_length not in self._flops:
+            self._flops[sequence_length] = flops_per_token(self.identity.resolved.model, sequence_length)
+        return self._flops[sequence_length]
+
+
+def build_run(
+    identity: Identity, feed: Feed, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
+) -> Run:
+    """Build a run whose parameters have no values yet. Collective.
+
+    Args:
+        hooks: follow the built-in ones.
+    """
+    config = identity.config
+    context = _build_step_context(identity, num_steps, process)
+    state = RunState(
+        model=context.pipeline,
+        optimizer=context.optimizer,
+        config=config.model_copy(update={"plan": identity.plan}),
+        num_steps=num_steps,
+        unigram_entropy=identity.data.unigram_entropy_nats,
+        stop=process.stop,
+    )
+    kept = config.checkpoint
+    saver = Saver(
+        checkpoints_root(config),
+        Retention(newest=kept.keep, every=kept.keep_every, best=kept.keep_best),
+        in_background=kept.in_background,
+    )
+    return Run(
+        identity=identity,
+        feed=feed,
+        process=process,
+        context=context,
+        hooks=Hooks(state, (MetricsHook(), LinesHook(), lock, *hooks)),
+        saver=saver,
+        lock=lock,
+    )
+
+
+def _build_step_context(identity: Identity, num_steps: int, process: Process) -> StepContext:
+    config, plan = identity.config, identity.plan
+    if plan.shard.offload == "cpu" and process.device.type == "cpu":
+        console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
+    pipeline = parallelize(
+        identity.resolved.model,
+        build_mesh(plan.mesh, process.device.type),
+        plan,
+        micro_batch_size=config.micro_batch_size,
+        seed=config.seed,
+        device=process.device,
+    )
+    return StepContext(
+        pipeline=pipeline,
+        loss=build_loss(pipeline),
+        optimizer=build_optimizer(pipeline, config.optimizer),
+        learning_rate=build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps),
+        max_gradient_norm=config.optimizer.max_gradient_norm,
+        loss_scale=build_loss_scale(plan.precision),
+        history=StepHistory(config.bad_steps),
+        inspect=FirstStepCheck(pipeline) if config.self_checks else no_inspection,
+    )

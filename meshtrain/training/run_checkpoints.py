@@ -1,0 +1,179 @@
+"""The checkpoints of a run: go on from one, save, and go back to one after a bad step."""
+
+import time
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.checkpoint.directory import MANIFEST_NAME
+from meshtrain.checkpoint.integrity import newest_whole_checkpoint
+from meshtrain.checkpoint.location import Location, shown_location
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.config.run import RunConfig
+from meshtrain.data.order import place_in_data
+from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped
+from meshtrain.models.build import local_directory
+from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.runtime.agreement import failing_together
+from meshtrain.training.beginning import begin_at_step_0
+from meshtrain.training.build import Run
+from meshtrain.training.directory import changed_length, checkpoints_root
+from meshtrain.training.history import BadStep, name_samples
+from meshtrain.training.identity import Identity
+from meshtrain.training.state import load_weights_of, restore_snapshot, take_snapshot
+
+Found = tuple[Location, Manifest]
+"""A checkpoint and its manifest."""
+
+
+def find_checkpoint(identity: Identity) -> Found | None:
+    """Return the newest whole checkpoint of the run, if there is one. Collective.
+
+    Raises:
+        CheckpointError: the same on all processes: none is whole, it is of another run, or it is gone.
+    """
+    checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
+    if checkpoint is None:
+        begin_at_step_0(identity.config)
+        return None
+    with failing_together(CheckpointError):
+        manifest = identity.check(checkpoint)
+    return checkpoint, manifest
+
+
+def give_values(run: Run, found: Found | None) -> None:
+    """Give the parameters their values, and the state the number of steps already done. Collective.
+
+    Args:
+        found: the checkpoint to go on from; None: the run begins.
+    """
+    if found is None:
+        _give_first_values(run)
+        return
+    checkpoint, manifest = found
+    _restore_buffers(run.pipeline)
+    _restore(run, checkpoint, manifest)
+    run.feed.check_steps(run.num_steps, len(run.context.history.left_out))
+    console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
+    if change := changed_length(run.config):
+        console.line(f"{change}; the learning rate follows its schedule over the new length")
+
+
+def save(run: Run, step: int, evaluation_loss: float | None) -> None:
+    """Save a checkpoint and tell the hooks of it. Collective.
+
+    Args:
+        evaluation_loss: after this step, in nats, if there was an evaluation.
+
+    Raises:
+        TrainingStopped: the same on all ranks: what is to be saved is not finite, or another run has taken over.
+        CheckpointError: the same on all ranks: this checkpoint, or the one before it, cannot be written.
+    """
+    run.pipeline.place.begin("checkpoint")
+    begin = time.perf_counter()
+    # All ranks have finished the save before this one now, so all hear of it here.
+    run.saver.finish()
+    tell_of_saved(run)
+    run.lock.check()
+    tensors, manifest = take_snapshot(run.pipeline, run.state)
+    history = run.context.history
+    own = {
+        "skipped_steps": history.num_skipped,
+        "loss_scale": run.context.loss_scale.saved(),
+        "history": history.saved(),
+        "streams": run.feed.stream_state(place_in_data(step, history.left_out)),
+        "evaluation_loss": evaluation_loss,
+    }
+    manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
+    run.saver.save(tensors, manifest, run.identity.write_huggingface)
+    metrics = {"checkpoint_seconds": time.perf_counter() - begin}
+    if run.config.checkpoint.in_background:
+        run.hooks.checkpoint(metrics, None)
+    else:
+        (saved,) = run.saver.published()
+        run.hooks.checkpoint(metrics, saved)
+
+
+def finish_saving(run: Run) -> None:
+    """Wait for the save in the background, and tell the hooks of it. Collective."""
+    run.pipeline.place.begin("checkpoint")
+    run.saver.finish()
+    tell_of_saved(run)
+
+
+def tell_of_saved(run: Run, *, at_most: int | None = None) -> None:
+    """Tell the hooks which checkpoints were published in the background since the last call.
+
+    Args:
+        at_most: the number that all ranks know of, so that all tell of the same ones.
+    """
+    for saved in run.saver.published(at_most):
+        run.hooks.checkpoint({"checkpoint_background_seconds": saved.seconds}, saved)
+
+
+def rewind(run: Run, bad: BadStep) -> None:
+    """Go back to the newest whole checkpoint, and leave the batch of a bad step out from there on. Collective.
+
+    Raises:
+        TrainingStopped: if there is no checkpoint yet, or too little data without that batch.
+        CheckpointError: if none is whole.
+    """
+    history = run.context.history
+    # The checkpoint may be older than an earlier rewind, and then does not know what that one left out.
+    left_out = tuple(sorted({*history.left_out, bad.data_step}))
+    # Not `identity.check`: the run wrote it itself, or has checked it when it began.
+    checkpoint = newest_whole_checkpoint(checkpoints_root(run.config))
+    if checkpoint is None:
+        raise TrainingStopped(
+            f"step {bad.step}: {bad.fault}; there is no checkpoint yet to go back to. Samples of this step: "
+            f"{name_samples(bad.sample_ids)}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
+            'bad_steps.policy to "skip"'
+        )
+    try:
+        run.feed.check_steps(run.num_steps, len(left_out))
+    except DataError as error:
+        raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
+    _restore(run, checkpoint, read_manifest(checkpoint))
+    history.left_out = left_out
+    console.line(
+        f"Step {bad.step:,} is bad: {bad.fault}. Back to {shown_location(checkpoint)}, and on without the samples of "
+        f"that step: {name_samples(bad.sample_ids)}. Batches left out so far: {len(left_out)}"
+    )
+
+
+def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
+    restore_snapshot(checkpoint, manifest, run.pipeline, run.state)
+    run.context.loss_scale.restore(manifest.loss_scale)
+    run.context.history.restore(manifest.history, manifest.skipped_steps)
+    # A rewind may go further back than the streams remember.
+    run.feed.restore_streams(manifest.streams)
+
+
+def _give_first_values(run: Run) -> None:
+    config, pipeline = run.config, run.pipeline
+    if config.model.weights == "pretrained":
+        _load_pretrained(config, pipeline)
+        return
+    for stage in pipeline.stages:
+        initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
+
+
+def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
+    assert config.model.path is not None
+    enlarges = config.model.enlarge_vocabulary
+    if not (Path(config.model.path) / MANIFEST_NAME).is_file():
+        load_pretrained(pipeline, local_directory(config.model.path), enlarge_vocabulary=enlarges)
+        return
+    if enlarges:
+        raise ModelError(
+            f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint; export it, and give the "
+            "Hugging Face directory that comes of it as model.path"
+        )
+    _restore_buffers(pipeline)
+    load_weights_of(Path(config.model.path), pipeline)
+
+
+def _restore_buffers(pipeline: Pipeline) -> None:
+    for stage in pipeline.stages:
+        restore_buffers(stage.model)
