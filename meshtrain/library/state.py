@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own loop."""
+"""Checkpoints of a program with its own loop."""
 
 from pathlib import Path
 
@@ -16,24 +16,25 @@ from meshtrain.training.state import TrainState
 def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) -> Location:
     """Write a checkpoint of `state.step` into `directory`/step-N. Collective.
 
-    It is there completely or not at all, its files are hashed, and any mesh can load it: every rank writes its own
-    shards of parameters and optimizer states, under the names of the stock model. The options of the optimizer's groups
-    (learning rate and so on) and `state.values` are in it, the configuration of the model, and the tokenizer that lies
-    where the model came from, so `meshtrain export` makes an ordinary model of it.
+    The checkpoint is published completely or not at all, and its files are hashed. Every rank writes
+    its own shards of parameters and optimizer states, under the names of the stock model, so any mesh
+    can load it. It also holds the options of the optimizer's groups (such as the learning rate),
+    `state.values`, the configuration of the model, and its tokenizer if one lies where the model came
+    from. `meshtrain export` turns it into an ordinary model.
 
     Args:
-        directory: which every machine must see, or a URL that fsspec knows.
+        directory: a directory that every machine sees, or a URL that fsspec knows.
         state: of a model that `parallelize` returned.
-        keep: so many of the newest checkpoints stay; older ones are removed.
+        keep: number of the newest checkpoints that stay; older ones are removed.
 
     Returns:
-        Where the checkpoint lies.
+        The location of the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks alike: it cannot be written, and earlier ones are untouched; `directory` has a
-            whole checkpoint of a later step, from which a restart would go on; or the state has something that no
-            checkpoint holds.
-        ModelError: if the model is no parallel one, or has no values.
+        CheckpointError: on all ranks alike. The checkpoint cannot be written, and earlier ones are
+            untouched; `directory` has a whole checkpoint of a later step, from which a restart would
+            go on; or the state has something that a checkpoint cannot hold.
+        ModelError: if the model is not parallel, or has no values.
         TrainingStopped: on all ranks alike: something in it is not finite.
 
     Source: torch.distributed.checkpoint, to which hashes and a manifest are added.
@@ -59,23 +60,24 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
 def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: bool = False) -> TrainState:
     """Fill `state` in place from a checkpoint that was saved on any mesh, bit for bit. Collective.
 
-    Model and optimizer must be those that were saved: what is missing and what is too much is an error that lists it.
-    The groups of the optimizer get the options that were saved, `state.step` and `state.values` what was in them, and
-    dropout goes on where it was.
-    A checkpoint of `meshtrain train` may be loaded too, with an AdamW.
+    Model and optimizer must be those that were saved; an error lists what is missing or unexpected.
+    The optimizer's groups get the options that were saved, and `state.step` and `state.values` are
+    restored. Dropout continues as it would have without the restart. A checkpoint of `meshtrain train`
+    can be loaded too, with AdamW.
 
     Args:
-        directory: a step-N directory, or the one above: the newest checkpoint there that is whole is taken.
+        directory: a step-N directory, or its parent, whose newest whole checkpoint is taken.
         state: of a model that `parallelize` returned; one from meta needs no other values.
-        missing_ok: leave the state as it is if there is no checkpoint yet, so that a program starts and goes on with
-            the same line.
+        missing_ok: leave the state as it is if there is no checkpoint yet, so that a program starts and
+            resumes with the same line.
 
     Returns:
         `state`.
 
     Raises:
-        CheckpointError: on all ranks alike: there is no checkpoint, none is whole, or it is of something else.
-        ModelError: if the model is no parallel one.
+        CheckpointError: on all ranks alike: there is no checkpoint, none is whole, or it is of another
+            model or optimizer.
+        ModelError: if the model is not parallel.
 
     Source: torch.distributed.checkpoint, which reads any layout into any other.
     """

@@ -10,7 +10,7 @@ from meshtrain.training.build import Run
 
 
 def train_batches(run: Run) -> Iterable[Batch]:
-    """Return the batches of the steps that are still to be done, without those that rewinds have left out."""
+    """Return the batches of the remaining steps, without those that rewinds have left out."""
     return build_loader(
         run.feed.samples,
         run.feed.order,

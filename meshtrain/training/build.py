@@ -61,7 +61,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The state that survives a restart: steps done, model, optimizer and the values of hooks."""
+        """The state that survives a restart, and that hooks are given."""
         return self.hooks.state
 
     @property
@@ -70,7 +70,7 @@ class Run:
         return self.state.num_steps
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs of the model per token, forward and backward; counted once for each length."""
+        """Return the FLOPs of the model per token, forward and backward; counted once per length."""
         if sequence_length not in self._flops:
             self._flops[sequence_length] = flops_per_token(self.identity.resolved.model, sequence_length)
         return self._flops[sequence_length]

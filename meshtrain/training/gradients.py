@@ -1,6 +1,6 @@
-"""From the gradients of each process to one norm that every process agrees on.
+"""Make the gradients of each process whole, and compute one norm that every process agrees on.
 
-Nothing here knows a layout by name: whether a gradient must be summed over an axis follows from its placement.
+Whether a gradient must be summed over an axis follows from its placement, not from a named layout.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 @torch.no_grad()
 def fill_gradients(pipeline: Pipeline) -> set[str]:
-    """Give zeros to every trainable parameter that has no gradient, so that all processes reduce the same ones.
+    """Give zeros to trainable parameters without a gradient, so that all processes reduce the same.
 
     Returns:
         The names of the parameters that no sample of this process gave a gradient.
@@ -36,9 +36,10 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
 
 
 def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
-    """Take the gradient from the parameters that no process has one for. Collective.
+    """Remove the gradients that every process has filled in. Collective.
 
-    AdamW then leaves them as they are, as it does in one process: zeros would still decay them and their moments.
+    AdamW then leaves these parameters alone, as it does in one process. With zeros it would still decay
+    them and their moments.
 
     Args:
         filled: what `fill_gradients` has returned.
@@ -59,7 +60,7 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
 
 
 def complete_gradients(pipeline: Pipeline) -> None:
-    """Make the gradients of a backward pass whole, where nobody needs to know more of them. Collective."""
+    """Make the gradients of a backward pass whole, for a program with its own loop. Collective."""
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     device = next(pipeline.named_parameters())[1].device
@@ -88,13 +89,13 @@ def finish_gradients(pipeline: Pipeline) -> None:
 
 
 def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
-    """Return the norm of the whole model's gradient, the same on every process; a tied weight counts once.
+    """Return the norm of the whole model's gradient, in which a tied weight counts once.
 
     Args:
         further: () float64 tensors that are summed over the pp axis in the same reduction.
 
     Returns:
-        The () float64 norm, and the sums of `further`.
+        The () float64 norm, and the sums of `further`; the same on every process.
     """
     squares = _squares_by_axes(pipeline.owned_parameters().values())
     mesh = pipeline.mesh
@@ -118,7 +119,7 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
 def scale_gradients(
     parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float, *, loss_scale: float = 1.0
 ) -> None:
-    """Take the loss scale out of all gradients, and scale them down so that their norm is at most `max_norm`.
+    """Divide gradients by the loss scale, and scale them down to a norm of at most `max_norm`.
 
     Args:
         norm: of the gradients without the loss scale.
@@ -134,7 +135,7 @@ def gradient_device(pipeline: Pipeline) -> torch.device:
 
 
 def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str], Tensor]:
-    """Return, for every set of axes that some gradients are sharded over, the sum of this process's squares."""
+    """Return set of axes -> this process's sum of squares of the gradients sharded over them."""
     groups: dict[frozenset[str], list[Tensor]] = defaultdict(list)
     device = None
     for parameter in parameters:
@@ -153,7 +154,7 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
     assert set(names) <= set(AXES)
-    # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, and the gap is silent.
+    # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, silently.
     return frozenset(
         name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
     )

@@ -1,4 +1,4 @@
-"""What makes a run this run: what its checkpoints say of themselves, and whether it can go on from one."""
+"""What tells a run from others: fields of its manifests, and whether it can go on from a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -27,7 +27,7 @@ from meshtrain.training.step import StepResult, evaluate, train_step
 
 
 class _Done(NamedTuple):
-    """A step that was done."""
+    """What the loop must know of a step that was done."""
 
     metrics: dict[str, float]
     bad: BadStep | None
@@ -94,7 +94,7 @@ def _train_with_rewinds(run: Run, note: Mapping[str, Any]) -> int:
 
 
 def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
-    """Train from the present step of `run` to the last one, to a request to stop, or to a step to be rewound.
+    """Train until the last step, a request to stop, or a bad step that asks for a rewind.
 
     Returns:
         0 after the last step; why to stop; or the bad step.
@@ -180,7 +180,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
         "loss": result.loss,
         "grad_norm": result.gradient_norm,
         "learning_rate": result.learning_rate,
-        # Batches as wide as their longest sample differ in size, so the step does not say what came before.
+        # Padded batches differ in width, so the step does not say how many tokens came before.
         **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
@@ -228,7 +228,7 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     if is_last:
         return 0
     if is_saved or loss is not None:
-        # Both may take longer than whoever asks to stop will wait, so do not begin another step before.
+        # Both may take long. Who asked to stop meanwhile should not wait for another step too.
         stop_reason = _agreed_reason(run)
     if stop_reason and not is_saved:
         save(run, step, loss)
@@ -266,7 +266,10 @@ def _agreed_reason(run: Run) -> int:
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:
-    """Name the trainable parameters that got no gradient, as a mistake in a model or plan would show. Collective."""
+    """Name the trainable parameters that got no gradient. Collective.
+
+    A mistake in a model or a plan would show here.
+    """
     if found := sorted({name for answer in gather_objects(tuple(names)) for name in answer}):
         console.line(f"No gradient in the first step, so not trained ({len(found)}): {name_some(found, 5)}")
 

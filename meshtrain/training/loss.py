@@ -1,4 +1,4 @@
-"""The loss: next-token cross-entropy, summed over trained tokens and divided once by their global count."""
+"""The loss: next-token cross-entropy, summed over tokens and divided once by their global count."""
 
 from dataclasses import dataclass
 

@@ -76,7 +76,11 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
 
 
 def _resolve(config: RunConfig) -> tuple[Identity, Feed, int]:
-    """Return the run with its data, what it reads, and its number of steps, before any process group is joined."""
+    """Resolve a run as far as one process can, before any process group is joined.
+
+    Returns:
+        The run with its data; the samples and their order; the number of steps.
+    """
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
@@ -156,6 +160,6 @@ def _write_resolved(run: Run) -> None:
 def _ending(reason: int, process: Process) -> Ending:
     if reason == 0:
         return Ending.DONE
-    # A person sends SIGUSR1 to end the run. SIGTERM comes to a machine that has to go, or from torchrun when it
+    # A person ends the run with SIGUSR1. SIGTERM means that a machine has to go, or that torchrun
     # restarts with other machines: then the remaining processes must meet again, not end.
     return Ending.FOLLOWED if reason == SIGTERM and not process.stop.is_asked() else Ending.ASKED

@@ -113,14 +113,14 @@ def tell_of_saved(run: Run, *, at_most: int | None = None) -> None:
 
 
 def rewind(run: Run, bad: BadStep) -> None:
-    """Go back to the newest whole checkpoint, and leave the batch of a bad step out from there on. Collective.
+    """Go back to the newest whole checkpoint and leave out the batch of a bad step. Collective.
 
     Raises:
         TrainingStopped: if there is no checkpoint yet, or too little data without that batch.
         CheckpointError: if none is whole.
     """
     history = run.context.history
-    # The checkpoint may be older than an earlier rewind, and then does not know what that one left out.
+    # The checkpoint may be older than an earlier rewind, and not know what that one left out.
     left_out = tuple(sorted({*history.left_out, bad.data_step}))
     # Not `identity.check`: the run wrote it itself, or has checked it when it began.
     checkpoint = newest_whole_checkpoint(checkpoints_root(run.config))

@@ -28,18 +28,21 @@ from meshtrain.training.saved_optimizer import not_json
 
 @dataclass
 class TrainState:
-    """All of a training that survives a restart; `save_checkpoint` writes it, `load_checkpoint` fills it.
+    """What survives a restart: `save_checkpoint` writes it, `load_checkpoint` fills it.
 
     Attributes:
         model: what `parallelize` has returned.
-        optimizer: of its parameters; None if there is none. Any torch optimizer that keeps, for each parameter,
-            numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW, Adagrad, RMSprop and others.
+        optimizer: of its parameters; None if there is none. It may be any torch optimizer that keeps, for
+            each parameter, numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW,
+            Adagrad, RMSprop and others.
         step: optimizer steps done.
         values: what else must survive, the same on all processes. For example the `state_dict` of a
             learning-rate scheduler, or the place in the data. Allowed are None, bools, numbers (not NaN)
             and strings, in lists and in dicts with strings for keys.
 
-    Source: torch.distributed.checkpoint.stateful; the data order is no part of it, as it is a function of `step`.
+    The data order is a function of `step`, so it is not saved.
+
+    Source: torch.distributed.checkpoint.stateful.
     """
 
     model: Any
@@ -99,7 +102,10 @@ def restore_snapshot(
 
 
 def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return what this process adds to a checkpoint, by name; the far copy of a tied weight is left out."""
+    """Return checkpoint key -> what this process adds to a checkpoint.
+
+    The far copy of a tied weight is left out.
+    """
     owned = pipeline.owned_parameters()
     weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
     buffers = {key: buffer for entry in _buffers(pipeline) for key, buffer in entry.items()}
@@ -129,7 +135,9 @@ def load_state(
 
 @torch.no_grad()
 def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
-    """Fill the parameters alone from a checkpoint, and cast them to the number format that they have here. Collective.
+    """Fill the parameters alone from a checkpoint. Collective.
+
+    Values are cast to the number format that the parameters have here.
 
     Raises:
         CheckpointError: the same on all processes: files are missing or damaged, or they hold another model.
@@ -163,7 +171,7 @@ def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
 
 
 def _reshard(pipeline: Pipeline) -> None:
-    # After a forward pass without a backward pass, parameters would still be gathered over dp_shard.
+    # A forward pass without a backward pass leaves parameters gathered over dp_shard.
     for stage in pipeline.stages:
         reshard(stage.model)
 
@@ -175,7 +183,7 @@ def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:
 def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
     """Return key -> tensor, and (copy, original) of keys that are asked for twice.
 
-    A checkpoint is read by name, and a process that holds both ends of a tie would ask for one name twice.
+    A checkpoint is read by name, and a process with both ends of a tie asks for one name twice.
     """
     wanted: dict[str, Tensor] = {}
     twins: list[tuple[Tensor, Tensor]] = []
@@ -195,7 +203,7 @@ def _fill_twins(twins: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 @torch.no_grad()
 def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse to save what no run could go on from. Collective.
+    """Check that every number in a state to be saved is finite. Collective.
 
     Raises:
         TrainingStopped: on all processes alike, if a parameter or moment of any of them is not finite.

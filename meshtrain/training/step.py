@@ -1,4 +1,4 @@
-"""One optimizer step. It has no mode branches: the variants were chosen when the pipeline was built."""
+"""One optimizer step. It has no mode branches: variants were chosen when the pipeline was built."""
 
 import math
 import time
@@ -66,16 +66,20 @@ class StepResult:
     """The result of one optimizer step.
 
     Attributes:
-        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss of routers.
+        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss of
+            routers.
         gradient_norm: before clipping, and without the loss scale.
         num_tokens: trained tokens in the global batch.
-        without_gradient: names of this process's trainable parameters that no sample of the batch gave a gradient.
+        without_gradient: names of this process's trainable parameters that no sample of the batch gave a
+            gradient.
         forward_backward_seconds: on this process, including the time that it waits for others.
         optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
-        is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter has changed.
+        is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter has
+            changed.
         fault: what is wrong with a bad step.
-        router: the mean auxiliary loss of the routers, if there is one; not yet multiplied by its coefficient.
-        scaling: the loss scale of the next step and the number of skipped steps, if there is loss scaling.
+        router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
+        scaling: the loss scale of the next step and the number of skipped steps, if there is loss
+            scaling.
     """
 
     loss: float
@@ -96,7 +100,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
 
     Args:
         step: counted from 0.
-        batch: `input_ids`, `labels` (local_batch, seq) and further model inputs, on the pipeline's device.
+        batch: `input_ids`, `labels` (local_batch, seq) and further model inputs, on the device.
         sample_ids: of the whole global batch; an error names them.
 
     Raises:
@@ -156,7 +160,10 @@ class _Computed(NamedTuple):
 
 
 class _Totals(NamedTuple):
-    """The numbers of a step that the host needs: the same on every process, without the loss scale."""
+    """The numbers of a step that the host needs.
+
+    They are the same on every process, and without the loss scale.
+    """
 
     norm: float
     loss: float
@@ -211,7 +218,7 @@ def _update(context: StepContext, learning_rate: float) -> None:
 
 @torch.no_grad()
 def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all trained tokens of the batches, in nats, and the number of these tokens.
+    """Return the mean loss over the trained tokens of all batches, in nats, and their number.
 
     Every process must be given the same number of batches.
     """

@@ -19,14 +19,17 @@ class Mark:
     event: torch.cuda.Event | None
 
     def seconds_until(self, later: "Mark") -> float:
-        """Return the seconds from here to a later mark of the same device, which must have got there."""
+        """Return the seconds from this mark to a later one of the same device.
+
+        The device must have reached both, or torch raises a RuntimeError.
+        """
         if self.event is None or later.event is None:
             return later.host_seconds - self.host_seconds
         return self.event.elapsed_time(later.event) / 1000.0
 
 
 def mark(device: torch.device) -> Mark:
-    """Mark the point that the work queued so far ends at; the host does not wait."""
+    """Mark the end of the work that is queued so far; the host does not wait for it."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
