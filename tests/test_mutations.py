@@ -141,8 +141,10 @@ def absurdities(value: Any, key: tuple[str, ...] = ()) -> list[str]:
         return [fault for name, below in value.items() for fault in absurdities(below, (*key, str(name)))]
     if isinstance(value, list):
         return [fault for below in value for fault in absurdities(below, key)]
-    may_be_infinite = key == ("optimizer", "max_gradient_norm") and value == math.inf
-    is_absurd = isinstance(value, float) and not math.isfinite(value) and not may_be_infinite
+    if key == ("optimizer", "max_gradient_norm") and value > 0:
+        # Infinity means that nothing is scaled down, and so does any large number.
+        return []
+    is_absurd = isinstance(value, float) and not math.isfinite(value)
     is_absurd |= isinstance(value, int | float) and abs(value) > 2**63
     is_absurd |= isinstance(value, int | float) and any(part in key[-1] for part in ("dropout", "pdrop")) and value >= 1
     is_absurd |= isinstance(value, str) and key[-1] in PATHS and bool(CONTROL.search(value))
