@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
-from meshtrain.data.tokenizer import TOKENIZER_FILE_NAMES
+from meshtrain.data.tokens.tokenizer import TOKENIZER_FILE_NAMES
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_class
 

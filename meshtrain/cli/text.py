@@ -38,11 +38,11 @@ def corpus(
 
     check_installed()
     if what == "report":
-        from meshtrain.corpus.report import report
+        from meshtrain.corpus.report.tables import report
 
         report(config)
     else:
-        from meshtrain.corpus.run import run_chain
+        from meshtrain.corpus.preparation import run_chain
 
         run_chain(config, only=None if what == "run" else what, redo=redo)
 
@@ -91,9 +91,9 @@ def tokenize(
     """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
-    from meshtrain.data.tokenise_to import Order, tokenise_to
+    from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
 
-    order = Order(
+    order = TokenizeJob(
         sources,
         tokenizer,
         output,
@@ -104,7 +104,7 @@ def tokenize(
         validation=validation,
         num_documents=limit,
     )
-    tokenise_to(order, Cache(Path(DataConfig().cache_directory)))
+    tokenize_folder(order, Cache(Path(DataConfig().cache_directory)))
 
 
 @tokenizer_app.command("train")
@@ -119,7 +119,7 @@ def train_tokenizer_command(
     limit: Limit = None,
 ) -> None:
     """Train a byte-level BPE. The result is a Hugging Face directory, the same on every machine."""
-    from meshtrain.data.tokenizer_training import train_tokenizer_to
+    from meshtrain.data.tokens.tokenizer_training import train_tokenizer_to
 
     train_tokenizer_to(sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit)
 

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 from meshtrain import console
 from meshtrain.config.data import DataConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.feed import train_samples, validation_samples
-from meshtrain.data.open_tokens import is_several, is_tokens, open_token_file
-from meshtrain.data.options import told_as_options
 from meshtrain.data.prepare import prepare_data
-from meshtrain.data.samples import IGNORE_INDEX, Arrays
-from meshtrain.data.token_file import TRAIN
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.samples.dataset import train_samples, validation_samples
+from meshtrain.data.samples.rows import IGNORE_INDEX, Arrays
+from meshtrain.data.tokens.opening import is_several, is_tokens, open_token_file
+from meshtrain.data.tokens.options import with_option_names
+from meshtrain.data.tokens.token_file import TRAIN
+from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.errors import DataError
 
 STYLES = {True: "green", False: "dim"}
@@ -122,7 +122,7 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
         DataError: if it cannot be opened, has no such document, or there is no tokenizer.
     """
     tokenizer = _tokenizer_of(source, tokenizer_path, cache)
-    with told_as_options():
+    with with_option_names():
         file = open_token_file(source, tokenizer, cache)
     _check_index(first, count, file.counts.documents, f"{source} has", "documents")
     for index in range(first, first + count):

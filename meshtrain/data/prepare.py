@@ -12,17 +12,17 @@ import numpy as np
 from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.cache import Cache, identity_of
-from meshtrain.data.chat_template import find_chat_template
-from meshtrain.data.contents import content_hashes
-from meshtrain.data.corpus_files import Corpus, RecordForm
-from meshtrain.data.encoding import Task
-from meshtrain.data.finding import FoundSource, find_sources
-from meshtrain.data.open_tokens import open_token_file
-from meshtrain.data.sources import SourceFile
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
-from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles, open_tokenizer
-from meshtrain.data.tokenizer_training import train_tokenizer
+from meshtrain.data.text.chat_template import find_chat_template
+from meshtrain.data.text.content_hashes import content_hashes
+from meshtrain.data.text.finding import FoundSource, find_sources
+from meshtrain.data.text.source_form import Corpus, RecordForm
+from meshtrain.data.text.sources import SourceFile
+from meshtrain.data.tokens.encoding import Task
+from meshtrain.data.tokens.opening import open_token_file
+from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
+from meshtrain.data.tokens.tokenizer import TokenizerFiles, open_tokenizer
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer
+from meshtrain.data.tokens.tokenizing import prepare_token_files
 from meshtrain.errors import DataError
 
 

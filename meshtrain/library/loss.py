@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.data.samples import IGNORE_INDEX
+from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.parallel.collectives import reduce_from_shards
 from meshtrain.runtime.mesh import all_reduce_over, axis_size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.data.samples import IGNORE_INDEX
+from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import DataError, Problem
 from meshtrain.library.batches import compare_batches, mask_without_cache, other_batch
 from meshtrain.parallel.check.batch import BatchShape

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.data.loader import Batch, build_loader
+from meshtrain.data.samples.loader import Batch, build_loader
 from meshtrain.runtime.mesh import axis_size, data_rank
 from meshtrain.training.build import Run
 

@@ -7,7 +7,7 @@ from meshtrain import console
 from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.config.run import RunConfig
-from meshtrain.data.feed import Feed
+from meshtrain.data.samples.dataset import Dataset
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.account import flops_per_token
 from meshtrain.parallel.pipeline import Pipeline
@@ -41,7 +41,7 @@ class Run:
     """
 
     identity: Identity
-    feed: Feed
+    feed: Dataset
     process: Process
     context: StepContext
     hooks: Hooks
@@ -77,7 +77,7 @@ class Run:
 
 
 def build_run(
-    identity: Identity, feed: Feed, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
+    identity: Identity, feed: Dataset, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
 ) -> Run:
     """Build a run whose parameters have no values yet. Collective.
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.data.loader import Batch
-from meshtrain.data.order import place_in_data
+from meshtrain.data.samples.loader import Batch
+from meshtrain.data.samples.order import place_in_data
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.garbage import set_aside

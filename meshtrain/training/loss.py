@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshtrain.config.mesh import TP
-from meshtrain.data.samples import IGNORE_INDEX
+from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.parallel.collectives import max_over_shards, shard_width, sum_over_shards
 from meshtrain.parallel.pipeline import Pipeline
 

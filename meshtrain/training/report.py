@@ -11,7 +11,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml, plan_hash, with_family
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.data.tokens.tokenizer import open_tokenizer
 from meshtrain.errors import DataError, ModelError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.models.rotary import constant_length

@@ -10,8 +10,8 @@ from signal import SIGTERM
 from meshtrain import console
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig, duration_seconds
-from meshtrain.data.feed import Feed, build_feed
 from meshtrain.data.prepare import PreparedData, prepare_data
+from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.errors import ConfigError, DataError, name_some
 from meshtrain.parallel.account import account
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
@@ -75,7 +75,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
             return _ending(run_loop(run, checksum), process)
 
 
-def _resolve(config: RunConfig) -> tuple[Identity, Feed, int]:
+def _resolve(config: RunConfig) -> tuple[Identity, Dataset, int]:
     """Resolve a run as far as one process can, before any process group is joined.
 
     Returns:
@@ -84,7 +84,7 @@ def _resolve(config: RunConfig) -> tuple[Identity, Feed, int]:
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
-    feed = build_feed(data, global_batch_size=config.global_batch_size, seed=config.seed)
+    feed = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed)
     num_steps = _num_steps(config, feed)
     # Only checked here: the text says how many steps there are.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
@@ -92,7 +92,7 @@ def _resolve(config: RunConfig) -> tuple[Identity, Feed, int]:
     return Identity(config, data, resolved, hf_config), feed, num_steps
 
 
-def _num_steps(config: RunConfig, feed: Feed) -> int:
+def _num_steps(config: RunConfig, feed: Dataset) -> int:
     """Return the length of the run.
 
     Raises:

@@ -9,7 +9,7 @@ from meshtrain.checkpoint.integrity import newest_whole_checkpoint
 from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.config.run import RunConfig
-from meshtrain.data.order import place_in_data
+from meshtrain.data.samples.order import place_in_data
 from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped
 from meshtrain.models.build import local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers

@@ -15,8 +15,8 @@ import ftfy
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CleanConfig
-from meshtrain.corpus import clean
-from meshtrain.corpus.text_repair import fix_text
+from meshtrain.corpus.steps.step import clean
+from meshtrain.corpus.steps.text_repair import fix_text
 from tests.benchmarks.duplicates_corpus import python_documents
 
 WORDS = CleanConfig(languages=["en"])

@@ -21,8 +21,8 @@ from rensa import RMinHash, RMinHashLSH
 from xxhash import xxh64_intdigest
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.deduplicate import deduplication_stages
-from meshtrain.corpus.stage import Stage
+from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
+from meshtrain.corpus.steps.shard_pass import ShardPass
 from tests.benchmarks.duplicates_corpus import plain_shingles
 
 PROCESSES = 2
@@ -58,7 +58,7 @@ def hashed(text: str) -> int:
     return xxh64_intdigest(text.encode())
 
 
-def run_stages(stages: list[Stage], logs: Path) -> dict[str, float]:
+def run_stages(stages: list[ShardPass], logs: Path) -> dict[str, float]:
     """Run stages in two processes, and return the seconds of each."""
     seconds = {}
     for stage in stages:
@@ -105,10 +105,10 @@ def datatrove_outcome(source: Path, place: Path, similarity: float) -> Outcome:
     signer._hash_func = hashed
     remover = MinhashDedupFilter(clusters, JsonlWriter(dropped), load_cluster_ids=True)
     stages = [
-        Stage("sign", [reader(), signer], PROCESSES),
-        Stage("meet", [MinhashDedupBuckets(signatures, pairs, config=config)], config.num_buckets),
-        Stage("cluster", [MinhashDedupCluster(pairs, clusters, config, save_cluster_id=True)], 1),
-        Stage("remove", [reader(), remover, JsonlWriter(target)], PROCESSES),
+        ShardPass("sign", [reader(), signer], PROCESSES),
+        ShardPass("meet", [MinhashDedupBuckets(signatures, pairs, config=config)], config.num_buckets),
+        ShardPass("cluster", [MinhashDedupCluster(pairs, clusters, config, save_cluster_id=True)], 1),
+        ShardPass("remove", [reader(), remover, JsonlWriter(target)], PROCESSES),
     ]
     seconds = run_stages(stages, place / "logs")
     stays = {cluster: document for document, cluster in _clusters(Path(target)) if cluster >= 0}

@@ -16,10 +16,10 @@ import numpy as np
 
 from meshtrain.config.run import EvaluationConfig
 from meshtrain.config.toml import dump_toml
-from meshtrain.data.mixture import MixedSource, MixtureOrder
-from meshtrain.data.order import SampleOrder
-from meshtrain.data.samples import PackedSamples
-from meshtrain.data.token_file import ArrayFile, TokenCounts, TokenFile
+from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
+from meshtrain.data.samples.order import SampleOrder
+from meshtrain.data.samples.rows import PackedSamples
+from meshtrain.data.tokens.token_file import ArrayFile, TokenCounts, TokenFile
 from tests.training.runs import steps_of
 from tests.training.test_data import run_of
 

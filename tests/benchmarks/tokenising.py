@@ -27,12 +27,12 @@ from tokenizers import Tokenizer
 
 from meshtrain import console
 from meshtrain.data.cache import Cache
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.journal import Job
-from meshtrain.data.sources import find_files
-from meshtrain.data.tokenising import tokenise
-from meshtrain.data.tokenizer import find_tokenizer
-from meshtrain.data.tokenizer_training import train_tokenizer
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import find_files
+from meshtrain.data.tokens.journal import Job
+from meshtrain.data.tokens.tokenizer import find_tokenizer
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer
+from meshtrain.data.tokens.tokenizing import tokenize
 
 PROCESSES = 2
 VOCAB_SIZE = 8192
@@ -101,7 +101,7 @@ def meshtrain(files: list[Path], tokenizer: Path, out: Path) -> None:
     found = tuple(find_files([str(file) for file in files], key="data.train"))
     corpus = Corpus(found, tuple(map(str, files)))
     job = Job(corpus, find_tokenizer(str(tokenizer), Cache(out / "cache")), "Tokenising", num_workers=PROCESSES)
-    tokenise(out, job=job)
+    tokenize(out, job=job)
 
 
 def datasets_map(files: list[Path], tokenizer: Path, out: Path) -> None:

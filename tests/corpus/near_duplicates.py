@@ -10,7 +10,7 @@ from pathlib import Path
 from datatrove.executor.local import LocalPipelineExecutor
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.deduplicate import deduplication_stages
+from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
 
 Documents = list[dict[str, object]]
 

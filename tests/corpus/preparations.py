@@ -9,7 +9,7 @@ import tomli_w
 import zstandard
 
 from meshtrain.config.toml import load_corpus
-from meshtrain.corpus.run import run_chain
+from meshtrain.corpus.preparation import run_chain
 
 SENTENCE = "the quick brown fox jumps over a lazy dog while seven small boats drift slowly down some river"
 WORDS = SENTENCE.split()

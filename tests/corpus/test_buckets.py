@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.corpus.buckets import MEETING, Components, Meetings, find_meetings, write_parts
-from meshtrain.corpus.minhash import Bands, MinHasher
-from meshtrain.corpus.shingles import shingles_of
-from meshtrain.corpus.sketches import SKETCHES, Sketches, SketchWriter
+from meshtrain.corpus.duplicates.buckets import MEETING, Components, Meetings, find_meetings, write_parts
+from meshtrain.corpus.duplicates.minhash import Bands, MinHasher
+from meshtrain.corpus.duplicates.shingles import shingles_of
+from meshtrain.corpus.duplicates.sketches import SKETCHES, Sketches, SketchWriter
 from tests.corpus.near_duplicates import similar_documents
 
 BANDS = Bands(6, 2)

@@ -5,7 +5,7 @@ from datatrove.data import Document
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshtrain.config.corpus import CleanConfig
-from meshtrain.corpus.clean import build_judge, check_cleaning
+from meshtrain.corpus.steps.clean import build_judge, check_cleaning
 from meshtrain.errors import DataError
 
 ENGLISH = "It was a bright cold day in April, and the clocks were striking thirteen when he came home. " * 3

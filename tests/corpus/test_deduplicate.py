@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.deduplicate import deduplication_stages
+from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
 from meshtrain.errors import DataError
 from tests.corpus.near_duplicates import (
     Documents,

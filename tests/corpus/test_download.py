@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.corpus import DownloadConfig
-from meshtrain.corpus.answers import Page, Refused, seconds_to_wait
-from meshtrain.corpus.download import Journal
-from meshtrain.corpus.extractor import Extractor
-from meshtrain.corpus.fetch import Fetcher
+from meshtrain.corpus.web.answers import Page, Refused, seconds_to_wait
+from meshtrain.corpus.web.download import Journal
+from meshtrain.corpus.web.extractor import Extractor
+from meshtrain.corpus.web.fetch import Fetcher
 from meshtrain.errors import DataError
 from tests.corpus.preparations import counts_of, prepare, read_shards, write_corpus_file
 from tests.corpus.server import Site, running_site
@@ -178,7 +178,7 @@ def test_retry_after_a_date():
 
 SICK = """
 import sys, time
-from meshtrain.corpus.extraction import READY, receive, send
+from meshtrain.corpus.web.extraction import READY, receive, send
 send(sys.stdout.buffer, READY)
 while (charset := receive(sys.stdin.buffer)) is not None:
     body = receive(sys.stdin.buffer)

@@ -8,11 +8,10 @@ import pytest
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SlurmConfig
-from meshtrain.corpus import executors
-from meshtrain.corpus.executors import counted, run_stage
-from meshtrain.corpus.shards import list_shards, write_shard
-from meshtrain.corpus.stage import Stage
-from meshtrain.corpus.steps import CountShards
+from meshtrain.corpus.steps.executors import counted, run_stage
+from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.shards import list_shards, write_shard
+from meshtrain.corpus.steps.step import CountShards, executors
 from meshtrain.errors import UserError
 
 # Slurm as datatrove sees it: sbatch runs the tasks of the array one after another, in the background.
@@ -43,7 +42,7 @@ def stage(tmp_path):
     """Three documents in two shards, to be counted by two tasks."""
     write_shard(tmp_path / "in", "00000", "gzip", [Document(text="one", id="1"), Document(text="two", id="2")])
     write_shard(tmp_path / "in", "00001", "gzip", [Document(text="three", id="3")])
-    return Stage("count", [CountShards([("", path) for path in list_shards(tmp_path / "in")])], 2)
+    return ShardPass("count", [CountShards([("", path) for path in list_shards(tmp_path / "in")])], 2)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.corpus.link_rules import LinkRules, load_rules
+from meshtrain.corpus.web.link_rules import LinkRules, load_rules
 from meshtrain.errors import DataError
 
 GOOD = {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.minhash import Bands, MinHasher, choose_bands
-from meshtrain.corpus.shingles import Shingles
+from meshtrain.corpus.duplicates.minhash import Bands, MinHasher, choose_bands
+from meshtrain.corpus.duplicates.shingles import Shingles
 
 
 @pytest.mark.parametrize("similarity", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from meshtrain.corpus.records import BadRecord, read_records, read_text_lines
-from meshtrain.data.sources import SourceFile
+from meshtrain.corpus.steps.records import BadRecord, read_records, read_text_lines
+from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
 LINES = (

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from meshtrain.config.toml import load_corpus
-from meshtrain.corpus.report import report
+from meshtrain.corpus.report.tables import report
 from meshtrain.errors import DataError
 from tests.corpus.preparations import prepare, texts, write_corpus_file, write_records
 

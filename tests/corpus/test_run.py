@@ -124,7 +124,7 @@ def test_other_documents_are_told(tmp_path, file):
 
 
 def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import run
+    from meshtrain.corpus import preparation as run
 
     run_stage = run.run_stage
 
@@ -204,7 +204,7 @@ def test_every_compression_holds_the_same(tmp_path, file, compression, suffix):
 
 
 def test_two_at_once_are_refused(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import run
+    from meshtrain.corpus import preparation as run
 
     build_chain, said = run.build_chain, []
 
@@ -227,7 +227,7 @@ def test_a_place_that_cannot_be_written(tmp_path, file):
 
 
 def test_a_shard_that_vanishes_is_noticed(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import run
+    from meshtrain.corpus import preparation as run
 
     counting_stage = run.counting_stage
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from datatrove.data import Document
 
-from meshtrain.corpus.shards import RollingWriter, list_shards, read_lines, read_shard, write_shard
+from meshtrain.corpus.steps.shards import RollingWriter, list_shards, read_lines, read_shard, write_shard
 from meshtrain.errors import DataError
 
 DOCUMENTS = [

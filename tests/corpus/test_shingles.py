@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshtrain.corpus.shingles import _word_points, jaccard, shingles_of, word_bytes
+from meshtrain.corpus.duplicates.shingles import _word_points, jaccard, shingles_of, word_bytes
 from tests.corpus.near_duplicates import plain_jaccard, plain_shingles, plain_words
 
 TEXTS = [

@@ -6,8 +6,8 @@ import pytest
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SplitConfig
-from meshtrain.corpus.shards import write_shard
-from meshtrain.corpus.shuffle import part_of, shuffling_stages, split_stages
+from meshtrain.corpus.steps.shards import write_shard
+from meshtrain.corpus.steps.shuffle import part_of, shuffling_stages, split_stages
 from meshtrain.errors import DataError
 from tests.corpus.preparations import read_shards, texts
 

@@ -5,10 +5,10 @@ import random
 import ftfy
 import pytest
 
-from meshtrain.corpus import text_repair
-from meshtrain.corpus.boilerplate import is_boilerplate, without_boilerplate
-from meshtrain.corpus.text_repair import fix_text
-from meshtrain.data.sources import find_files
+from meshtrain.corpus.steps.boilerplate import is_boilerplate, without_boilerplate
+from meshtrain.corpus.steps.step import text_repair
+from meshtrain.corpus.steps.text_repair import fix_text
+from meshtrain.data.text.sources import find_files
 
 # Everything that any step of ftfy looks for, and what may keep it from it.
 ATOMS = [

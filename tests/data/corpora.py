@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.contents import content_hashes
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.documents import DocumentReader
-from meshtrain.data.sources import find_files
-from meshtrain.data.token_file import TRAIN, TokenFile
-from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import TokenizerFiles
-from meshtrain.data.tokenizer_training import train_tokenizer
+from meshtrain.data.text.content_hashes import content_hashes
+from meshtrain.data.text.documents import DocumentReader
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import find_files
+from meshtrain.data.tokens.token_file import TRAIN, TokenFile
+from meshtrain.data.tokens.tokenizer import TokenizerFiles
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer
+from meshtrain.data.tokens.tokenizing import prepare_token_files
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshtrain.data import chunks, cutting
-from meshtrain.data.chunks import Chunk, read_chunks
-from meshtrain.data.corpus_files import START, Corpus
-from meshtrain.data.cutting import Cutter
-from meshtrain.data.records import Problem, parse
-from meshtrain.data.sources import find_files
+from meshtrain.data.text import chunks
+from meshtrain.data.text.chunks import Chunk, read_chunks
+from meshtrain.data.text.records import Problem, parse
+from meshtrain.data.text.source_form import START, Corpus
+from meshtrain.data.text.sources import find_files
+from meshtrain.data.tokens import cutting
+from meshtrain.data.tokens.cutting import Cutter
 from meshtrain.errors import DataError
 from tests.data.corpora import write_lines
 

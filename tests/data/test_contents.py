@@ -8,8 +8,8 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.contents import content_hashes
-from meshtrain.data.sources import SourceFile, find_files
+from meshtrain.data.text.content_hashes import content_hashes
+from meshtrain.data.text.sources import SourceFile, find_files
 from meshtrain.errors import DataError
 
 OLD_NANOSECONDS = 10**18

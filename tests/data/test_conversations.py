@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.feed import train_samples
 from meshtrain.data.prepare import prepare_data
-from meshtrain.data.samples import IGNORE_INDEX
-from meshtrain.data.token_file import TokenFile
+from meshtrain.data.samples.dataset import train_samples
+from meshtrain.data.samples.rows import IGNORE_INDEX
+from meshtrain.data.tokens.token_file import TokenFile
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer
 

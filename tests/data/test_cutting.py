@@ -8,8 +8,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
-from meshtrain.data import cutting
-from meshtrain.data.cutting import Cutter, TooLongError
+from meshtrain.data.tokens import cutting
+from meshtrain.data.tokens.cutting import Cutter, TooLongError
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.cutting import PIECE_CHARACTERS
-from meshtrain.data.documents import DocumentReader
-from meshtrain.data.sources import SourceFile, find_files
+from meshtrain.data.text.documents import DocumentReader
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import SourceFile, find_files
+from meshtrain.data.tokens.cutting import PIECE_CHARACTERS
 from meshtrain.errors import DataError
 from tests.data.corpora import read_pieces, write_lines
 

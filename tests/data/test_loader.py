@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshtrain.data.loader import PREFETCHED_BATCHES, Batch, build_loader
-from meshtrain.data.mixture import MixedSource, MixtureOrder
-from meshtrain.data.order import FILLER, SampleOrder, place_in_data
-from meshtrain.data.samples import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
+from meshtrain.data.samples.loader import PREFETCHED_BATCHES, Batch, build_loader
+from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
+from meshtrain.data.samples.order import FILLER, SampleOrder, place_in_data
+from meshtrain.data.samples.rows import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.megatron import megatron_type_of, write_index
-from meshtrain.data.open_tokens import is_tokens, open_token_file
-from meshtrain.data.token_file import TokenFile
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokens.megatron import megatron_type_of, write_index
+from meshtrain.data.tokens.opening import is_tokens, open_token_file
+from meshtrain.data.tokens.token_file import TokenFile
+from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
 

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from meshtrain.data.mixture import LEAST_PER_BLOCK, MOST_PER_BLOCK, MixedSource, MixtureOrder, quotas_of
-from meshtrain.data.order import GroupedOrder
+from meshtrain.data.samples.mixture import LEAST_PER_BLOCK, MOST_PER_BLOCK, MixedSource, MixtureOrder, quotas_of
+from meshtrain.data.samples.order import GroupedOrder
 from meshtrain.errors import DataError
 
 SOURCES = (MixedSource("code", 700, 3.0), MixedSource("web", 50, 1.0), MixedSource("books", 90, 0.5))

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from meshtrain.data.order import FILLER, GroupedOrder, SampleOrder
+from meshtrain.data.samples.order import FILLER, GroupedOrder, SampleOrder
 
 
 def epoch_of(order: SampleOrder, epoch: int = 0) -> np.ndarray:

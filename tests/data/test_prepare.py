@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from meshtrain.config.data import DataConfig, TokenizerConfig
-from meshtrain.data.feed import build_feed, check_enough, train_samples, validation_samples
 from meshtrain.data.prepare import PreparedData, prepare_data
-from meshtrain.data.samples import PackedSamples, PaddedSamples
+from meshtrain.data.samples.dataset import build_dataset, check_enough, train_samples, validation_samples
+from meshtrain.data.samples.rows import PackedSamples, PaddedSamples
 from meshtrain.errors import DataError
 from tests.data.corpora import write_lines
 
@@ -52,7 +52,7 @@ def test_training_without_validation(tmp_path, capsys):
     )
     assert data.sources[0].validation is None
     assert validation_samples(data) is None
-    assert build_feed(data, global_batch_size=4, seed=0).validation == {}
+    assert build_dataset(data, global_batch_size=4, seed=0).validation == {}
     assert isinstance(train_samples(data), PackedSamples)
     assert len(train_samples(data)) == (tokens - 1) // 32
     assert data.unigram_entropy_nats == data.sources[0].train.counts.unigram_entropy_nats
@@ -106,8 +106,8 @@ def test_orders_follow_the_run(tmp_path):
     plain = prepare_data(configure(tmp_path, validation=0.1, shuffle=False, drop_last=False))
     num_samples = len(train_samples(shuffled))
 
-    feed = build_feed(shuffled, global_batch_size=7, seed=1)
-    first, second = feed.order, build_feed(plain, global_batch_size=7, seed=1).order
+    feed = build_dataset(shuffled, global_batch_size=7, seed=1)
+    first, second = feed.order, build_dataset(plain, global_batch_size=7, seed=1).order
     samples, evaluation = feed.validation["data"]
 
     assert first.steps_per_epoch == num_samples // 7
@@ -258,7 +258,7 @@ def test_all_ranks_at_once_on_a_broken_file(tmp_path):
 PREPARE = """
 import json, sys
 from meshtrain.config.data import DataConfig
-from meshtrain.data.feed import check_enough, train_samples
+from meshtrain.data.samples.dataset import check_enough, train_samples
 from meshtrain.data.prepare import prepare_data
 data = prepare_data(DataConfig.model_validate_json(sys.argv[1]))
 check_enough(data, 4)
@@ -270,7 +270,7 @@ def test_preparing_loads_neither_torch_nor_transformers(tmp_path):
     command = [sys.executable, "-c", PREPARE, configure(tmp_path).model_dump_json()]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
 
-    assert "meshtrain.data.samples" in loaded
+    assert "meshtrain.data.samples.rows" in loaded
     assert not {"torch", "transformers", "torchdata", "huggingface_hub"}.intersection(loaded)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshtrain.data.order import FILLER
-from meshtrain.data.samples import IGNORE_INDEX, MixedSamples, PackedSamples, PaddedSamples
-from meshtrain.data.token_file import ArrayFile, TokenFile
+from meshtrain.data.samples.order import FILLER
+from meshtrain.data.samples.rows import IGNORE_INDEX, MixedSamples, PackedSamples, PaddedSamples
+from meshtrain.data.tokens.token_file import ArrayFile, TokenFile
 from tests.data.corpora import expected_tokens, random_texts, token_file
 
 

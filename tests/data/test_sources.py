@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.data.sources import PYTHON_STDLIB, find_files, find_python_files
+from meshtrain.data.text.sources import PYTHON_STDLIB, find_files, find_python_files
 from meshtrain.errors import DataError
 from tests.data.corpora import without_privileges
 

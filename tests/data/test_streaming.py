@@ -12,14 +12,14 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
-from meshtrain.data import stream_rows
 from meshtrain.data.cache import Cache
-from meshtrain.data.feed import Feed, build_feed
-from meshtrain.data.loader import build_loader
-from meshtrain.data.order import FILLER
 from meshtrain.data.prepare import prepare_data
-from meshtrain.data.stream_rows import Cursor, StreamReader
-from meshtrain.data.streaming import StreamSamples
+from meshtrain.data.samples.dataset import Dataset, build_dataset
+from meshtrain.data.samples.loader import build_loader
+from meshtrain.data.samples.order import FILLER
+from meshtrain.data.samples.rows import stream_rows
+from meshtrain.data.samples.stream import StreamSamples
+from meshtrain.data.samples.stream_rows import Cursor, StreamReader
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, random_texts, write_lines
 
@@ -48,11 +48,11 @@ def configure(directory: Path, texts: list[list[str]], **options: Any) -> DataCo
     return DataConfig(**{**defaults, **options})
 
 
-def feed_of(config: DataConfig, seed: int = 0, batch: int = 4) -> Feed:
-    return build_feed(prepare_data(config), global_batch_size=batch, seed=seed)
+def feed_of(config: DataConfig, seed: int = 0, batch: int = 4) -> Dataset:
+    return build_dataset(prepare_data(config), global_batch_size=batch, seed=seed)
 
 
-def reader_of(feed: Feed) -> StreamReader:
+def reader_of(feed: Dataset) -> StreamReader:
     return feed.streams["data"]._reader
 
 
@@ -111,7 +111,7 @@ def test_a_long_document_is_gone_on_with_in_its_middle(tmp_path):
     assert sum(int(row.begins[1:].sum()) for row in rows) == 0
 
 
-def samples_of(feed: Feed, start: int, stop: int, rank: int = 0, size: int = 1) -> list[tuple]:
+def samples_of(feed: Dataset, start: int, stop: int, rank: int = 0, size: int = 1) -> list[tuple]:
     batches = build_loader(feed.samples, feed.order, dp_rank=rank, dp_size=size, start_step=start, stop_step=stop)
     return [
         (batch.sample_ids.tolist(), {name: tensor.tolist() for name, tensor in batch.tensors.items()})

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshtrain.data.parquet import BATCH_ROWS
+from meshtrain.data.text.parquet import BATCH_ROWS
 from meshtrain.errors import DataError
 from tests.data.corpora import read_pieces, write_lines
 
@@ -210,7 +210,7 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch, name, package):
 
 
 def test_a_line_too_long_for_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshtrain.data.chunks.LONGEST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("meshtrain.data.text.chunks.LONGEST_LINE_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
     long = json.dumps({"text": "x" * (5 << 20)})
     path.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n{long}')

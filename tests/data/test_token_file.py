@@ -19,11 +19,12 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
-from meshtrain.data import tokenising, workers
 from meshtrain.data.cache import Cache
-from meshtrain.data.token_file import TRAIN, VALIDATION, TokenFile
-from meshtrain.data.tokenising import prepare_token_files
-from meshtrain.data.tokenizer import find_tokenizer
+from meshtrain.data.tokens import tokenizing as tokenising
+from meshtrain.data.tokens import workers
+from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile
+from meshtrain.data.tokens.tokenizer import find_tokenizer
+from meshtrain.data.tokens.tokenizing import prepare_token_files
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, open_corpus, random_texts, read_pieces, write_lines
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from meshtrain.data import tokenise_to as module
+from meshtrain.data import tokenize_folder as module
 from meshtrain.data.cache import Cache
-from meshtrain.data.open_tokens import open_token_file
-from meshtrain.data.tokenise_to import Order, tokenise_to
-from meshtrain.data.tokenizer import TokenizerFiles, find_tokenizer
-from meshtrain.data.tokenizer_training import train_tokenizer_to
+from meshtrain.data.tokens.opening import open_token_file
+from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
+from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer_to
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, write_lines
 
@@ -39,16 +39,16 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def order(tmp_path, source, tokenizer):
-    def make(**options) -> Order:
+    def make(**options) -> TokenizeJob:
         defaults = {"sources": [str(source)], "tokenizer": str(tokenizer.directory), "output": tmp_path / "out"}
-        return Order(**(defaults | options))
+        return TokenizeJob(**(defaults | options))
 
     return make
 
 
-def problem_of(order: Order, cache: Cache) -> str:
+def problem_of(order: TokenizeJob, cache: Cache) -> str:
     with pytest.raises(DataError) as caught:
-        tokenise_to(order, cache)
+        tokenize_folder(order, cache)
     return str(caught.value)
 
 
@@ -59,7 +59,7 @@ def documents_of(place: Path, tokenizer: TokenizerFiles, cache: Cache) -> list[l
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
 def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path, capsys, kind):
-    tokenise_to(order(format=kind), cache)
+    tokenize_folder(order(format=kind), cache)
 
     assert documents_of(tmp_path / "out/train", tokenizer, cache) == expected_tokens(TEXTS, tokenizer)
     parts = {"meshtrain": {"train"}, "megatron": {"train.bin", "train.idx"}}[kind]
@@ -78,7 +78,7 @@ def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
 def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokenizer, tmp_path, kind):
-    tokenise_to(order(format=kind), cache)
+    tokenize_folder(order(format=kind), cache)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     content = json.loads((tokenizer.directory / "tokenizer.json").read_text())
@@ -92,9 +92,9 @@ def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokeni
 
 
 def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkeypatch):
-    tokenise_to(order(output=tmp_path / "small", format="megatron"), cache)
-    monkeypatch.setattr("meshtrain.data.tokenise_to.megatron_type_of", lambda _: np.int32)
-    tokenise_to(order(output=tmp_path / "large", format="megatron"), cache)
+    tokenize_folder(order(output=tmp_path / "small", format="megatron"), cache)
+    monkeypatch.setattr("meshtrain.data.tokens.tokenize_folder.megatron_type_of", lambda _: np.int32)
+    tokenize_folder(order(output=tmp_path / "large", format="megatron"), cache)
 
     small, large = ((tmp_path / name / "train.bin").read_bytes() for name in ("small", "large"))
     assert np.array_equal(np.frombuffer(small, np.uint16), np.frombuffer(large, np.int32))
@@ -102,7 +102,7 @@ def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkey
 
 
 def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
-    tokenise_to(order(validation=0.1, num_documents=150), cache)
+    tokenize_folder(order(validation=0.1, num_documents=150), cache)
 
     record = json.loads((tmp_path / "out/tokenize.json").read_text())
     assert record["sources"] == [{"path": str(source), "bytes": source.stat().st_size}]
@@ -111,10 +111,10 @@ def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
 
 
 def test_the_same_again_is_there_already_and_another_is_refused(order, source, cache, tmp_path, capsys):
-    tokenise_to(order(), cache)
+    tokenize_folder(order(), cache)
     capsys.readouterr()
 
-    tokenise_to(order(), cache)
+    tokenize_folder(order(), cache)
 
     assert capsys.readouterr().out == f"{tmp_path}/out holds just that already; nothing was done\n"
     refusal = (
@@ -142,7 +142,7 @@ def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, 
     assert f'warning: {source}, line 1: no key "text" (--text-key); the keys are "words"; left out' in (
         capsys.readouterr().err.splitlines()
     )
-    tokenise_to(order(text_key="words"), cache)
+    tokenize_folder(order(text_key="words"), cache)
 
 
 def test_one_document_cannot_be_parted(order, source, cache):
@@ -171,7 +171,7 @@ def test_two_at_once(order, cache, tmp_path, monkeypatch):
         tokenise(*arguments, **options)
 
     monkeypatch.setattr(module, "tokenise", tokenise_after_another_has_come)
-    tokenise_to(order(), cache)
+    tokenize_folder(order(), cache)
     assert [line.partition(", since ")[0] for line in said] == [
         f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"
     ]

@@ -16,13 +16,15 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 
-from meshtrain.data import chunks, tokenising, workers
 from meshtrain.data.cache import Cache
-from meshtrain.data.corpus_files import Corpus
-from meshtrain.data.journal import JOURNAL, Job
-from meshtrain.data.sources import find_files
-from meshtrain.data.token_file import TRAIN, VALIDATION
-from meshtrain.data.tokenising import tokenise
+from meshtrain.data.text import chunks
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import find_files
+from meshtrain.data.tokens import tokenizing as tokenising
+from meshtrain.data.tokens import workers
+from meshtrain.data.tokens.journal import JOURNAL, Job
+from meshtrain.data.tokens.token_file import TRAIN, VALIDATION
+from meshtrain.data.tokens.tokenizing import tokenize
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, read_pieces, write_lines
 
@@ -57,7 +59,7 @@ def job_of(directory: Path, cache: Cache, *, num_workers: int = 0, **options) ->
 def made(directory: Path, job: Job) -> dict[str, tuple[bytes, bytes, dict]]:
     """Tokenise, and return what the files hold."""
     directory.mkdir(exist_ok=True)
-    tokenise(directory, job=job)
+    tokenize(directory, job=job)
     return {part: content_of(directory / part) for part in job.parts}
 
 
@@ -109,7 +111,7 @@ def tokenise_elsewhere(directory: Path, job: Job) -> None:
     tokenising.SECONDS_BETWEEN_ENTRIES = 0.0
     tokenising.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
     chunks.CHUNK_BYTES = 1 << 14
-    tokenise(directory, job=job)
+    tokenize(directory, job=job)
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -197,7 +199,7 @@ def test_who_does_not_leave_out_does_not_go_on_with_what_was_left_out(corpus_dir
     (tmp_path / "e.txt").rename(corpus / "e.txt")
 
     with pytest.raises(DataError, match=f"{corpus}/a.jsonl, line 301: not JSON"):
-        tokenise(tmp_path / "out", job=strict)
+        tokenize(tmp_path / "out", job=strict)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import find_tokenizer, open_tokenizer, use_all_cores
-from meshtrain.data.tokenizer_training import END_TOKEN, PAD_TOKEN, train_tokenizer
+from meshtrain.data.tokens.tokenizer import find_tokenizer, open_tokenizer, use_all_cores
+from meshtrain.data.tokens.tokenizer_training import END_TOKEN, PAD_TOKEN, train_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import open_corpus, random_texts, write_lines
 
@@ -92,7 +92,7 @@ import sys
 from pathlib import Path
 from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer_training import train_tokenizer
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer
 from tests.data.corpora import open_corpus
 cache = Cache(Path(sys.argv[1]))
 print(train_tokenizer([open_corpus(sys.argv[2], cache=cache)], 1000, cache).identity)
@@ -236,7 +236,7 @@ import sys
 from pathlib import Path
 from meshtrain.config.data import TokenizerConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer import find_tokenizer
+from meshtrain.data.tokens.tokenizer import find_tokenizer
 from meshtrain.errors import DataError
 assert "huggingface_hub" not in sys.modules
 for name in ("some/tokenizer", "other"):

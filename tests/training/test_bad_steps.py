@@ -20,8 +20,8 @@ from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, MANIFEST_NAME, list
 from meshtrain.checkpoint.manifest import Manifest, SavedHistory, read_manifest
 from meshtrain.config.data import MixedSourceConfig
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
-from meshtrain.data.feed import build_feed
 from meshtrain.data.prepare import prepare_data
+from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.errors import TrainingStopped, UserError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -209,7 +209,7 @@ def test_a_rewind_does_not_begin_again_with_what_shall_end(undisturbed: tuple[Ru
     whole, _ = undisturbed
     sources = {"all": MixedSourceConfig(train=whole.data.train, repeat=False)}
     data = whole.data.model_copy(update={"sources": sources, "sequence_length": 32})
-    feed = build_feed(prepare_data(data), global_batch_size=whole.global_batch_size, seed=whole.seed)
+    feed = build_dataset(prepare_data(data), global_batch_size=whole.global_batch_size, seed=whole.seed)
     steps = feed.order.num_steps
     assert steps is not None
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": REWIND, "data": data}

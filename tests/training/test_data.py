@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.feed import build_feed
 from meshtrain.data.prepare import prepare_data
-from meshtrain.data.samples import IGNORE_INDEX, Samples
+from meshtrain.data.samples.dataset import build_dataset
+from meshtrain.data.samples.rows import IGNORE_INDEX, Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.training.report import resolve_run
 from meshtrain.training.run import train
@@ -226,7 +226,9 @@ def test_the_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
     (found,) = (line for line in read_metrics(tmp_path / "both") if "eval_loss" in line)
 
     data = prepare_data(both)
-    counts = [count_tokens(samples) for samples, _ in build_feed(data, global_batch_size=8, seed=0).validation.values()]
+    counts = [
+        count_tokens(samples) for samples, _ in build_dataset(data, global_batch_size=8, seed=0).validation.values()
+    ]
     losses = [found["eval_loss/one"], found["eval_loss/two"]]
     assert losses[0] != losses[1]
     assert found["eval_loss"] == pytest.approx(np.average(losses, weights=counts), rel=1e-12)

@@ -12,7 +12,7 @@ from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokenizer_training import train_tokenizer
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer
 from meshtrain.errors import ModelError
 from meshtrain.runtime.ranks import RankError
 from tests.data.corpora import open_corpus

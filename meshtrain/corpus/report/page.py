@@ -1,0 +1,128 @@
+"""The page of a report: one HTML file with its charts inside, that asks nothing of any other place."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from meshtrain.corpus.steps.step import Counts
+from meshtrain.data.cache import write_atomically
+
+CHART_WIDTH = 900
+LABEL_WIDTH = 170
+NUMBER_WIDTH = 110
+BAR_HEIGHT = 22
+BAR_GAP = 8
+KEPT_COLOUR = "#4878a8"
+DROPPED_COLOURS = ("#c0504d", "#e08e45", "#d8b94a", "#8064a2", "#7f7f7f", "#4f9d90", "#a5678e")
+SHOWN_CHARACTERS = 600
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } th, td { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top }
+td.number, th.number { text-align: right } th { border-bottom: 1px solid #999 }
+pre { white-space: pre-wrap; background: #f4f4f4; padding: .5rem; margin: .2rem 0; max-height: 9rem; overflow: auto }
+svg text { font-size: 13px } code { overflow-wrap: anywhere }
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A dropped document."""
+
+    name: str
+    """Its link, or else its id."""
+    text: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known of a complete step."""
+
+    name: str
+    counts: Counts
+    examples: dict[str, list[Example]] = field(default_factory=dict)
+    """By reason."""
+
+
+def write_page(path: Path, title: str, steps: Sequence[StepReport]) -> None:
+    """Write the page of a report."""
+    sections = [
+        "<h2>Documents after each step</h2>",
+        _survivors(steps),
+        "<h2>Why documents were dropped</h2>",
+        _reasons(steps) or "<p>None was.</p>",
+        "<h2>Counts</h2>",
+        _table(steps),
+        "<h2>Examples of what was dropped</h2>",
+        *(_examples(step) for step in steps),
+    ]
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+    body = "\n".join(sections)
+    write_atomically(path, f"{head}<style>{STYLE}</style>\n<h1>Corpus {escape(title)}</h1>\n{body}\n</html>\n")
+
+
+def _survivors(steps: Sequence[StepReport]) -> str:
+    rows = [("(at first)", steps[0].counts.entered), *((step.name, step.counts.kept) for step in steps)]
+    return _bars([(name, number, KEPT_COLOUR) for name, number in rows])
+
+
+def _reasons(steps: Sequence[StepReport]) -> str:
+    rows = []
+    for position, step in enumerate(steps):
+        colour = DROPPED_COLOURS[position % len(DROPPED_COLOURS)]
+        rows += [(f"{step.name}: {reason}", number, colour) for reason, number in step.counts.dropped.items()]
+    return _bars(rows) if rows else ""
+
+
+def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
+    """Draw horizontal bars: a name, a length and a colour each."""
+    longest = max(number for _, number, _ in rows) or 1
+    room = CHART_WIDTH - LABEL_WIDTH - NUMBER_WIDTH
+    drawn = []
+    for position, (name, number, colour) in enumerate(rows):
+        top = position * (BAR_HEIGHT + BAR_GAP)
+        width = room * number / longest
+        middle = top + BAR_HEIGHT * 0.7
+        drawn.append(
+            f'<text x="{LABEL_WIDTH - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{colour}"/>'
+            f'<text x="{LABEL_WIDTH + width + 6:.1f}" y="{middle:.1f}">{number:,}</text>'
+        )
+    height = len(rows) * (BAR_HEIGHT + BAR_GAP)
+    return f'<svg viewBox="0 0 {CHART_WIDTH} {height}" width="100%" role="img">{"".join(drawn)}</svg>'
+
+
+def _table(steps: Sequence[StepReport]) -> str:
+    head = ("step", "in", "out", "dropped", "MB out", "documents/s")
+    rows = []
+    for step in steps:
+        counts = step.counts
+        numbers = (counts.entered, counts.kept, sum(counts.dropped.values()), round(counts.num_bytes / 1e6, 1))
+        rows.append((step.name, *(f"{number:,}" for number in numbers), f"{counts.documents_per_second:,.0f}"))
+        rows += [
+            (f"&nbsp;&nbsp;{escape(part)}", "", f"{number:,}", "", "", "") for part, number in counts.parts.items()
+        ]
+        rows += [
+            (f"&nbsp;&nbsp;{escape(reason)}", "", "", f"{number:,}", "", "")
+            for reason, number in counts.dropped.items()
+        ]
+    lines = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
+    return f"<table><tr>{_cells('th', head)}</tr>{lines}</table>"
+
+
+def _cells(tag: str, row: Iterable[str]) -> str:
+    first, *numbers = row
+    return f"<{tag}>{first}</{tag}>" + "".join(f'<{tag} class="number">{number}</{tag}>' for number in numbers)
+
+
+def _examples(step: StepReport) -> str:
+    parts = []
+    for reason, number in step.counts.dropped.items():
+        parts.append(f"<h3>{escape(step.name)}: {escape(reason)} ({number:,})</h3>")
+        for example in step.examples[reason]:
+            detail = f" &mdash; {escape(example.detail)}" if example.detail else ""
+            text = f"<pre>{escape(example.text[:SHOWN_CHARACTERS])}</pre>" if example.text else ""
+            parts.append(f"<p><code>{escape(example.name)}</code>{detail}</p>{text}")
+    return "\n".join(parts)

@@ -1,0 +1,167 @@
+"""Records: what source files hold, one after another; what cannot be read is told with its place, never left out."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from datatrove.data import Document
+from pyarrow import ArrowException, RecordBatch
+from pyarrow.parquet import ParquetFile
+
+from meshtrain.data.text.byte_streams import DamagedError, opened
+from meshtrain.data.text.sources import SourceFile
+from meshtrain.errors import DataError, name_some
+
+BROKEN = "broken record"
+DAMAGED = "damaged file"
+NOT_UTF8 = "not UTF-8 text"
+ROWS_AT_ONCE = 1024
+KEPT_OF_BROKEN_CHARACTERS = 1000
+
+
+class BadRecord(NamedTuple):
+    """A record that is no document."""
+
+    where: str
+    """The file, and the line in it."""
+    reason: str
+    detail: str
+    text: str
+    """What can be shown of it."""
+
+
+def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+    """Yield the records of a file: documents, and what could not be read as one.
+
+    Args:
+        file: of any kind that can be a source.
+        name: of the file; a document without an `id` of its own is called by it and its line.
+        text_key: the key of a record that holds the text; all other keys are kept.
+
+    Raises:
+        DataError: if the file cannot be opened.
+    """
+    if file.kind == "parquet":
+        yield from _table_rows(file, name, text_key)
+    elif file.kind.startswith("jsonl"):
+        yield from _json_lines(file, name, text_key)
+    else:
+        yield _text_file(file, name)
+
+
+def read_text_lines(file: SourceFile) -> Iterator[str]:
+    """Yield the lines of a text file; bytes that are no UTF-8 are shown with backslashes.
+
+    Raises:
+        DataError: if the file cannot be read, or is damaged.
+    """
+    try:
+        with opened(file) as (lines, _):
+            for line in lines:
+                yield line.decode("utf-8", "backslashreplace")
+    except DamagedError as error:
+        raise DataError(f"cannot read {file.path}: {error}; write it again") from error
+
+
+def _text_file(file: SourceFile, name: str) -> Document | BadRecord:
+    try:
+        with opened(file) as (stream, _):
+            content = stream.read()
+        return Document(text=content.decode("utf-8-sig"), id=name)
+    except DamagedError as error:
+        return BadRecord(f"{file.path}", DAMAGED, str(error), "")
+    except UnicodeDecodeError as error:
+        return BadRecord(f"{file.path}", NOT_UTF8, f"byte {error.start + 1}: {error.reason}", _shown(content))
+
+
+def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+    number = 0
+    try:
+        with opened(file) as (lines, _):
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                try:
+                    yield _document(_record(line), f"{name}:{number}", text_key)
+                except (ValueError, RecursionError) as error:
+                    yield BadRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
+    except DamagedError as error:
+        yield BadRecord(f"{file.path}, after line {number}", DAMAGED, str(error), "")
+
+
+def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+    number = 0
+    try:
+        with opened(file) as (stream, _):
+            for batch in ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
+                for record in _rows_of(batch):
+                    number += 1
+                    try:
+                        yield _document(_plain(record, text_key), f"{name}:{number}", text_key)
+                    except ValueError as error:
+                        yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
+    except (ArrowException, OSError) as error:
+        yield BadRecord(f"{file.path}, after row {number}", DAMAGED, str(error), "")
+
+
+def _rows_of(batch: RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Return the rows of a batch, or what is wrong with the text of one: Arrow looks at it only now."""
+    try:
+        return iter(batch.to_pylist())
+    except UnicodeDecodeError:
+        return (_row_of(batch, place) for place in range(batch.num_rows))
+
+
+def _row_of(batch: RecordBatch, place: int) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return batch.slice(place, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _plain(record: dict[str, Any] | UnicodeDecodeError, text_key: str) -> dict[str, Any]:
+    """Return what JSON can say of a row: times and the like as text, but never what stands for the text itself."""
+    if isinstance(record, UnicodeDecodeError):
+        raise ValueError(f"not UTF-8 text (byte {record.start + 1}: {record.reason})")
+    text = record.get(text_key)
+    if not isinstance(text, str | int | float | list | dict | None):
+        raise ValueError(f'the key "{text_key}" (text_key) holds {type(text).__name__} and not text')
+    return json.loads(json.dumps(record, default=str))
+
+
+def _document(record: dict[str, Any], place: str, text_key: str) -> Document:
+    if text_key not in record:
+        keys = name_some([json.dumps(key) for key in record])
+        raise ValueError(f'no key "{text_key}" (text_key); the keys are {keys}')
+    text = record.pop(text_key)
+    if not isinstance(text, str):
+        raise ValueError(f'the key "{text_key}" (text_key) holds {json.dumps(text)[:40]} and not text')
+    own = record.pop("id", None)
+    record.pop("text", None)
+    name = place if own is None else own if isinstance(own, str) else json.dumps(own)
+    return Document(text=text, id=name, metadata=record)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start + 1}: {error.reason})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{json.dumps(record)[:40]} where an object is expected")
+    if b"\\u" in line:
+        _check_characters(record)
+    return record
+
+
+def _check_characters(record: dict[str, Any]) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair, which stands for no character") from None
+
+
+def _shown(content: bytes) -> str:
+    return content[:KEPT_OF_BROKEN_CHARACTERS].decode("utf-8", "backslashreplace")

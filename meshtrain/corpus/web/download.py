@@ -1,0 +1,196 @@
+"""Downloading: links become documents. What is done is written down at once, so that nothing is fetched twice.
+
+Each task has the links of some hosts. It keeps a journal: a line for each finished link, in the order in which they
+finished. When all are, the journal is copied into a shard in the order of the links.
+"""
+
+import asyncio
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from meshtrain.config.corpus import DownloadConfig
+from meshtrain.corpus.steps.blocks import Documents, dropped_line, names_of
+from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.shards import Compression, ShardWriter, as_line, list_shards, read_shard
+from meshtrain.corpus.web.answers import CONNECTION, TIME_OUT, Refused
+from meshtrain.corpus.web.extractor import Extractor
+from meshtrain.corpus.web.fetch import Fetcher
+from meshtrain.errors import UserError
+
+SILENT_HOST = "host does not answer"
+PAGES_OF_A_SILENT_HOST = 5
+"""After so many pages in a row without any answer the other links of a host are dropped: each would take minutes."""
+
+
+def download_stages(
+    source: Path,
+    target: Path,
+    dropped: Path,
+    work: Path,
+    config: DownloadConfig,
+    *,
+    compression: Compression,
+    workers: int,
+) -> list[ShardPass]:
+    """Return the stage that fetches the links in `source`.
+
+    Args:
+        source: the directory of the shards of links.
+        target: the directory for the documents.
+        dropped: the directory for the links without one.
+        work: a directory for the journals.
+        config: the bounds.
+        compression: of what is written.
+        workers: tasks that run at the same time, which share the bound on all requests.
+    """
+    shards = list_shards(source)
+    concurrent = max(1, config.concurrent // min(workers, len(shards)))
+    block = DownloadPages(shards, target, dropped, work, config, compression=compression, concurrent=concurrent)
+    return [ShardPass("download", [block], len(shards))]
+
+
+class Journal:
+    """The finished links of one task, on disk.
+
+    Args:
+        path: of the file; a line that a killed process left half written is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._places: dict[int, int] = {}
+        self._stream: BinaryIO = path.open("a+b")
+        self._stream.seek(0)
+        end = 0
+        for line in self._stream:
+            if not line.endswith(b"\n"):
+                break
+            self._places[json.loads(line)["position"]] = end
+            end += len(line)
+        self._stream.truncate(end)
+        self._end = end
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._places
+
+    def add(self, position: int, outcome: dict[str, Any]) -> None:
+        """Write down how the link at a position ended."""
+        line = json.dumps({"position": position, **outcome}).encode() + b"\n"
+        self._stream.write(line)
+        self._stream.flush()
+        self._places[position] = self._end
+        self._end += len(line)
+
+    def read(self, position: int) -> dict[str, Any]:
+        """Return what was written down."""
+        self._stream.seek(self._places[position])
+        return json.loads(self._stream.readline())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+class DownloadPages(PipelineStep):
+    """Fetches the links of one shard, and writes documents and what was refused."""
+
+    name = "pages"
+    type = "download"
+
+    def __init__(
+        self,
+        shards: Sequence[Path],
+        target: Path,
+        dropped: Path,
+        work: Path,
+        config: DownloadConfig,
+        *,
+        compression: Compression,
+        concurrent: int,
+    ) -> None:
+        super().__init__()
+        self.shards = tuple(shards)
+        self.names = names_of(shards)
+        self.target = target
+        self.dropped = dropped
+        self.work = work
+        self.config = config
+        self.compression = compression
+        self.concurrent = concurrent
+        self._silent: defaultdict[str, int] = defaultdict(int)
+
+    def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents that there are, in the order of the links."""
+        name = self.names[rank]
+        links = [document.metadata["url"] for document in read_shard(self.shards[rank])]
+        journal = Journal(self.work / f"{name}.journal")
+        open_links = [(position, url) for position, url in enumerate(links) if position not in journal]
+        if open_links:
+            try:
+                asyncio.run(self._fetch_all(open_links, journal, self.work / f"{name}.extraction.log"))
+            except* UserError as problems:
+                raise problems.exceptions[0] from None
+        with (
+            ShardWriter(self.target, name, self.compression) as kept,
+            ShardWriter(self.dropped, name, self.compression) as dropped,
+        ):
+            for position, url in enumerate(links):
+                outcome = journal.read(position)
+                document = Document(text=outcome.get("text", ""), id=url, metadata={"url": url})
+                if "reason" in outcome:
+                    dropped.write(dropped_line(document, outcome["reason"], outcome["detail"]))
+                else:
+                    kept.write(as_line(document))
+                    yield document
+        journal.close()
+
+    async def _fetch_all(self, links: Sequence[tuple[int, str]], journal: Journal, log: Path) -> None:
+        queues: defaultdict[str, deque[tuple[int, str]]] = defaultdict(deque)
+        for position, url in links:
+            queues[urlsplit(url).netloc].append((position, url))
+        # A host stands here once for each request that it may have at the same time: the hosts take turns.
+        turns: asyncio.Queue[str] = asyncio.Queue()
+        for _ in range(self.config.concurrent_per_host):
+            for host in queues:
+                turns.put_nowait(host)
+        async with (
+            Fetcher(self.config, self.concurrent) as fetcher,
+            Extractor(self.config.extraction_seconds, log) as extractor,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(min(self.concurrent, len(links))):
+                group.create_task(self._visit(queues, turns, journal, fetcher, extractor))
+
+    async def _visit(
+        self,
+        queues: dict[str, deque[tuple[int, str]]],
+        turns: asyncio.Queue[str],
+        journal: Journal,
+        fetcher: Fetcher,
+        extractor: Extractor,
+    ) -> None:
+        while not turns.empty():
+            host = turns.get_nowait()
+            if not queues[host]:
+                continue
+            position, url = queues[host].popleft()
+            if self._silent[host] < PAGES_OF_A_SILENT_HOST:
+                outcome = await self._outcome(url, fetcher, extractor)
+                self._silent[host] = self._silent[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
+            else:
+                outcome = {"reason": SILENT_HOST, "detail": f"{PAGES_OF_A_SILENT_HOST} pages before it had none"}
+            journal.add(position, outcome)
+            turns.put_nowait(host)
+
+    async def _outcome(self, url: str, fetcher: Fetcher, extractor: Extractor) -> dict[str, str]:
+        try:
+            return {"text": await extractor.text_of(await fetcher.fetch(url))}
+        except Refused as refused:
+            return {"reason": refused.reason, "detail": refused.detail}

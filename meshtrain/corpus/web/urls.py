@@ -1,0 +1,130 @@
+"""The first step of a preparation that begins with links: each is judged, and of the same ones the first stays.
+
+All links of a host go into one shard, so that one task visits it, and knows how often.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from xxhash import xxh3_64_intdigest
+
+from meshtrain.config.corpus import CorpusConfig, DownloadConfig, UrlsConfig
+from meshtrain.corpus.steps.blocks import Documents, Judge, Scatter, Sieve, WriteShards
+from meshtrain.corpus.steps.reading import BYTES_PER_MEGABYTE, group_files, relative_names
+from meshtrain.corpus.steps.records import read_text_lines
+from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.shards import list_shards, read_shard
+from meshtrain.corpus.web.link_rules import load_rules
+from meshtrain.data.text.sources import SourceFile
+from meshtrain.errors import DataError
+
+DUPLICATE = "duplicate"
+
+
+def link_stages(
+    files: Sequence[SourceFile], target: Path, dropped: Path, work: Path, config: CorpusConfig
+) -> list[ShardPass]:
+    """Return the stages that sort out lists of links.
+
+    Args:
+        files: the lists, one link per line.
+        target: the directory for the links to fetch.
+        dropped: the directory for the others.
+        work: a directory for what lies between the stages.
+        config: with `urls`.
+
+    Raises:
+        DataError: if a list is no text file.
+    """
+    assert config.urls is not None
+    for file in files:
+        if not str(file.kind).startswith("txt"):
+            raise DataError(f"urls.lists: {file.path} is no .txt; give files with one link per line")
+    groups = group_files(files, config.shard_megabytes * BYTES_PER_MEGABYTE)
+    names = [f"sorted-{rank:05}" for rank in range(len(groups))]
+    num_shards = (config.download or DownloadConfig()).shards
+    build = partial(build_judge, config.urls)
+    first = [
+        ReadLinks(groups),
+        Sieve(build, dropped, names, config.compression),
+        Scatter(work, names, config.compression, partial(_shard_of, num_shards=num_shards)),
+    ]
+    shard_names = [f"{shard:05}" for shard in range(num_shards)]
+    second = [
+        ReadBucket(work),
+        Sieve(_build_duplicate_judge, dropped, [f"repeated-{name}" for name in shard_names], config.compression),
+        WriteShards(target, shard_names, config.compression),
+    ]
+    return [ShardPass("judge", first, len(groups)), ShardPass("duplicates", second, num_shards)]
+
+
+def build_judge(config: UrlsConfig) -> Judge:
+    """Return what brings a link into its normal form, and tells why it is dropped, if it is."""
+    rules = load_rules(config.blacklisted_domains, config.blacklisted_extensions)
+
+    def judge(document: Document) -> str | None:
+        url, reason = rules.judge(document.metadata["url"])
+        document.metadata["url"] = url
+        return reason
+
+    return judge
+
+
+def _build_duplicate_judge() -> Judge:
+    seen: set[str] = set()
+
+    def judge(document: Document) -> str | None:
+        url = document.metadata["url"]
+        if url in seen:
+            return DUPLICATE
+        seen.add(url)
+        return None
+
+    return judge
+
+
+def _shard_of(document: Document, num_shards: int) -> str:
+    host = urlsplit(document.metadata["url"]).hostname or ""
+    return f"{xxh3_64_intdigest(host.encode()) % num_shards:05}"
+
+
+class ReadLinks(PipelineStep):
+    """Yields the links of one group of lists."""
+
+    name = "links"
+    type = "reader"
+
+    def __init__(self, groups: Sequence[Sequence[SourceFile]]) -> None:
+        super().__init__()
+        self.groups = groups
+        self.names = relative_names(file for group in groups for file in group)
+
+    def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield a document without text for every line that is not blank."""
+        num_links = 0
+        for file in self.groups[rank]:
+            for number, line in enumerate(read_text_lines(file), 1):
+                if link := line.strip():
+                    num_links += 1
+                    yield Document(text="", id=f"{self.names[str(file.path)]}:{number}", metadata={"url": link})
+        self.stat_update("in", value=num_links)
+
+
+class ReadBucket(PipelineStep):
+    """Yields the documents of one bucket that Scatter filled, in the order of the tasks that did."""
+
+    name = "bucket"
+    type = "reader"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of the bucket of this task."""
+        for shard in list_shards(self.directory / f"{rank:05}"):
+            yield from read_shard(shard)

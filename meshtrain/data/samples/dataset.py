@@ -1,0 +1,191 @@
+"""What training reads: samples of all sources, and the order that says which of them make up which step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshtrain.data.prepare import PreparedData, PreparedSource
+from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
+from meshtrain.data.samples.order import GroupedOrder, Order, SampleOrder
+from meshtrain.data.samples.rows import MixedSamples, PackedSamples, PaddedSamples, Samples
+from meshtrain.data.samples.stream import StreamForm, StreamSamples
+from meshtrain.data.samples.stream_rows import StreamReader
+from meshtrain.data.tokens.token_file import TokenFile
+from meshtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All that a run reads.
+
+    Attributes:
+        samples: to train on.
+        order: which of them make up which step.
+        validation: source -> the samples to evaluate on and their order, every sample once, as stored; of those sources
+            that have any.
+        streams: source -> its samples, where they are streamed.
+    """
+
+    samples: Samples
+    order: Order
+    validation: dict[str, tuple[Samples, SampleOrder]]
+    streams: dict[str, StreamSamples]
+
+    def stream_state(self, place: int) -> dict[str, tuple[int, ...]]:
+        """Return where the streams are after so many batches, for a checkpoint: source -> numbers."""
+        counts = self.order.samples_before(place)
+        # Of one source, and no other, the order counts nothing.
+        return {
+            name: stream.cursor(counts.get(name, place * self.order.global_batch_size))
+            for name, stream in self.streams.items()
+        }
+
+    def restore_streams(self, state: Mapping[str, tuple[int, ...]]) -> None:
+        """Let the streams go on from what `stream_state` returned."""
+        for name, saved in state.items():
+            self.streams[name].restore(saved)
+
+    def check_steps(self, num_steps: int, num_left_out: int = 0) -> None:
+        """Check that there are so many steps.
+
+        Args:
+            num_left_out: batches that no step gets.
+
+        Raises:
+            DataError: if all sources end before.
+        """
+        if self.order.num_steps is None or self.order.num_steps - num_left_out >= num_steps:
+            return
+        found = self.order.num_steps - num_left_out
+        without = f" without the batches that rewinds leave out ({num_left_out:,})" if num_left_out else ""
+        raise DataError(
+            f"data.sources: all of them end, after {found:,} steps{without}, and the run has {num_steps:,}; set steps "
+            f"to {found:,} or less, or let one of them begin again with repeat = true"
+        )
+
+
+def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Dataset:
+    """Return what a run reads.
+
+    Raises:
+        DataError: if there is too little of it, or the share of a source is too small.
+    """
+    check_enough(prepared, global_batch_size)
+    parts = {source.name: _train_samples(prepared, source, seed) for source in prepared.sources}
+    samples = _joined(list(parts.values()))
+    order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
+    if prepared.config.group_by_length is not None:
+        order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
+    validation = {}
+    for source in prepared.sources:
+        if source.validation:
+            held_out = _samples(prepared, source.validation)
+            in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
+            validation[source.name] = held_out, in_order
+    streams = {name: part for name, part in parts.items() if isinstance(part, StreamSamples)}
+    return Dataset(samples, order, validation, streams)
+
+
+def train_samples(prepared: PreparedData, *, seed: int = 0) -> Samples:
+    """Return the samples to train on.
+
+    Args:
+        seed: decides the order within a stream.
+    """
+    return _joined([_train_samples(prepared, source, seed) for source in prepared.sources])
+
+
+def validation_samples(prepared: PreparedData) -> Samples | None:
+    """Return the samples to evaluate on, if the run has any."""
+    parts = [_samples(prepared, source.validation) for source in prepared.sources if source.validation]
+    return _joined(parts) if parts else None
+
+
+def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
+    """Check that there is at least one step to train, and one to evaluate if there is a validation text.
+
+    Raises:
+        DataError: with what there is and what would do.
+    """
+    # Of several sources each needs one sample: batches are of all.
+    needed = global_batch_size if prepared.config.drop_last and len(prepared.sources) == 1 else 1
+    problems = []
+    for source in prepared.sources:
+        if isinstance(source.train, TokenFile):
+            problems.append(_too_small("train", prepared, source, source.train, needed))
+        if source.validation:
+            problems.append(_too_small("validation", prepared, source, source.validation, 1))
+    if found := [problem for problem in problems if problem]:
+        raise DataError(found)
+
+
+def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_size: int, seed: int) -> Order:
+    config, (first, *others) = prepared.config, prepared.sources
+    if not others and first.config.repeat:
+        return SampleOrder(
+            len(parts[first.name]),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            # A stream shuffles itself, as far as it can.
+            shuffle=config.shuffle and not first.config.streaming,
+            drop_last=config.drop_last,
+        )
+    mixed = [
+        MixedSource(
+            source.name,
+            len(parts[source.name]),
+            weight=source.config.weight,
+            repeats=source.config.repeat,
+            shuffle=config.shuffle and not source.config.streaming,
+        )
+        for source in prepared.sources
+    ]
+    return MixtureOrder(mixed, global_batch_size=global_batch_size, seed=seed)
+
+
+def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) -> Samples:
+    if isinstance(source.train, TokenFile):
+        return _samples(prepared, source.train)
+    config, tokenizer = prepared.config, prepared.tokenizer
+    stream_seed = f"{seed}/{source.name}"
+    reader = StreamReader(source.train.corpus, source.train.task, tokenizer.end_id, config.shuffle, stream_seed)
+    form = StreamForm(
+        sequence_length=config.sequence_length,
+        pad_id=tokenizer.pad_id,
+        is_padded=config.form == "padded",
+        separate_documents=config.documents == "separate",
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        num_buffered=config.shuffle_buffer,
+        shuffle=config.shuffle,
+    )
+    return StreamSamples(reader, form)
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    return parts[0] if len(parts) == 1 else MixedSamples(parts)
+
+
+def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
+    config, pad_id = prepared.config, prepared.tokenizer.pad_id
+    if config.form == "padded":
+        multiple = config.pad_to_multiple_of
+        return PaddedSamples(tokens, config.sequence_length, pad_id=pad_id, pad_to_multiple_of=multiple)
+    separate = config.documents == "separate"
+    return PackedSamples(tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate)
+
+
+def _too_small(key: str, prepared: PreparedData, source: PreparedSource, tokens: TokenFile, needed: int) -> str | None:
+    length, num_samples = prepared.config.sequence_length, len(_samples(prepared, tokens))
+    if num_samples >= needed:
+        return None
+    found = (
+        f"{prepared.config.key_of(source.name, key)}: {tokens.counts.documents:,} documents with "
+        f"{tokens.counts.tokens:,} tokens make {num_samples:,} {prepared.config.form} samples of {length:,} tokens, "
+        f"and one batch needs {needed:,}"
+    )
+    ways = ["give it more text"]
+    if needed > 1 and num_samples:
+        ways += [f"lower global_batch_size to {num_samples:,} or less", "set data.drop_last to false"]
+    longest = (tokens.counts.tokens - 1) // needed
+    if prepared.config.form == "packed" and longest:
+        ways.append(f"lower data.sequence_length to {longest:,} or less")
+    return f"{found}: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"

@@ -1,0 +1,223 @@
+"""Several sources in one stream of samples, each with its share: a pure function of the seed and the step number.
+
+The stream is cut into blocks. Of every block each source has a fixed number of samples, its quota, at places that a
+permutation of the block chooses. So the shares hold in any few blocks and not just on average, the n-th sample of the
+stream is found without those before it, and how many of a source came before is arithmetic. Where a source ends, the
+quotas change: the stream has one phase after another, known from the start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from meshtrain.data.samples.order import permute, round_keys
+from meshtrain.errors import DataError
+
+MOST_PER_BLOCK = 10_000
+"""Shares are met to this fraction; a source with less of a share than one sample per block is refused."""
+LEAST_PER_BLOCK = 64
+"""Fewer would come in nearly the same order again and again."""
+BLOCKS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """One source of a mixture.
+
+    Attributes:
+        name: another name, another shuffle.
+        num_samples: in one pass over it.
+        weight: its share, relative to those of the others.
+        repeats: begin again at its end; otherwise the others go on without it.
+        shuffle: visit the samples of each pass in an order of its own; otherwise as they are stored.
+    """
+
+    name: str
+    num_samples: int
+    weight: float = 1.0
+    repeats: bool = True
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Blocks with the same quotas.
+
+    Attributes:
+        start: the first sample of the stream in it.
+        quotas: (sources,) int64 samples of each block.
+        used: (sources,) int64 samples of each source before it.
+        num_blocks: None: it never ends.
+    """
+
+    number: int
+    start: int
+    quotas: np.ndarray
+    used: np.ndarray
+    num_blocks: int | None
+
+    @property
+    def block_size(self) -> int:
+        return int(self.quotas.sum())
+
+
+class MixtureOrder:
+    """The sample ids of every step of a mixture.
+
+    The ids of source i are those of its samples plus the number of samples in the sources before it.
+
+    Args:
+        sources: 1 or more.
+        global_batch_size: samples in one step, over all processes.
+        seed: another seed, another order.
+
+    Raises:
+        DataError: if the share of a source is too small.
+    """
+
+    def __init__(self, sources: Sequence[MixedSource], *, global_batch_size: int, seed: int = 0) -> None:
+        self.global_batch_size = global_batch_size
+        self._sources = tuple(sources)
+        self._seed = seed
+        self._offsets = np.cumsum([0, *(source.num_samples for source in sources)])
+        self._phases, self._num_samples = _phases_of(self._sources)
+        self._starts = np.array([phase.start for phase in self._phases], np.int64)
+        self._places_in_block = lru_cache(BLOCKS_KEPT)(self._place_block)
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of whole steps there are; None: without end."""
+        return None if self._num_samples is None else self._num_samples // self.global_batch_size
+
+    @property
+    def steps_per_epoch(self) -> None:
+        """None: a mixture has no epochs, each source has its own."""
+        return None
+
+    def epoch(self, step: int) -> int:
+        """Return 0: a mixture has no epochs."""
+        return 0
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        """Return the samples of `step` (from 0): (global_batch,) int64."""
+        sources, indices = self._locate(np.arange(self.global_batch_size) + step * self.global_batch_size)
+        ids = np.empty_like(indices)
+        for number in np.unique(sources):
+            chosen = sources == number
+            ids[chosen] = self._offsets[number] + self._shuffled(self._sources[number], indices[chosen])
+        return ids
+
+    def samples_before(self, step: int) -> dict[str, int]:
+        """Return source -> its samples in all steps before `step`."""
+        end = step * self.global_batch_size
+        phase = self._phases[int(np.searchsorted(self._starts, end, "right")) - 1]
+        block, place = divmod(end - phase.start, phase.block_size)
+        counts = phase.used + block * phase.quotas
+        if place:
+            counts = counts + np.bincount(self._places_in_block(phase.number, block)[0][:place], minlength=len(counts))
+        return {source.name: int(count) for source, count in zip(self._sources, counts, strict=True)}
+
+    def count(self, sample_ids: np.ndarray) -> dict[str, int]:
+        """Return source -> how many of the samples are its."""
+        numbers = np.searchsorted(self._offsets[1:], sample_ids, "right")
+        counts = np.bincount(numbers, minlength=len(self._sources))
+        return {source.name: int(count) for source, count in zip(self._sources, counts, strict=True)}
+
+    def _locate(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for places in the stream, (n,), the source of each and the how manieth sample of that source it is."""
+        sources, indices = np.empty_like(places), np.empty_like(places)
+        phases = np.searchsorted(self._starts, places, "right") - 1
+        for phase in (self._phases[number] for number in np.unique(phases)):
+            in_phase = phases == phase.number
+            blocks, rest = np.divmod(places[in_phase] - phase.start, phase.block_size)
+            found_sources, found_indices = np.empty_like(blocks), np.empty_like(blocks)
+            for block in np.unique(blocks):
+                here = blocks == block
+                block_sources, ranks = self._places_in_block(phase.number, int(block))
+                found_sources[here] = block_sources[rest[here]]
+                before = phase.used + block * phase.quotas
+                found_indices[here] = before[found_sources[here]] + ranks[rest[here]]
+            sources[in_phase], indices[in_phase] = found_sources, found_indices
+        return sources, indices
+
+    def _place_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each place of a block its source, and how many places of that source come before it."""
+        quotas = self._phases[phase].quotas
+        size = int(quotas.sum())
+        order = permute(np.arange(size), size, keys=round_keys(f"{self._seed}/mixture/{phase}/{block}"))
+        sources = np.searchsorted(np.cumsum(quotas), order, "right")
+        ranks = np.empty_like(sources)
+        for number in np.flatnonzero(quotas):
+            ranks[sources == number] = np.arange(quotas[number])
+        return sources, ranks
+
+    def _shuffled(self, source: MixedSource, indices: np.ndarray) -> np.ndarray:
+        epochs, places = np.divmod(indices, source.num_samples)
+        if source.shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                keys = round_keys(f"{self._seed}/{source.name}/{epoch}")
+                places[here] = permute(places[here], source.num_samples, keys=keys)
+        return places
+
+
+def quotas_of(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Return how many samples of a block each source has: (sources,) int64; 0 where the weight is 0.
+
+    The smallest block in which all shares are whole numbers, several times if it is very small; where there is none,
+    the largest block, with each share rounded.
+
+    Raises:
+        DataError: if a source has less than one sample in the largest block.
+    """
+    shares = weights / weights.sum()
+    if (found := np.flatnonzero((shares > 0) & (shares * MOST_PER_BLOCK < 1))).size:
+        raise DataError(
+            f"data.sources.{names[found[0]]}.weight is {shares[found[0]]:.1e} of all weights, and a mixture takes "
+            f"shares of 1 in {MOST_PER_BLOCK:,} or more; raise it, or leave the source out"
+        )
+    sizes = np.arange(1, MOST_PER_BLOCK + 1)
+    exact = shares[:, None] * sizes
+    is_whole = (np.abs(exact - exact.round()) < 1e-9 * sizes).all(0)
+    if is_whole.any():
+        size = int(sizes[is_whole.argmax()])
+        return (shares * size).round().astype(np.int64) * -(-LEAST_PER_BLOCK // size)
+    quotas = np.floor(shares * MOST_PER_BLOCK).astype(np.int64)
+    short = MOST_PER_BLOCK - int(quotas.sum())
+    remainders = np.where(shares > 0, shares * MOST_PER_BLOCK - quotas, -1.0)
+    quotas[np.argsort(-remainders, kind="stable")[:short]] += 1
+    return quotas
+
+
+def _phases_of(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | None]:
+    """Return the phases, and the number of samples in all; None: the last phase has no end."""
+    names = [source.name for source in sources]
+    weights = np.array([source.weight for source in sources])
+    sizes = np.array([source.num_samples for source in sources])
+    ends = np.array([not source.repeats for source in sources])
+    used, start = np.zeros(len(sources), np.int64), 0
+    phases: list[_Phase] = []
+
+    def add(quotas: np.ndarray, num_blocks: int | None) -> None:
+        nonlocal start, used
+        phases.append(_Phase(len(phases), start, quotas, used, num_blocks))
+        start += int(quotas.sum()) * (num_blocks or 0)
+        used = used + quotas * (num_blocks or 0)
+
+    while True:
+        is_there = ~ends | (used < sizes)
+        if not is_there.any():
+            return phases, start
+        quotas = quotas_of(weights * is_there, names)
+        finite = ends & is_there
+        if not finite.any():
+            add(quotas, None)
+            return phases, None
+        if num_blocks := int(((sizes - used)[finite] // quotas[finite]).min()):
+            add(quotas, num_blocks)
+        left = np.where(finite, np.minimum(quotas, sizes - used), quotas)
+        if (finite & (left > 0) & (left < quotas)).any():
+            # The block in which a source ends has only what is left of it.
+            add(left, 1)

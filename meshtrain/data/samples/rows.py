@@ -1,0 +1,235 @@
+"""Samples: rows of tokens and labels, cut from token files where they are needed.
+
+All forms have a length and `read(sample_ids)`; a FILLER id reads as a row of pads on which nothing is trained.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from meshtrain.data.samples.order import FILLER
+from meshtrain.data.tokens.token_file import TokenFile
+
+IGNORE_INDEX = -100
+"""The label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy."""
+
+Arrays = dict[str, np.ndarray]
+
+
+class Samples(Protocol):
+    """What a loader reads from."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return how many tokens each of the samples has, (batch,) int64; a filler has 1."""
+        ...
+
+    def width(self, sample_ids: np.ndarray) -> int:
+        """Return how wide a batch of these samples must be: the columns of its rows."""
+        ...
+
+    def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
+        """Return the rows of `sample_ids` (batch,).
+
+        Args:
+            width: columns; of the whole global batch, of which this may be a part; None: what these need.
+            with_tokens: otherwise no token is looked at: all `input_ids` are 0, and so are the labels that are trained
+                on. So a process reads that needs the shapes, positions and masks only.
+
+        Returns:
+            Arrays (batch, width) int64, under the model's names: `input_ids`, `labels` (already shifted: labels[t] is
+            the token after input_ids[t]), and as the form has it `position_ids` or `attention_mask` (1: token, 0: pad).
+        """
+        ...
+
+
+class PackedSamples:
+    """All documents one after another, cut into full sequences.
+
+    Sample i is tokens[i * seq : i * seq + seq + 1]: its last token is only a label, and the first input of sample
+    i + 1, so that every token but the very first is predicted once.
+
+    Args:
+        sequence_length: tokens of a sample.
+        separate_documents: give `position_ids` that begin anew with every document, from which a model of transformers
+            makes the mask that keeps documents apart; and do not train a document's end to foretell the next document.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, sequence_length: int, *, pad_id: int, separate_documents: bool = False
+    ) -> None:
+        self._file = tokens
+        self._sequence_length, self._pad_id, self._separates = sequence_length, pad_id, separate_documents
+        self._num_samples = max(0, (tokens.counts.tokens - 1) // sequence_length)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the sequence length for all."""
+        return np.where(sample_ids == FILLER, 1, self._sequence_length)
+
+    def width(self, sample_ids: np.ndarray) -> int:
+        """Return the sequence length."""
+        return self._sequence_length
+
+    def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
+        """Return `input_ids`, `labels`, and `position_ids` if documents are separate."""
+        is_filler = sample_ids == FILLER
+        # Not one gather by indices: a row is contiguous, and copied as such.
+        starts = np.where(is_filler, 0, sample_ids) * self._sequence_length
+        shape = (len(starts), self._sequence_length + 1)
+        tokens = np.zeros(shape, np.int64)
+        if with_tokens:
+            for row, start in zip(tokens, starts, strict=True):
+                row[:] = self._file.tokens[start : start + len(row)]
+        is_trained = np.ones(shape, bool)
+        if self._file.trained is not None:
+            for row, start in zip(is_trained, starts, strict=True):
+                row[:] = self._file.trained[start : start + len(row)]
+        begins = np.zeros(shape, bool)
+        if self._separates:
+            for row, start in zip(begins, starts, strict=True):
+                first, last = np.searchsorted(self._file.offsets, (start + 1, start + len(row)))
+                row[self._file.offsets[first:last] - start] = True
+        return packed_arrays(tokens, is_trained & ~begins, begins if self._separates else None, is_filler, self._pad_id)
+
+
+def packed_arrays(
+    tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndarray | None, is_filler: np.ndarray, pad_id: int
+) -> Arrays:
+    """Turn full rows into what a model reads.
+
+    Args:
+        tokens: (batch, seq + 1) int64.
+        is_trained: (batch, seq + 1) bool: whether to train on foretelling the token.
+        begins: (batch, seq + 1) bool: whether a document begins there, the first column apart; None: all is one.
+        is_filler: (batch,) bool.
+    """
+    input_ids, labels = tokens[:, :-1].copy(), np.where(is_trained[:, 1:], tokens[:, 1:], IGNORE_INDEX)
+    input_ids[is_filler], labels[is_filler] = pad_id, IGNORE_INDEX
+    arrays = {"input_ids": input_ids, "labels": labels}
+    if begins is not None:
+        columns = np.arange(input_ids.shape[1])
+        begins = begins[:, :-1] & ~is_filler[:, None]
+        arrays["position_ids"] = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+    return arrays
+
+
+class PaddedSamples:
+    """One document per sample: what is too long is cut off, what is too short is filled with pads.
+
+    The document's own end token is trained on; pads are not, and neither is anything after the last token of a row.
+    Which positions are pads follows from the length and not from the token, because the pad may be the end token.
+
+    Args:
+        sequence_length: the most tokens of a sample.
+        pad_to_multiple_of: batches are as wide as their longest sample, rounded up to a multiple of this; None: all as
+            wide as `sequence_length`.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, sequence_length: int, *, pad_id: int, pad_to_multiple_of: int | None = None
+    ) -> None:
+        self._file, self._offsets = tokens, tokens.offsets
+        self._sequence_length = sequence_length
+        self._multiple = pad_to_multiple_of
+        self._pad_id = pad_id
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of each document, as far as they are read."""
+        documents = np.where(sample_ids == FILLER, 0, sample_ids)
+        lengths = np.minimum(self._offsets[documents + 1] - self._offsets[documents], self._sequence_length)
+        return np.where(sample_ids == FILLER, 1, lengths)
+
+    def width(self, sample_ids: np.ndarray) -> int:
+        """Return the length of the longest, rounded up."""
+        return padded_width(self.lengths(sample_ids), self._sequence_length, self._multiple)
+
+    def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
+        """Return `input_ids`, `attention_mask` (1: token, 0: pad) and `labels`."""
+        width = width or self.width(sample_ids)
+        is_filler = sample_ids == FILLER
+        starts = self._offsets[np.where(is_filler, 0, sample_ids)]
+        lengths = np.minimum(self.lengths(sample_ids), width)
+        tokens, is_trained = np.zeros((len(starts), width), np.int64), np.ones((len(starts), width), bool)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            if with_tokens:
+                tokens[row, :length] = self._file.tokens[start : start + length]
+            if self._file.trained is not None:
+                is_trained[row, :length] = self._file.trained[start : start + length]
+        return padded_arrays(tokens, is_trained, lengths, is_filler, self._pad_id)
+
+
+def padded_width(lengths: np.ndarray, longest: int, multiple: int | None) -> int:
+    """Return how wide a batch of samples of these lengths is."""
+    return longest if multiple is None else min(longest, -(-int(lengths.max()) // multiple) * multiple)
+
+
+def padded_arrays(
+    tokens: np.ndarray, is_trained: np.ndarray, lengths: np.ndarray, is_filler: np.ndarray, pad_id: int
+) -> Arrays:
+    """Turn rows of different lengths into what a model reads.
+
+    The first position of a filler row is not masked: attention over nothing at all would be NaN.
+
+    Args:
+        tokens: (batch, width) int64; what is behind the length of a row does not matter.
+        is_trained: (batch, width) bool: whether to train on foretelling the token.
+        lengths: (batch,), 1 for a filler.
+    """
+    is_token = np.arange(tokens.shape[1]) < lengths[:, None]
+    input_ids = np.where(is_token & ~is_filler[:, None], tokens, pad_id)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    labels[:, :-1] = np.where((is_token & is_trained)[:, 1:], input_ids[:, 1:], IGNORE_INDEX)
+    return {"input_ids": input_ids, "attention_mask": is_token.astype(np.int64), "labels": labels}
+
+
+class MixedSamples:
+    """The samples of several sources as one: the ids of a source follow those of the source before it.
+
+    All are of the same form, so that their rows have the same arrays.
+    """
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the lengths that the sources tell."""
+        lengths = np.ones(len(sample_ids), np.int64)
+        for part, rows, own_ids in self._split(sample_ids):
+            lengths[rows] = part.lengths(own_ids)
+        return lengths
+
+    def width(self, sample_ids: np.ndarray) -> int:
+        """Return the width of the widest."""
+        return max(part.width(own_ids) for part, _, own_ids in self._split(sample_ids))
+
+    def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
+        """Return the rows of all sources, in the order of the ids."""
+        width = width or self.width(sample_ids)
+        arrays: Arrays = {}
+        for part, rows, own_ids in self._split(sample_ids):
+            for name, values in part.read(own_ids, width, with_tokens=with_tokens).items():
+                arrays.setdefault(name, np.empty((len(sample_ids), width), values.dtype))[rows] = values
+        return arrays
+
+    def _split(self, sample_ids: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
+        """Return of each source that has any of the samples: it, the rows, and its own ids. Fillers are the first's."""
+        numbers = np.where(sample_ids == FILLER, 0, np.searchsorted(self._ends, sample_ids, "right"))
+        found = []
+        for number in np.unique(numbers):
+            rows = np.flatnonzero(numbers == number)
+            before = self._ends[number - 1] if number else 0
+            own_ids = np.where(sample_ids[rows] == FILLER, FILLER, sample_ids[rows] - before)
+            found.append((self._parts[number], rows, own_ids))
+        return found

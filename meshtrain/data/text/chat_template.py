@@ -1,0 +1,72 @@
+"""The chat template of a tokenizer, which puts the messages of a conversation together."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtrain.data.cache import identity_of
+from meshtrain.data.tokens.tokenizer import TokenizerFiles
+from meshtrain.errors import DataError
+
+TEMPLATE_NAME = "chat_template.jinja"
+DEFAULT_NAME = "default"
+"""Of several templates, the one for conversations without tools."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The tag with which a template says itself what the assistant says."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text of a template, and the special tokens that it may use, by role."""
+
+    source: str
+    special_tokens: dict[str, str]
+
+    @property
+    def end_token(self) -> str | None:
+        """The token that closes a turn."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what the assistant says."""
+        return GENERATION.search(self.source) is not None
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that decides what a conversation becomes."""
+        return identity_of(self.source, self.special_tokens)
+
+
+def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
+    """Read the chat template that lies beside a tokenizer.
+
+    Raises:
+        DataError: if there is none.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = tokenizer.directory / name
+        if file.is_file():
+            settings |= {key: value for key, value in json.loads(file.read_text(encoding="utf-8")).items() if value}
+    source = _source(tokenizer.directory / TEMPLATE_NAME, settings.get("chat_template"))
+    if source is None:
+        raise DataError(
+            f"the tokenizer {tokenizer.directory} has no chat template, which puts messages together; looked for "
+            f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json; take the tokenizer of a chat model, or put '
+            f"a {TEMPLATE_NAME} there"
+        )
+    said = {role: settings[role] for role in SPECIAL_TOKENS if role in settings}
+    tokens = {role: token["content"] if isinstance(token, dict) else token for role, token in said.items()}
+    return ChatTemplate(source, tokens)
+
+
+def _source(file: Path, said: Any) -> str | None:
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(said, list):
+        return next((entry["template"] for entry in said if entry["name"] == DEFAULT_NAME), None)
+    return said if isinstance(said, str) else None

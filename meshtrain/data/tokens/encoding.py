@@ -1,0 +1,179 @@
+"""Encoding: chunks of source files become tokens, in one process, without threads; workers run many of these."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from meshtrain.data.text.chat_template import ChatTemplate
+from meshtrain.data.text.chunks import Chunk
+from meshtrain.data.text.conversations import Marked, marker_of
+from meshtrain.data.text.records import Fields, Problem, parse, parse_fields
+from meshtrain.data.text.source_form import RecordForm
+from meshtrain.data.tokens.cutting import Cutter, TooLongError
+
+BATCH_CHARACTERS = 1 << 17
+"""Encoded at once: more takes longer, because it leaves the caches of a core, and hundred times the memory."""
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The documents of consecutive chunks as tokens, without end tokens."""
+
+    tokens: np.ndarray
+    """(tokens,) of all texts one after another."""
+    lengths: np.ndarray
+    """(texts,) int64: tokens per text. A text is a document or a piece of one."""
+    num_bytes: np.ndarray
+    """(texts,) int64."""
+    ends_document: np.ndarray
+    """(texts,) bool."""
+    problems: list[tuple[int, Problem]]
+    """What was no text, and how many texts came before it."""
+    trained: np.ndarray | None = None
+    """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
+
+    def select(self, chosen: np.ndarray) -> Self:
+        """Return the texts that are `chosen`, (texts,) bool, without the problems."""
+        chosen_tokens = np.repeat(chosen, self.lengths)
+        return type(self)(
+            tokens=self.tokens[chosen_tokens],
+            lengths=self.lengths[chosen],
+            num_bytes=self.num_bytes[chosen],
+            ends_document=self.ends_document[chosen],
+            problems=[],
+            trained=None if self.trained is None else self.trained[chosen_tokens],
+        )
+
+
+class Encoder:
+    """Turns chunks into tokens.
+
+    Args:
+        tokenizer: loaded without truncation and padding.
+        token_type: of the tokens, wide enough for the vocabulary.
+        text_key: see `Corpus`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, token_type: np.dtype, text_key: str) -> None:
+        self._tokenizer = tokenizer
+        self._token_type = token_type
+        self._text_key = text_key
+        self._cutter = Cutter(tokenizer)
+
+    def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
+        """Encode all texts of chunks, in order, without special tokens."""
+        texts = _Texts(self._tokenizer, self._token_type)
+        for chunk in chunks:
+            for record in parse(chunk, self._text_key):
+                if isinstance(record, Problem):
+                    texts.problems.append((len(texts.lengths), record))
+                    continue
+                try:
+                    pieces = list(self._cutter.pieces(record.text))
+                except TooLongError as error:
+                    problem = Problem(f"{record.place}: {error}", is_damage=False)
+                    texts.problems.append((len(texts.lengths), problem))
+                else:
+                    texts.add(pieces, ends_document=record.ends_document)
+        return texts.encoded()
+
+
+class RecordEncoder:
+    """Turns chunks of records that are not single texts into tokens, and marks what is trained on.
+
+    Args:
+        mark: a record -> its tokens and marks; raises ValueError for a record that is broken.
+        keys: that each record must have -> the key of a run file that names it.
+    """
+
+    def __init__(self, mark: Callable[[Fields], Marked], token_type: np.dtype, keys: dict[str, str]) -> None:
+        self._mark, self._token_type, self._keys = mark, token_type, keys
+
+    def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
+        """Encode all records of chunks, in order; each is a document."""
+        found: list[Marked] = []
+        problems: list[tuple[int, Problem]] = []
+        for chunk in chunks:
+            for record in parse_fields(chunk, self._keys):
+                if isinstance(record, Problem):
+                    problems.append((len(found), record))
+                    continue
+                try:
+                    found.append(self._mark(record))
+                except ValueError as error:
+                    problems.append((len(found), Problem(f"{record.place}: {error}", is_damage=False)))
+        return EncodedBlock(
+            tokens=np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]).astype(self._token_type),
+            lengths=np.array([len(one.tokens) for one in found], np.int64),
+            num_bytes=np.array([one.num_bytes for one in found], np.int64),
+            ends_document=np.ones(len(found), np.bool_),
+            problems=problems,
+            trained=np.concatenate([np.zeros(0, np.bool_), *(one.trained for one in found)]),
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an encoder is made of, in another process."""
+
+    tokenizer: str
+    """As JSON."""
+    token_type: np.dtype
+    text_key: str
+    form: RecordForm | None = None
+    template: ChatTemplate | None = None
+
+    def build(self) -> Encoder | RecordEncoder:
+        """Build the encoder."""
+        tokenizer = Tokenizer.from_str(self.tokenizer)
+        if self.form is None:
+            return Encoder(tokenizer, self.token_type, self.text_key)
+        return RecordEncoder(marker_of(self.form, self.template, tokenizer), self.token_type, self.form.keys)
+
+
+@dataclass
+class _Texts:
+    """Texts on their way to tokens."""
+
+    tokenizer: Tokenizer
+    token_type: np.dtype
+    lengths: list[int] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    ends_document: list[bool] = field(default_factory=list)
+    problems: list[tuple[int, Problem]] = field(default_factory=list)
+    _tokens: list[np.ndarray] = field(default_factory=list)
+    _waiting: list[tuple[int, str]] = field(default_factory=list)
+    _waiting_characters: int = 0
+
+    def add(self, pieces: list[str], *, ends_document: bool) -> None:
+        number = len(self.lengths)
+        self.lengths.append(0)
+        self.num_bytes.append(sum(len(piece) if piece.isascii() else len(piece.encode()) for piece in pieces))
+        self.ends_document.append(ends_document)
+        for piece in pieces:
+            self._waiting.append((number, piece))
+            self._waiting_characters += len(piece)
+            if self._waiting_characters >= BATCH_CHARACTERS:
+                self._encode_waiting()
+
+    def encoded(self) -> EncodedBlock:
+        self._encode_waiting()
+        return EncodedBlock(
+            tokens=np.concatenate([np.zeros(0, self.token_type), *self._tokens]),
+            lengths=np.array(self.lengths, np.int64),
+            num_bytes=np.array(self.num_bytes, np.int64),
+            ends_document=np.array(self.ends_document, np.bool_),
+            problems=self.problems,
+        )
+
+    def _encode_waiting(self) -> None:
+        pieces = [piece for _, piece in self._waiting]
+        encodings = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        for (number, _), encoding in zip(self._waiting, encodings, strict=True):
+            tokens = np.array(encoding.ids, self.token_type)
+            self.lengths[number] += len(tokens)
+            self._tokens.append(tokens)
+        self._waiting, self._waiting_characters = [], 0

@@ -1,0 +1,99 @@
+"""What is to be tokenised, and how far that has come: the journal of a job that may be killed."""
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.cache import identity_of
+from meshtrain.data.text.chat_template import ChatTemplate, find_chat_template
+from meshtrain.data.text.source_form import START, Corpus, Position
+from meshtrain.data.tokens.part_writer import PartState, PartWriter, sizes_of
+from meshtrain.data.tokens.token_file import FORMAT_VERSION, TRAIN, VALIDATION, token_type_of
+from meshtrain.data.tokens.tokenizer import TokenizerFiles
+from meshtrain.data.tokens.workers import num_cores
+
+JOURNAL = "journal.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be tokenised, and how."""
+
+    corpus: Corpus
+    tokenizer: TokenizerFiles
+    description: str
+    """What the progress bar says."""
+    num_workers: int = field(default_factory=num_cores)
+    token_type: type[np.integer] | None = None
+    """Of the tokens on disk; None: the one that a token file has."""
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """What puts conversations together, if there are any; raises DataError if the tokenizer has none."""
+        is_chat = self.corpus.form is not None and self.corpus.form.kind == "chat"
+        return find_chat_template(self.tokenizer) if is_chat else None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The token files that it makes."""
+        return (TRAIN, VALIDATION) if self.corpus.held_out else (TRAIN,)
+
+    @property
+    def journal_identity(self) -> str:
+        """The same for either policy about bad records: a job that failed at one may be gone on with without it."""
+        return replace(self, corpus=replace(self.corpus, on_bad_record="skip")).identity
+
+    @property
+    def type_on_disk(self) -> np.dtype:
+        """The type of the tokens."""
+        return np.dtype(self.token_type or token_type_of(self.tokenizer.vocab_size))
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that decides the bytes that are written."""
+        template = self.template.identity if self.template else None
+        said = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
+        return identity_of(*said)
+
+    def writer(self, directory: Path, state: PartState) -> PartWriter:
+        """Open one of the token files."""
+        has_marks = self.corpus.form is not None
+        return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, has_marks=has_marks)
+
+
+@dataclass
+class Progress:
+    """How far a job has come."""
+
+    position: Position = START
+    disk_bytes: int = 0
+    documents: int = 0
+    """Documents with text, in all parts."""
+    is_open: bool = False
+    """Whether the last of them goes on."""
+    skipped_records: int = 0
+    empty_documents: int = 0
+    """Documents without text."""
+    parts: tuple[PartState, ...] = ()
+
+
+def load_journal(directory: Path, job: Job) -> Progress | None:
+    """Read what a job that was killed wrote down; None if there is nothing that can be gone on with."""
+    path = directory / JOURNAL
+    if not path.exists():
+        return None
+    said: dict[str, Any] = json.loads(path.read_text())
+    is_strict = job.corpus.on_bad_record == "fail"
+    if said.pop("identity") != job.journal_identity or (is_strict and said["skipped_records"]):
+        return None
+    position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
+    for part, state in zip(job.parts, parts, strict=True):
+        for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
+            file = directory / part / name
+            if not file.exists() or file.stat().st_size < size:
+                return None
+    return Progress(position=position, parts=parts, **said)

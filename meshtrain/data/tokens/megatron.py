@@ -1,0 +1,274 @@
+"""Megatron-LM's corpora: a pair of files, NAME.bin and NAME.idx, read and written.
+
+NAME.bin holds tokens and nothing else. NAME.idx, all little-endian:
+    bytes 0-8   MAGIC
+    9-16        uint64, the version, 1
+    17          uint8, the type of the tokens, TOKEN_TYPES
+    18-25       uint64, the number of sequences
+    26-33       uint64, the number of document borders, one more than documents
+    then        int32 tokens of each sequence; int64 byte of NAME.bin where each begins; int64 borders, in sequences
+What holds pictures too has an int8 per sequence behind that, and is refused.
+
+Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.text.content_hashes import content_hashes
+from meshtrain.data.text.sources import source_file
+from meshtrain.data.tokens.scanning import scan_tokens, shown_if_long
+from meshtrain.data.tokens.token_file import ArrayFile, TokenCounts, TokenFile, check_size, other_tokenizer
+from meshtrain.data.tokens.tokenizer import TokenizerFiles
+from meshtrain.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+FLOAT_TYPES = {6: "float64", 7: "float32"}
+READING_VERSION = 1
+AT_ONCE = 1 << 20
+MEND = "copy both files again, or write them again"
+RECORD = "tokenize.json"
+"""What `meshtrain tokenize` says beside a pair about how it was made."""
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """An .idx file, memory-mapped."""
+
+    path: Path
+    token_type: np.dtype
+    lengths: np.ndarray
+    """(sequences,) int32."""
+    pointers: np.ndarray
+    """(sequences,) int64: bytes."""
+    borders: np.ndarray
+    """(documents + 1,) int64: sequences."""
+
+    @classmethod
+    def open(cls, path: Path) -> "MegatronIndex":
+        """Map an index into memory; what its header says is checked, and that it is as long as that.
+
+        Raises:
+            DataError: if it is no index, or of a kind that is not read.
+        """
+        if not path.is_file():
+            raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {MEND}")
+        with path.open("rb") as stream:
+            header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC):
+            raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {MEND}")
+        if len(header) < HEADER.size:
+            raise DataError(f"{path} ends after {len(header)} bytes, within its header; {MEND}")
+        _, index_version, code, num_sequences, num_borders = HEADER.unpack(header)
+        if index_version != 1:
+            raise DataError(f"{path}, byte 9: version {index_version} of the index, and only 1 is known; {MEND}")
+        if code not in TOKEN_TYPES:
+            found = FLOAT_TYPES.get(code, "no type at all")
+            raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {MEND}")
+        _check_length(path, num_sequences, num_borders)
+        places = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
+        arrays = [
+            np.memmap(path, kind, "r", offset=int(place), shape=(size,)) if size else np.zeros(0, kind)
+            for kind, place, size in zip(
+                ("<i4", "<i8", "<i8"), places, (num_sequences, num_sequences, num_borders), strict=True
+            )
+        ]
+        return cls(path, np.dtype(TOKEN_TYPES[code]).newbyteorder("<"), *arrays)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the .bin file holds."""
+        if not len(self.lengths):
+            return 0
+        return int(self.pointers[-1]) // self.token_type.itemsize + int(self.lengths[-1])
+
+    def check(self) -> None:
+        """Check that sequences follow one another, and documents.
+
+        Raises:
+            DataError: naming the first that does not, and its place in the file.
+        """
+        expected = 0
+        for first in range(0, len(self.lengths), AT_ONCE):
+            lengths = self.lengths[first : first + AT_ONCE].astype(np.int64)
+            if (lengths < 0).any():
+                number = first + int((lengths < 0).argmax())
+                self._fail(HEADER.size + 4 * number, f"sequence {number:,} has {self.lengths[number]:,} tokens")
+            ends = expected + np.cumsum(lengths * self.token_type.itemsize)
+            starts = np.append(expected, ends[:-1])
+            is_wrong = self.pointers[first : first + AT_ONCE] != starts
+            if is_wrong.any():
+                number = first + int(is_wrong.argmax())
+                found, right = int(self.pointers[number]), int(starts[number - first])
+                place = HEADER.size + 4 * len(self.lengths) + 8 * number
+                self._fail(place, f"sequence {number:,} begins at byte {found:,} of the .bin file and not at {right:,}")
+            expected = int(ends[-1])
+        self._check_borders()
+
+    def _check_borders(self) -> None:
+        place = HEADER.size + 12 * len(self.lengths)
+        if not len(self.borders) or self.borders[0] != 0:
+            self._fail(place, "the first document does not begin with sequence 0")
+        for first in range(0, len(self.borders), AT_ONCE):
+            steps = np.diff(self.borders[first : first + AT_ONCE + 1])
+            if (steps < 0).any():
+                number = first + int((steps < 0).argmax())
+                self._fail(place + 8 * (number + 1), f"document {number:,} ends before it begins")
+        if self.borders[-1] != len(self.lengths):
+            found = f"the last document ends with sequence {int(self.borders[-1]):,} of {len(self.lengths):,}"
+            self._fail(place + 8 * (len(self.borders) - 1), found)
+
+    def _fail(self, place: int, found: str) -> None:
+        raise DataError(f"{self.path}, byte {place:,}: {found}; {MEND}")
+
+    def offsets(self) -> np.ndarray:
+        """Return the token where each document that holds any begins, and the number of tokens: (documents + 1,)."""
+        ends = np.append(np.asarray(self.pointers) // self.token_type.itemsize, self.num_tokens)
+        return np.unique(ends[self.borders])
+
+
+def is_megatron(path: Path) -> bool:
+    """Tell whether a path names a pair: either file of it, or both without their endings."""
+    prefix = prefix_of(path)
+    return (path.suffix in (".bin", ".idx") and path.is_file()) or (
+        not path.exists() and _with(prefix, ".bin").is_file() and _with(prefix, ".idx").is_file()
+    )
+
+
+def prefix_of(path: Path) -> Path:
+    """Return the name of a pair without .bin and .idx."""
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
+    """Open a pair as a token file; what it does not say is found once, and remembered in the cache.
+
+    Documents without a token are left out. The pair does not say with which tokenizer it was written, unless it lies
+    where `meshtrain tokenize` put it; nor whether an end token follows each document (`--append-eod`):
+    `counts.ended_documents` tells how many have one.
+
+    Args:
+        path: either file, or both without their endings.
+
+    Raises:
+        DataError: if the files do not fit each other, or the tokens not the tokenizer.
+    """
+    prefix = prefix_of(path)
+    bin_path, idx_path = _with(prefix, ".bin"), _with(prefix, ".idx")
+    index = MegatronIndex.open(idx_path)
+    check_size(bin_path, index.num_tokens * index.token_type.itemsize, said_by=str(idx_path))
+    if not index.num_tokens:
+        raise DataError(f"{bin_path} holds no tokens; leave it out")
+    hashes = content_hashes([source_file(path, "tokens") for path in (idx_path, bin_path)], cache)
+    _check_record(prefix, hashes[1], tokenizer)
+    name = f"megatron/{identity_of(READING_VERSION, hashes, tokenizer.identity)}"
+    cache.build(name, lambda directory: _describe(directory, index, bin_path, hashes, tokenizer))
+    counts = TokenCounts.read(cache.directory / name)
+    tokens = ArrayFile(bin_path, index.token_type, counts.tokens)
+    offsets = ArrayFile(cache.directory / name / "documents.bin", np.dtype(np.int64), counts.documents + 1)
+    return TokenFile(prefix, counts, tokens, offsets)
+
+
+def _check_record(prefix: Path, tokens_hash: str, tokenizer: TokenizerFiles) -> None:
+    """Check a pair against what `meshtrain tokenize` says of it, if that is of this pair.
+
+    Raises:
+        DataError: if it was written with another tokenizer.
+    """
+    try:
+        said = json.loads((prefix.parent / RECORD).read_text())["parts"][prefix.name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if said["tokens_hash"] == tokens_hash and said["tokenizer"] != tokenizer.identity:
+        raise DataError(other_tokenizer(prefix, said["tokenizer"], tokenizer))
+
+
+def _describe(
+    directory: Path, index: MegatronIndex, bin_path: Path, hashes: list[str], tokenizer: TokenizerFiles
+) -> None:
+    index.check()
+    offsets = index.offsets()
+    (directory / "documents.bin").write_bytes(offsets.tobytes())
+    with shown_if_long(f"Looking through {bin_path.name}", bin_path.stat().st_size) as advance:
+        scan = scan_tokens(
+            bin_path,
+            index.token_type,
+            offsets,
+            vocab_size=tokenizer.vocab_size,
+            end_id=tokenizer.end_id,
+            advance=advance,
+        )
+    TokenCounts(
+        documents=len(offsets) - 1,
+        tokens=index.num_tokens,
+        ended_documents=scan.ended_documents,
+        text_bytes=0,
+        skipped_records=0,
+        empty_documents=len(index.borders) - len(offsets),
+        unigram_entropy_nats=scan.unigram_entropy_nats,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.identity,
+        tokens_hash=hashes[1],
+        documents_hash=scan.documents_hash,
+        meshtrain=version("meshtrain"),
+    ).write(directory)
+
+
+def megatron_type_of(vocab_size: int) -> type[np.integer]:
+    """Return the type of tokens that Megatron-LM takes for a vocabulary."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
+    """Write the .idx file of tokens in which each document is one sequence.
+
+    Args:
+        offsets: (documents + 1,) int64: where documents start, and the number of tokens.
+
+    Raises:
+        DataError: a document is longer than such a file can say.
+    """
+    num_documents = len(offsets) - 1
+    code = next(code for code, name in TOKEN_TYPES.items() if name == token_type.name)
+    with path.open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, 1, code, num_documents, num_documents + 1))
+        for first in range(0, num_documents, AT_ONCE):
+            lengths = np.diff(offsets[first : first + AT_ONCE + 1])
+            if lengths.max() > np.iinfo(np.int32).max:
+                number = first + int(lengths.argmax())
+                raise DataError(
+                    f"document {number:,} has {lengths.max():,} tokens, more than {path.name} can say; "
+                    "cut it into several, or take --format meshtrain"
+                )
+            stream.write(lengths.astype("<i4").tobytes())
+        for first in range(0, num_documents, AT_ONCE):
+            pointers = offsets[first : min(first + AT_ONCE, num_documents)] * token_type.itemsize
+            stream.write(pointers.astype("<i8").tobytes())
+        for first in range(0, num_documents + 1, AT_ONCE):
+            stream.write(np.arange(first, min(first + AT_ONCE, num_documents + 1), dtype="<i8").tobytes())
+
+
+def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
+    expected = HEADER.size + 12 * num_sequences + 8 * num_borders
+    found = path.stat().st_size
+    if found == expected + num_sequences and num_sequences:
+        raise DataError(
+            f"{path} is of a corpus with pictures or the like (multimodal), which is not read; name another"
+        )
+    if found != expected:
+        raise DataError(
+            f"{path} holds {found:,} bytes where its header, with {num_sequences:,} sequences and {num_borders - 1:,} "
+            f"documents, says {expected:,}; {MEND}"
+        )
+
+
+def _with(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)

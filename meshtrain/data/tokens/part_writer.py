@@ -1,0 +1,100 @@
+"""Writing one token file, block by block, so that it can be gone on with after any block."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from meshtrain.data.tokens.encoding import EncodedBlock
+
+
+@dataclass(frozen=True)
+class PartState:
+    """How much of a token file has been written."""
+
+    documents: int = 0
+    tokens: int = 0
+    """Of whole documents, end tokens included."""
+    open_tokens: int = 0
+    """Of a document that is not complete yet."""
+    text_bytes: int = 0
+    empty_documents: int = 0
+    """Documents that had text, and no token."""
+
+
+class PartWriter:
+    """Appends to a token file; a context manager.
+
+    Args:
+        directory: made, if it is not there.
+        state: what of the files in it is to be kept.
+        end_id: written after each document.
+        has_marks: whether the blocks say what is trained on.
+    """
+
+    def __init__(
+        self, directory: Path, token_type: np.dtype, end_id: int, state: PartState, *, has_marks: bool
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self.state = state
+        self._end_id = end_id
+        sizes = sizes_of(state, token_type, has_marks=has_marks)
+        self._streams = {name: _open_at(directory / name, size) for name, size in sizes.items()}
+        self._tokens, self._documents = self._streams["tokens.bin"], self._streams["documents.bin"]
+        if not self._documents.tell():
+            self._documents.write(np.zeros(1, np.int64).tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+    def write(self, block: EncodedBlock) -> None:
+        """Append texts, and the end token after each that ends a document."""
+        # Within the tokens of this block; the first document may have begun in a block before, the last may go on.
+        borders = np.append(-self.state.open_tokens, np.cumsum(block.lengths)[block.ends_document])
+        lengths = np.diff(borders)
+        kept = lengths > 0
+        behind = borders[1:][kept]
+        self._tokens.write(np.insert(block.tokens, behind, self._end_id).tobytes())
+        if block.trained is not None:
+            # Who has learnt to speak learns to stop, unless a template has put the end token there already.
+            learns_end = block.trained[behind - 1] & (block.tokens[behind - 1] != self._end_id)
+            self._streams["trained.bin"].write(np.insert(block.trained, behind, learns_end).tobytes())
+        ends = self.state.tokens + np.cumsum(lengths[kept] + 1)
+        self._documents.write(ends.tobytes())
+        self.state = replace(
+            self.state,
+            documents=self.state.documents + int(kept.sum()),
+            tokens=int(ends[-1]) if len(ends) else self.state.tokens,
+            open_tokens=len(block.tokens) - int(borders[-1]),
+            text_bytes=self.state.text_bytes + int(block.num_bytes.sum()),
+            empty_documents=self.state.empty_documents + int((~kept).sum()),
+        )
+
+    def flush(self) -> None:
+        """Make sure that what was written is on the disk."""
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def sizes_of(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
+    """Return how long the files are, in bytes."""
+    num_tokens = state.tokens + state.open_tokens
+    sizes = {
+        "tokens.bin": num_tokens * token_type.itemsize,
+        "documents.bin": (state.documents + 1) * 8 if state != PartState() else 0,
+    }
+    return {**sizes, "trained.bin": num_tokens} if has_marks else sizes
+
+
+def _open_at(path: Path, size: int) -> BinaryIO:
+    stream = path.open("r+b" if path.exists() else "w+b")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream

@@ -1,0 +1,155 @@
+"""What `meshtrain tokenize` does: a directory of token files, that is there completely or not at all."""
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from meshtrain import console
+from meshtrain.data.cache import Cache, build_output, identity_of
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import find_typed_files
+from meshtrain.data.tokens.journal import JOURNAL, Job
+from meshtrain.data.tokens.megatron import RECORD, megatron_type_of, write_index
+from meshtrain.data.tokens.options import with_option_names
+from meshtrain.data.tokens.token_file import TokenCounts
+from meshtrain.data.tokens.tokenizer import find_tokenizer
+from meshtrain.data.tokens.tokenizing import tokenize
+from meshtrain.data.tokens.workers import num_cores
+from meshtrain.errors import DataError
+
+Format = Literal["meshtrain", "megatron"]
+BYTES_PER_MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """What somebody wants to have tokenised."""
+
+    sources: Sequence[str]
+    """As on the command line: paths and globs relative to where it was typed."""
+    tokenizer: str
+    output: Path
+    text_key: str = "text"
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    format: Format = "meshtrain"
+    num_workers: int | None = None
+    """Processes; None: one per core."""
+    validation: float = 0.0
+    """The fraction of the documents that becomes a token file of its own."""
+    num_documents: int | None = None
+    """Only so many documents, from the first on; None: all."""
+
+
+def tokenize_folder(order: TokenizeJob, cache: Cache) -> None:
+    """Tokenise sources into a directory: `train` and, if asked for, `validation`, and the tokenizer beside them.
+
+    What a killed or failed one left is gone on with. The files are the same, byte for byte, whatever happened and
+    however many workers there were.
+
+    Raises:
+        DataError: if a source, a document or the tokenizer is wrong, or the output is there already and another.
+    """
+    job = _job(order, cache)
+    name = identity_of(job.identity, order.format)
+    if order.output.exists():
+        _check_same(order.output, name)
+        console.line(f"{order.output} holds just that already; nothing was done")
+        return
+    started = time.monotonic()
+    partial = order.output.with_name(f"{order.output.name}.partial")
+    goes_on = (partial / JOURNAL).exists()
+    parts: dict[str, TokenCounts] = {}
+
+    def fill(directory: Path) -> None:
+        tokenize(directory, job=job)
+        (directory / "tokenizer").mkdir(exist_ok=True)
+        job.tokenizer.copy(directory / "tokenizer")
+        parts.update({part: TokenCounts.read(directory / part) for part in job.parts})
+        if order.format == "megatron":
+            for part in job.parts:
+                _to_megatron(directory / part, job.type_on_disk)
+        _write_record(directory / RECORD, order, job, name, parts)
+
+    order.output.parent.mkdir(parents=True, exist_ok=True)
+    with with_option_names():
+        is_built = build_output(order.output, fill, keeps=(BaseException,))
+    if not is_built:
+        _check_same(order.output, name)
+        console.line(f"{order.output} holds just that meanwhile, from another process; nothing was done")
+        return
+    _show(order, parts, None if goes_on else time.monotonic() - started)
+
+
+def _job(order: TokenizeJob, cache: Cache) -> Job:
+    files = find_typed_files(order.sources)
+    tokenizer = find_tokenizer(order.tokenizer, cache, key="--tokenizer")
+    # Not hashed, as for the cache: whoever goes on with an output is on the machine where it was begun.
+    contents = tuple(f"{file.path} {file.num_bytes} {file.modified_nanoseconds}" for file in files)
+    corpus = Corpus(
+        tuple(files),
+        contents,
+        text_key=order.text_key,
+        on_bad_record=order.on_bad_record,
+        held_out=order.validation,
+        num_documents=order.num_documents,
+    )
+    token_type = megatron_type_of(tokenizer.vocab_size) if order.format == "megatron" else None
+    return Job(corpus, tokenizer, "Tokenising", order.num_workers or num_cores(), token_type)
+
+
+def _check_same(output: Path, name: str) -> None:
+    record = output / RECORD
+    if not record.is_file() or json.loads(record.read_text())["identity"] != name:
+        raise DataError(
+            f"--output: {output} is there already, and was not made from these sources in this way; "
+            "remove it, or choose another place"
+        )
+
+
+def _to_megatron(part: Path, token_type: np.dtype) -> None:
+    """Turn a token file into a pair of the same name."""
+    offsets = np.memmap(part / "documents.bin", np.int64, "r")
+    write_index(part.with_name(f"{part.name}.idx"), offsets, token_type)
+    (part / "tokens.bin").rename(part.with_name(f"{part.name}.bin"))
+    shutil.rmtree(part)
+
+
+def _write_record(path: Path, order: TokenizeJob, job: Job, name: str, parts: dict[str, TokenCounts]) -> None:
+    record = {
+        "identity": name,
+        "format": order.format,
+        "text_key": order.text_key,
+        "on_bad_record": order.on_bad_record,
+        "sources": [{"path": str(file.path), "bytes": file.num_bytes} for file in job.corpus.files],
+        "parts": {part: asdict(counts) for part, counts in parts.items()},
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _show(order: TokenizeJob, parts: dict[str, TokenCounts], seconds: float | None) -> None:
+    rows = [
+        (
+            part,
+            f"{counts.documents:,}",
+            f"{counts.tokens:,}",
+            f"{counts.text_bytes / BYTES_PER_MB:,.1f} MB",
+            f"{counts.text_bytes / counts.tokens:.2f}",
+        )
+        for part, counts in parts.items()
+    ]
+    console.table("Token files", ["part", "documents", "tokens", "text", "bytes per token"], rows)
+    text_bytes = sum(counts.text_bytes for counts in parts.values())
+    skipped = sum(counts.skipped_records for counts in parts.values())
+    empty = sum(counts.empty_documents for counts in parts.values())
+    # Of what was gone on with, a part was done before.
+    speed = f"{seconds:,.1f} s, {text_bytes / BYTES_PER_MB / seconds:,.2f} MB/s; " if seconds else ""
+    console.line(f"{speed}left out: {skipped:,} broken records, {empty:,} empty documents")
+    place = order.output.absolute()
+    keys = [f'data.{part} = ["{place / part}"]' for part in parts] + [f'data.tokenizer.path = "{place / "tokenizer"}"']
+    console.line("\n".join(["To train on it:", *keys]))

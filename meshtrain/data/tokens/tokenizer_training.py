@@ -1,0 +1,141 @@
+"""Training a tokenizer: a byte-level BPE, the same from the same documents on every machine."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from xxhash import xxh3_64_intdigest
+
+from meshtrain import console
+from meshtrain.data.cache import Cache, build_output, identity_of
+from meshtrain.data.text.documents import DocumentReader
+from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.sources import find_typed_files
+from meshtrain.data.tokens.options import with_option_names
+from meshtrain.data.tokens.tokenizer import (
+    TokenizerFiles,
+    load_tokenizer,
+    tokenizer_files,
+    use_all_cores,
+    write_tokenizer,
+)
+from meshtrain.errors import DataError
+
+END_TOKEN = "<|endoftext|>"
+PAD_TOKEN = "<|pad|>"
+
+TRAINING_BYTES = 64 << 20
+"""A BPE learns next to nothing from more text than this, but its memory and time grow with it."""
+
+NO_LENGTH_LIMIT = int(1e30)
+"""How Hugging Face writes that a tokenizer sets no limit."""
+
+TRAINING_VERSION = 1
+"""Counts the ways in which the same documents have led to a tokenizer."""
+
+SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END_TOKEN,
+    "eos_token": END_TOKEN,
+    "unk_token": END_TOKEN,
+    "pad_token": PAD_TOKEN,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": NO_LENGTH_LIMIT,
+}
+
+
+def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) -> TokenizerFiles:
+    """Train a byte-level BPE on the documents of `corpora` that are not held out, unless the cache has it.
+
+    The same documents give the same tokenizer, byte for byte, on every machine.
+
+    Args:
+        vocab_size: the size to reach; a small text may have too few different words for it.
+
+    Raises:
+        DataError: if a document cannot be read.
+    """
+    identities = [corpus.identity for corpus in corpora]
+    name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
+
+    def fill(directory: Path) -> None:
+        # What is left out is shown when the same corpora are tokenised.
+        write_tokenizer(directory, _train(corpora, vocab_size, tells=False).to_str(), SETTINGS)
+
+    cache.build(name, fill)
+    file = cache.directory / name / "tokenizer.json"
+    return tokenizer_files(file, load_tokenizer(file), SETTINGS)
+
+
+def _train(corpora: Sequence[Corpus], vocab_size: int, *, tells: bool) -> Tokenizer:
+    console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
+    texts = _training_sample(corpora, tells=tells)
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with use_all_cores():
+        tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _training_sample(corpora: Sequence[Corpus], *, tells: bool) -> Iterator[str]:
+    """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
+    kept: list[tuple[int, int, int, str]] = []
+    kept_bytes = 0
+    pieces = (piece for corpus in corpora for piece in DocumentReader(corpus, tells=tells) if not piece.is_held_out)
+    for number, piece in enumerate(pieces):
+        priority = xxh3_64_intdigest(number.to_bytes(8, "little"))
+        heapq.heappush(kept, (-priority, number, piece.num_bytes, piece.text))
+        kept_bytes += piece.num_bytes
+        while kept_bytes > TRAINING_BYTES:
+            kept_bytes -= heapq.heappop(kept)[2]
+    return (text for _, _, _, text in sorted(kept, key=lambda entry: entry[1]))
+
+
+def train_tokenizer_to(
+    sources: Sequence[str],
+    vocab_size: int,
+    output: Path,
+    *,
+    text_key: str = "text",
+    on_bad_record: Literal["fail", "skip"] = "fail",
+    num_documents: int | None = None,
+) -> None:
+    """Train a byte-level BPE on sources, and write it as a Hugging Face directory: `meshtrain tokenizer train`.
+
+    Args:
+        sources: as typed: paths and globs relative to where it was typed.
+        num_documents: only so many documents, from the first on; None: all.
+
+    Raises:
+        DataError: if a source or a document is wrong, or the output is there already.
+    """
+    taken = f"--output: {output} is there already; remove it, or choose another place"
+    if output.exists():
+        raise DataError(taken)
+    files = tuple(find_typed_files(sources))
+    corpus = Corpus(files, (), text_key=text_key, on_bad_record=on_bad_record, num_documents=num_documents)
+
+    def fill(directory: Path) -> None:
+        write_tokenizer(directory, _train([corpus], vocab_size, tells=True).to_str(), SETTINGS)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with with_option_names():
+        if not build_output(output, fill):
+            raise DataError(taken)
+    found = tokenizer_files(output / "tokenizer.json", load_tokenizer(output / "tokenizer.json"), SETTINGS).vocab_size
+    console.line(f"Wrote {output}: {found:,} tokens")
+    if found < vocab_size:
+        console.warning(f"the text has too few different words for {vocab_size:,} tokens")
