@@ -7,7 +7,7 @@ from itertools import combinations, islice
 
 from tests.benchmarks.bare import LAYOUTS
 from tests.benchmarks.duplicates_corpus import plain_shingles, python_documents, similar_pairs, with_near_duplicates
-from tests.benchmarks.tokenising import installed
+from tests.benchmarks.tokenizing import installed
 
 
 def run_benchmark(*arguments: str) -> list[list[str]]:
@@ -26,7 +26,7 @@ def test_both_sides_of_the_throughput_benchmark_train_in_every_layout() -> None:
 
 
 def test_the_tokenising_benchmark_measures_every_contender() -> None:
-    lines = run_benchmark("tests.benchmarks.tokenising")
+    lines = run_benchmark("tests.benchmarks.tokenizing")
     rows = {row[0]: row for row in lines if row and row[0] in installed()}
     assert {"bare", "meshtrain"} <= rows.keys() == set(installed())
     # All write the same number of tokens.

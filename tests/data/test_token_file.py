@@ -20,7 +20,7 @@ from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens import tokenizing as tokenising
+from meshtrain.data.tokens import tokenizing
 from meshtrain.data.tokens import workers
 from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokens.tokenizer import find_tokenizer
@@ -226,7 +226,7 @@ def test_a_file_that_changes_meanwhile(tmp_path, cache):
 
 def tokenise_elsewhere(source: Path, cache: Cache) -> None:
     # Many blocks: whoever wants to kill this process in the middle of its work has the time for it.
-    workers.BLOCK_BYTES = tokenising.BLOCK_BYTES = 1 << 15
+    workers.BLOCK_BYTES = tokenizing.BLOCK_BYTES = 1 << 15
     tokenise(source, cache=cache)
 
 

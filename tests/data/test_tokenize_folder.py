@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from meshtrain.data import tokenize_folder as module
+from meshtrain.data.tokens import tokenize_folder as module
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.opening import open_token_file
 from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder

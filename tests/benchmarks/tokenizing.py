@@ -1,4 +1,4 @@
-"""How fast text becomes tokens, beside what others do: `python -m tests.benchmarks.tokenising`.
+"""How fast text becomes tokens, beside what others do: `python -m tests.benchmarks.tokenizing`.
 
 Python sources of this machine, as JSON lines in two files, become uint16 on the disk with an end token per document, by
 two processes each. All contenders run in turn, again and again; each run is a process of its own and its time counts
@@ -202,7 +202,7 @@ def written(name: str, out: Path) -> int:
 
 def measure(name: str, files: list[Path], tokenizer: Path) -> dict:
     """Run a contender in a process of its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.tokenising", "--run", name, str(tokenizer), *map(str, files)]
+    command = [sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", name, str(tokenizer), *map(str, files)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -231,7 +231,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         write_corpus(Path(place), num_bytes)
         # Not here: a process that is started begins with the peak memory of the one that starts it.
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.tokenising", "--run", "train", place], check=True)
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", "train", place], check=True)
         compare(Path(place), 1 if options.small else options.repeat, options.contenders or installed())
 
 

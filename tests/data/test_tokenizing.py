@@ -20,7 +20,7 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.text import chunks
 from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.text.sources import find_files
-from meshtrain.data.tokens import tokenizing as tokenising
+from meshtrain.data.tokens import tokenizing
 from meshtrain.data.tokens import workers
 from meshtrain.data.tokens.journal import JOURNAL, Job
 from meshtrain.data.tokens.token_file import TRAIN, VALIDATION
@@ -96,7 +96,7 @@ def test_the_tokens_are_those_of_the_documents(corpus_directory, cache, expected
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make many blocks of a small corpus."""
-    for module in (tokenising, workers):
+    for module in (tokenizing, workers):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 15)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 14)
 
@@ -108,8 +108,8 @@ def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected,
 
 
 def tokenise_elsewhere(directory: Path, job: Job) -> None:
-    tokenising.SECONDS_BETWEEN_ENTRIES = 0.0
-    tokenising.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
+    tokenizing.SECONDS_BETWEEN_ENTRIES = 0.0
+    tokenizing.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
     chunks.CHUNK_BYTES = 1 << 14
     tokenize(directory, job=job)
 
