@@ -20,8 +20,7 @@ from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens import tokenizing
-from meshtrain.data.tokens import workers
+from meshtrain.data.tokens import tokenizing, workers
 from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile
 from meshtrain.data.tokens.tokenizer import find_tokenizer
 from meshtrain.data.tokens.tokenizing import prepare_token_files

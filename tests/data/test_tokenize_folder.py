@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from meshtrain.data.tokens import tokenize_folder as module
 from meshtrain.data.cache import Cache
+from meshtrain.data.tokens import tokenize_folder as module
 from meshtrain.data.tokens.opening import open_token_file
 from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
@@ -164,13 +164,13 @@ def test_wrong_words(order, source, cache, tmp_path):
 
 
 def test_two_at_once(order, cache, tmp_path, monkeypatch):
-    tokenise, said = module.tokenise, []
+    tokenise, said = module.tokenize, []
 
     def tokenise_after_another_has_come(*arguments, **options):
         said.append(problem_of(order(), cache))
         tokenise(*arguments, **options)
 
-    monkeypatch.setattr(module, "tokenise", tokenise_after_another_has_come)
+    monkeypatch.setattr(module, "tokenize", tokenise_after_another_has_come)
     tokenize_folder(order(), cache)
     assert [line.partition(", since ")[0] for line in said] == [
         f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"

@@ -20,8 +20,7 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.text import chunks
 from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.text.sources import find_files
-from meshtrain.data.tokens import tokenizing
-from meshtrain.data.tokens import workers
+from meshtrain.data.tokens import tokenizing, workers
 from meshtrain.data.tokens.journal import JOURNAL, Job
 from meshtrain.data.tokens.token_file import TRAIN, VALIDATION
 from meshtrain.data.tokens.tokenizing import tokenize
