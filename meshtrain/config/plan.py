@@ -23,6 +23,7 @@ Style = Literal[
     "shared_input",
     "rowwise_split_input",
     "replicated_heads",
+    "per_head",
     "colwise_blocks",
     "mla_kv_a_proj",
     "local_params",

@@ -17,10 +17,19 @@ from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
 from meshtrain.config.toml import find_family
 from meshtrain.errors import PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
-from meshtrain.models.patterns import as_pattern, compile_pattern
+from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import find_layers
-from meshtrain.parallel.rules import gives_heads, is_lookup, is_projection, name_of, rule_names
+from meshtrain.parallel.flow import follow_heads
+from meshtrain.parallel.rules import (
+    MatchedRules,
+    gives_heads,
+    is_lookup,
+    is_projection,
+    name_of,
+    rule_names,
+    unchecked_rules,
+)
 
 # A word of transformers -> ours, where they differ.
 WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -36,7 +45,12 @@ KNOWN = (
     "local_params",
     "moe_tp_experts",
 )
-SHARDED_INSIDE = ("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads")
+SUMMED: Style = "replicated_with_grad_allreduce"
+PER_HEAD: Style = "per_head"
+SHARDED_INSIDE = (
+    *("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads"),
+    "per_head",
+)
 # Model types whose stream between layers cannot lie in parts of the sequence.
 NOT_IN_PARTS = {
     "opt": "its layers flatten batch and sequence",
@@ -90,10 +104,11 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     if plan.mesh.tp > 1:
         unfused = copy.deepcopy(model)
         unfuse(unfused, fused)
-        rules["styles"] = _as_patterns(unfused, _complete(unfused, source.styles, plan.tensor))
         module_names = [name for name, _ in unfused.named_modules() if name]
         for kind in ("local_attributes", "local_inputs"):
             rules[kind] = {p: rule for p, rule in getattr(source, kind).items() if _matches(p, module_names)}
+        others = plan.tensor.model_copy(update=rules)
+        rules["styles"] = _as_patterns(unfused, _complete(unfused, source.styles, others, plan.mesh.tp))
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
 
 
@@ -172,15 +187,23 @@ def _matches(pattern: str, names: list[str]) -> bool:
     return any(regex.fullmatch(name) for name in names)
 
 
-def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
-    """Return a style for every module that has parameters of its own, and for blocks that share an input."""
+def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+    """Return a style for every module that has parameters of its own, and for blocks that share an input.
+
+    Args:
+        model: unfused, on meta.
+        known: pattern -> style, of the source.
+        plan: whatever else the rules say.
+        tp: number of processes that share a layer.
+    """
     styles = _place_known(model, known, plan)
     layers_name, layers = find_layers(model)
     prefix = f"{layers_name}."
     styles |= _ends(model)
     for name, module in model.named_modules():
         if name and name not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[name] = "replicated_with_grad_allreduce" if _sees_shards(name, styles) else "replicate"
+            styles[name] = "replicate"
+    styles |= _on_heads(model, styles, plan, tp)
     for index, layer in enumerate(layers):
         for child, module in layer.named_children():
             styles |= _block(f"{prefix}{index}.{child}", module, styles)
@@ -188,11 +211,32 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
     return {name: styles[name] for name in order}
 
 
-def _sees_shards(name: str, styles: Mapping[str, Style]) -> bool:
-    """Tell whether a module is the activation between a column-wise and a row-wise projection."""
-    block, _, kind = name.rpartition(".")
-    beside = {style for other, style in styles.items() if other.rpartition(".")[0] == block}
-    return kind in ("act_fn", "act", "activation") and "colwise" in beside
+def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+    """Return the styles of modules with whole parameters that see the heads, or the width, of one process only.
+
+    Raises:
+        PlanError: if the layers do not run on meta, where alone this can be seen.
+    """
+    shared = _styles_of_shared_heads(styles, model, tp)
+    rules = MatchedRules(
+        shared,
+        match_modules(model, plan.local_attributes, "tensor.local_attributes"),
+        match_modules(model, plan.local_inputs, "tensor.local_inputs"),
+    )
+    flow = follow_heads(model, unchecked_rules(model, rules), tp)
+    if not flow.ran:
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but the layers of {type(model).__name__} do not run without values "
+            f"({flow.failure}), so nothing tells which parameters see all heads; write the rules, or set mesh.tp = 1"
+        )
+    names = rule_names(model)
+    found: dict[str, Style] = {}
+    for style, owners in ((SUMMED, flow.on_parts), (PER_HEAD, flow.per_head)):
+        # The pass runs one layer of each kind, and the others are alike.
+        for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
+            found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
+    of_heads = tuple(f"{name}." for name, style in found.items() if style == PER_HEAD)
+    return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
 
 
 def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
@@ -266,14 +310,17 @@ def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPla
         plan: with rules.
         model: the stock model on meta; it is not changed.
     """
-    tp = plan.mesh.tp
+    styles = _styles_of_shared_heads(plan.tensor.styles, model, plan.mesh.tp)
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+
+
+def _styles_of_shared_heads(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> dict[str, Style]:
     counts = [values_in_layers(model.config, name) for name in ("num_key_value_heads", "num_attention_heads")]
     # Layers that differ in their heads share none.
     heads, queries = (values[0] if len(values) == 1 else None for values in counts)
     if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
-        return plan
-    styles: dict[str, Style] = {
-        pattern: "replicated_heads" if gives_heads(pattern) and style == "colwise" else style
-        for pattern, style in plan.tensor.styles.items()
+        return dict(styles)
+    return {
+        name: "replicated_heads" if gives_heads(name) and style == "colwise" else style
+        for name, style in styles.items()
     }
-    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})

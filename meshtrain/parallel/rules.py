@@ -66,11 +66,9 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
             _drifting_replicas(model, styles, plan),
         )
     )
-    return TensorRules(
-        styles,
-        dict(_sharded_dims(model, styles, of_parameters)),
-        matched.local_attributes,
-        matched.local_inputs,
+    return unchecked_rules(
+        model,
+        matched,
         logits_are_sharded=plan.loss_parallel and head is not None and styles[head] == "colwise_gather_output",
     )
 
@@ -82,6 +80,19 @@ class MatchedRules:
     styles: dict[str, Style]
     local_attributes: dict[str, list[str]]
     local_inputs: dict[str, list[str]]
+
+
+def unchecked_rules(model: nn.Module, matched: MatchedRules, *, logits_are_sharded: bool = False) -> TensorRules:
+    """Return rules by module name with the dimensions that they shard."""
+    styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
+    of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
+    return TensorRules(
+        styles,
+        dict(_sharded_dims(model, styles, of_parameters)),
+        matched.local_attributes,
+        matched.local_inputs,
+        logits_are_sharded,
+    )
 
 
 def match_rules(model: nn.Module, plan: TensorPlan) -> MatchedRules:

@@ -81,9 +81,9 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
             "plan.tensor.styles.'h.*.c_fc' = 'colwize'",
             "plan.tensor.styles.\"h.*.c_fc\": expected 'colwise', 'colwise_gather_output', 'rowwise', "
             "'embedding_rowwise', 'sequence_parallel', 'replicate', 'replicated_with_grad_allreduce', 'shared_input', "
-            "'rowwise_split_input', 'replicated_heads', 'colwise_blocks', 'mla_kv_a_proj', 'local_params', "
-            "'moe_tp_experts', 'expert_parallel' or 'whole_sequence', found the string 'colwize'; did you mean "
-            "'colwise'?",
+            "'rowwise_split_input', 'replicated_heads', 'per_head', 'colwise_blocks', 'mla_kv_a_proj', "
+            "'local_params', 'moe_tp_experts', 'expert_parallel' or 'whole_sequence', found the string 'colwize'; did "
+            "you mean 'colwise'?",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
-from meshtrain.training.gradients import finish_gradients
+from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import build_loss
 from tests.parity import fill
 
@@ -174,6 +174,6 @@ def _train(pipeline: Pipeline, ids: Tensor, labels: Tensor) -> Tensor:
     size = BATCH // axis_size(pipeline.mesh, "dp_replicate", "dp_shard")
     rows = slice(data_rank(pipeline.mesh) * size, (data_rank(pipeline.mesh) + 1) * size)
     total = pipeline.forward_backward({"input_ids": ids[rows], "labels": labels[rows]}, loss)
-    finish_gradients(pipeline)
+    complete_gradients(pipeline)
     dist.all_reduce(total)
     return total

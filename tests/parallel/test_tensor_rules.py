@@ -31,6 +31,7 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "head_dim": 8,
 }
+GLM = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CODEGEN = {"num_attention_heads": 8, "rotary_dim": 4}
 INKLING = {
@@ -69,6 +70,19 @@ FAMILIES = [
     Family("cohere"),
     Family("llama", {"num_key_value_heads": 1}),
     Family("qwen3", {"num_key_value_heads": 1}),
+]
+# Flags of configurations that change what the heads pass through.
+FLAGS = [
+    Family("glm4_moe", {**GLM, "use_qk_norm": True}),
+    Family("phi", {"qk_layernorm": True}),
+    Family("cohere", {"use_qk_norm": True}),
+    Family("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),
+    Family("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    Family("stablelm", {"qk_layernorm": True, "num_key_value_heads": 1}),
+    Family("apertus"),
+    Family("phi", {"qk_layernorm": True}, {"sequence_parallel": True}),
+    Family("cohere", {"use_qk_norm": True}, {"sequence_parallel": True}),
+    Family("stablelm", {"qk_layernorm": True}, {"sequence_parallel": True}),
 ]
 MOES = [
     *(Family("mixtral", MIXTRAL, {"experts": experts}) for experts in ("tensor", "expert")),
@@ -134,7 +148,9 @@ def prove(
         assert not worst, (family, worst)
 
 
-@pytest.mark.parametrize("families", [FAMILIES[:10], FAMILIES[10:], MOES], ids=["first", "second", "experts"])
+@pytest.mark.parametrize(
+    "families", [FAMILIES[:10], FAMILIES[10:], MOES, FLAGS], ids=["first", "second", "experts", "flags"]
+)
 def test_every_family_trains_like_one_process(families: list[Family]) -> None:
     prove(families, (1, 1, 1, 2), 2)
 
@@ -149,7 +165,8 @@ def test_with_a_pipeline_and_with_shards(mesh: tuple[int, int, int, int]) -> Non
 
 
 def test_four_processes_share_two_key_value_heads() -> None:
-    prove([Family("llama"), Family("phi3"), Family("qwen3", {}, PARTS)], (1, 1, 1, 4), 4)
+    per_head = [Family("cohere", {"use_qk_norm": True}), Family("stablelm", {"qk_layernorm": True})]
+    prove([Family("llama"), Family("phi3"), Family("qwen3", {}, PARTS), *per_head], (1, 1, 1, 4), 4)
 
 
 def test_experts_without_tensor_parallelism() -> None:
@@ -192,10 +209,16 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "can be 1",
         ),
         (
-            Family("stablelm", {"qk_layernorm": True}),
+            Family("bart"),
             2,
-            "tensor.styles: mesh.tp = 2, but there are no rules for a stablelm: no shipped family plan knows it, and "
+            "tensor.styles: mesh.tp = 2, but there are no rules for a bart: no shipped family plan knows it, and "
             "transformers has no plan for it; write the rules, or set mesh.tp = 1",
+        ),
+        (
+            Family("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
+            2,
+            "tensor.styles: transformer.h.*.self_attention.dense is 'rowwise', but it is not called: with this "
+            "configuration the model computes with its weight elsewhere, so it cannot be cut; set mesh.tp = 1",
         ),
         (
             Family("mixtral", {**MIXTRAL, "num_local_experts": 3}, {"experts": "expert"}),

@@ -14,6 +14,7 @@ from meshtrain.models.patterns import as_pattern
 from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
+from meshtrain.parallel.check.flow import check_flow
 from meshtrain.parallel.randomness import attention_dropout
 from meshtrain.parallel.router_loss import find_recorder, find_routers
 from meshtrain.parallel.rules import (
@@ -41,11 +42,16 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
             match_rules(unfused, plan.tensor)
         else:
             rules = resolve_rules(unfused, plan.tensor)
-            yield from _check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads))
-            yield from _check_blocks(rules.styles, model, plan.mesh.tp)
-            yield from _check_experts(rules, unfused, plan.mesh.tp)
-            yield from _check_routers(rules.styles, unfused)
-            yield from _check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp)
+            problems = [
+                *_check_widths(rules.styles, unfused, plan.mesh.tp, skip_attention=bool(heads)),
+                *_check_blocks(rules.styles, model, plan.mesh.tp),
+                *_check_experts(rules, unfused, plan.mesh.tp),
+                *_check_routers(rules.styles, unfused),
+                *_check_local_attributes(rules.local_attributes, unfused, plan.mesh.tp),
+            ]
+            yield from problems
+            if not heads and not problems:
+                yield from check_flow(unfused, rules, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
 

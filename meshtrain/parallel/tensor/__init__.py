@@ -55,7 +55,7 @@ def apply_tensor_parallel(
         parallelize_module(module, mesh, STYLES[style](place))
         summed_over_tp |= {f"{name}.{kind}" for kind in _partial_parameters(style, module, place.region)}
     summed_over_tp |= shard_adapters(stage.model, adapters, mesh, place_of)
-    apply_local_heads(stage.model, group, rules)
+    apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())
     if plan.sequence_parallel:
         shard_stream(stage, group, draws=has_dropout(stage.model) or any(map(drops_out, adapters.values())))
     separate_head_streams(stage.model, group)
@@ -86,7 +86,7 @@ def _places(
 
 
 def _partial_parameters(style: Style, module: nn.Module, region: Region) -> list[str]:
-    if style in ("replicated_with_grad_allreduce", "replicated_heads") or (
+    if style in ("replicated_with_grad_allreduce", "replicated_heads", "per_head") or (
         style == "sequence_parallel" and region.sequence_parallel
     ):
         return [kind for kind, _ in module.named_parameters(recurse=style != "sequence_parallel")]

@@ -7,26 +7,29 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from meshtrain.parallel.rules import TensorRules, attention_of, local_count
 
 
-def apply_local_heads(model: PreTrainedModel, group: ProcessGroup, rules: TensorRules) -> None:
-    """Let the attention modules of a stage read the numbers and the inputs of their own heads only."""
+def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, tp: int) -> None:
+    """Let the attention modules of a stage read the numbers and the inputs of the heads of one process only.
+
+    Args:
+        rank: of the process, among the `tp` that share the heads.
+    """
     config = model.config.get_text_config()
     for name, module in model.named_modules():
         for attribute in rules.local_attributes.get(name, []):
-            _localise(module, attribute, group.size())
+            _localise(module, attribute, tp)
         if inputs := rules.local_inputs.get(name):
             heads = config.num_attention_heads
-            module.register_forward_pre_hook(partial(_own_heads, inputs, heads, group), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_own_heads, inputs, heads, rank, tp), with_kwargs=True)
     modules = dict(model.named_modules())
     shared = (name for name, style in rules.styles.items() if style == "replicated_heads" and name in modules)
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
         if name is not None:
-            groups = modules[name].num_key_value_groups * config.num_key_value_heads // group.size()
+            groups = modules[name].num_key_value_groups * config.num_key_value_heads // tp
             modules[name].num_key_value_groups = groups
 
 
@@ -42,7 +45,8 @@ def _localise(module: nn.Module, attribute: str, tp: int) -> None:
 def _own_heads(
     names: Sequence[str],
     heads: int,
-    group: ProcessGroup,
+    rank: int,
+    tp: int,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -52,17 +56,17 @@ def _own_heads(
     values = list(args)
     for name in names:
         if positions[name] < len(values):
-            values[positions[name]] = _slice_heads(values[positions[name]], heads, group)
+            values[positions[name]] = _slice_heads(values[positions[name]], heads, rank, tp)
         elif name in kwargs:
-            kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, group)}
+            kwargs = {**kwargs, name: _slice_heads(kwargs[name], heads, rank, tp)}
     return tuple(values), kwargs
 
 
-def _slice_heads(value: Tensor | None, heads: int, group: ProcessGroup) -> Tensor | None:
+def _slice_heads(value: Tensor | None, heads: int, rank: int, tp: int) -> Tensor | None:
     """Return this process's heads of (batch * heads, ...) or (batch, heads, ..., ...)."""
     if value is None:
         return None
-    count = heads // group.size()
+    count = heads // tp
     if value.dim() == 4:
-        return value if value.shape[1] == 1 else value.narrow(1, group.rank() * count, count)
-    return value.unflatten(0, (-1, heads)).narrow(1, group.rank() * count, count).flatten(0, 1)
+        return value if value.shape[1] == 1 else value.narrow(1, rank * count, count)
+    return value.unflatten(0, (-1, heads)).narrow(1, rank * count, count).flatten(0, 1)

@@ -86,6 +86,39 @@ class LocalParameters:
             parameters.update(whole)
 
 
+class OwnHeads:
+    """Mixed into a module whose heads have parameters of their own: its stock forward sees those of this process.
+
+    The first dimension of each of its own parameters counts heads, and so does each list of modules inside.
+    """
+
+    rank: int
+    tp: int
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the stock forward on the parameters and modules of this process's heads."""
+        parameters, modules = self._parameters, self._modules  # type: ignore[attr-defined]
+        all_parameters, all_modules = dict(parameters), dict(modules)
+        own = {kind: self._own(value) for kind, value in all_parameters.items() if value is not None}
+        lists = {kind: self._own(value) for kind, value in all_modules.items() if isinstance(value, nn.ModuleList)}
+        parameters.update(own)
+        modules.update(lists)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            parameters.update(all_parameters)
+            modules.update(all_modules)
+
+    def _own(self, values: Tensor | nn.ModuleList) -> Tensor | nn.ModuleList:
+        first = self.rank * len(values) // self.tp
+        return values[first : first + max(1, len(values) // self.tp)]
+
+
+def see_own_heads(module: nn.Module, rank: int, tp: int) -> None:
+    """Mix `OwnHeads` into one module, for one of `tp` processes."""
+    module.__class__ = type(type(module).__name__, (OwnHeads, type(module)), {"rank": rank, "tp": tp})
+
+
 def see_local_parameters(module: nn.Module) -> None:
     """Mix `LocalParameters` into one module."""
     module.__class__ = type(type(module).__name__, (LocalParameters, type(module)), {})

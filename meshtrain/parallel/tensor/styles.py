@@ -23,7 +23,7 @@ from meshtrain.parallel.collectives import (
     split_sequence,
 )
 from meshtrain.parallel.rules import TensorRules, mla_rope_width
-from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_local_parameters
+from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_local_parameters, see_own_heads
 from meshtrain.parallel.tensor.region import Edge, Region, nothing
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -160,6 +160,14 @@ class _ReplicatedHeads(_Style):
         return module
 
 
+class _PerHead(_Style):
+    """Keep the parameters that every head has for itself whole; each process computes with those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        see_own_heads(module, self.region.group.rank(), self.region.group.size())
+        return module
+
+
 class _Rowwise(_Style):
     """Shard the inputs; the results are partial sums."""
 
@@ -288,6 +296,7 @@ STYLES: dict[Style, type[_Style]] = {
     "replicate": _Replicate,
     "replicated_with_grad_allreduce": _Replicate,
     "replicated_heads": _ReplicatedHeads,
+    "per_head": _PerHead,
     "shared_input": _SharedInput,
     "whole_sequence": _WholeSequence,
     "mla_kv_a_proj": _MlaKvAProj,

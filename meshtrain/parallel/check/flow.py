@@ -1,0 +1,61 @@
+"""Whether the rules of a plan sum each gradient that is partial, and cut nothing that cannot be cut."""
+
+from transformers import PreTrainedModel
+
+from meshtrain.models.patterns import as_pattern
+from meshtrain.parallel.flow import STREAM, Flow, follow_heads
+from meshtrain.parallel.rules import Problems, TensorRules
+
+MISUSED = (
+    "is not called: with this configuration the model computes with its weight elsewhere, so it cannot be cut; set "
+    "mesh.tp = 1"
+)
+JOINT = (
+    "computes over all heads at once, and each process has a part of them; keep the projections around it whole "
+    "('colwise_gather_output' and 'rowwise_split_input'), or set mesh.tp = 1"
+)
+PER_HEAD = "has parameters for every head, and each process has a part of the heads; make it 'per_head'"
+PARTIAL = (
+    "works on the heads, or the width, of one process, so its gradient must be summed; make it "
+    "'replicated_with_grad_allreduce'"
+)
+TWICE = "sees the same on every process, so its gradient would count once for each; make it 'replicate'"
+
+
+def check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems:
+    """Yield what the layers would compute wrongly, or not at all, on one process of `tp`.
+
+    Args:
+        model: on meta, unfused.
+        rules: that its modules can follow, with heads and widths that tp divides.
+    """
+    flow = follow_heads(model, rules, tp)
+    if not flow.ran:
+        # Only rules that were written by hand come so far: others are not derived from layers that do not run.
+        return
+    yield from dict.fromkeys(_of_modules(flow, rules)) or _of_layers(flow, type(model).__name__)
+
+
+def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
+    cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, PER_HEAD))
+    # A module that cannot be cut does not run, and what comes behind it tells nothing.
+    kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
+    for names, problem in (*kinds, (flow.counted_twice, TWICE)):
+        for name in names:
+            if name != STREAM:
+                style = rules.styles.get(name)
+                rule = "" if style is None else f" is {style!r}, but it"
+                yield f"tensor.styles: {as_pattern(name)}{rule} {problem}"
+
+
+def _of_layers(flow: Flow, architecture: str) -> Problems:
+    if STREAM in flow.partial:
+        yield (
+            f"tensor.styles: inside the layers of {architecture} something whole meets the heads, or the width, of one "
+            "process, so its gradient would be partial; add the rule that is missing, or set mesh.tp = 1"
+        )
+    elif flow.failure is not None:
+        yield (
+            f"tensor.styles: the layers of {architecture} do not run with the heads of one process ({flow.failure}); "
+            "write other rules, or set mesh.tp = 1"
+        )
