@@ -98,12 +98,17 @@ def verify(
     types: Annotated[
         list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
     ] = None,
+    only_defaults: Annotated[
+        bool, typer.Option("--defaults", help="With --models: no other flags than the defaults of each class.")
+    ] = False,
 ) -> None:
     """Prove that a plan computes what one device does. On a tiny copy of the model; exit code 0: proven, 1: not."""
     if models == (run is not None):
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
-    if (models and json_file is not None) or (not models and (types or table is not None)):
-        raise ConfigError("--json belongs to a RUN, --type and --table to --models; leave out what does not")
+    if (models and json_file is not None) or (not models and (types or only_defaults or table is not None)):
+        raise ConfigError(
+            "--json belongs to a RUN, --type, --defaults and --table to --models; leave out what does not"
+        )
     table = table or (Path("coverage.md") if models else None)
     for option, file in (("--json", json_file), ("--table", table)):
         if file is not None:
@@ -112,7 +117,7 @@ def verify(
         from meshtrain.verify.classes import verify_models
 
         assert table is not None
-        proven = verify_models(types or (), table)
+        proven = verify_models(types or (), table, only_defaults=only_defaults)
     else:
         from meshtrain.config.toml import load_run
 

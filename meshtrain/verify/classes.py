@@ -4,6 +4,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,13 +16,43 @@ from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.prove import prepare_ranks, prove
+from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.run import make_subject
+from meshtrain.verify.subject import Subject
 from meshtrain.verify.tiny import default_config
+from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, words_of
 
 # Each mesh proves one ability; the first two together, as every cut model is sharded too.
-ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": MeshPlan(dp_shard=1, tp=2)}
+TENSOR = MeshPlan(dp_shard=1, tp=2)
+ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": TENSOR}
+FLAGS = "tensor, with flags"
 PROVEN, REFUSED = "proven", "refused"
 WRONG = ("differs", "fails")
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What came out with flags that are not the defaults.
+
+    Attributes:
+        flags: those that change what the model computes.
+        tried: number of variants, with the defaults.
+        proven: how many of them are.
+        others: flags of what is refused, or wrong -> the reason.
+        record: what `write_record` keeps.
+    """
+
+    flags: tuple[str, ...]
+    tried: int
+    proven: int
+    others: dict[str, str]
+    record: dict[str, Any]
+
+    def __str__(self) -> str:
+        if not self.flags:
+            return "no flag changes what it computes"
+        found = [f"{self.proven} of {self.tried} variants of {', '.join(self.flags)} are proven"]
+        return "; ".join([*found, *(f"{words}: {reason}" for words, reason in self.others.items())])
 
 
 @dataclass(frozen=True)
@@ -32,19 +63,22 @@ class Verdict:
         model_type: as transformers names it.
         architecture: its class.
         abilities: ability -> `proven`, or the reason why not.
+        variants: what came out with other flags under tensor parallelism; None if that was not tried.
     """
 
     model_type: str
     architecture: str
     abilities: dict[str, str]
+    variants: Variants | None = None
 
 
-def verify_models(model_types: Sequence[str], table: Path) -> bool:
-    """Prove every class, show a line for each, and write the table.
+def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: bool = False) -> bool:
+    """Prove every class in variants of its configuration, show a line for each, and write the table.
 
     Args:
         model_types: empty: all.
-        table: Markdown file to write.
+        table: Markdown file to write. Beside it comes a JSON file with the flags that are proven.
+        only_defaults: leave the variants out, and the JSON file.
 
     Returns:
         Whether each class is proven or refused: none differs, and none fails.
@@ -54,16 +88,22 @@ def verify_models(model_types: Sequence[str], table: Path) -> bool:
     prepare_ranks()
     verdicts = []
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        verdicts.append(_verdict(model_type))
-        shown = "; ".join(f"{ability}: {result}" for ability, result in verdicts[-1].abilities.items())
-        console.line(f"{model_type}: {shown}")
+        verdicts.append(_verdict(model_type, only_defaults=only_defaults))
+        results = [f"{ability}: {result}" for ability, result in verdicts[-1].abilities.items()]
+        if (variants := verdicts[-1].variants) is not None:
+            results.append(f"{FLAGS}: {variants}")
+        console.line(f"{model_type}: {'; '.join(results)}")
     table.write_text("\n".join(_markdown(verdicts)) + "\n")
+    if not only_defaults:
+        write_record({v.model_type: v.variants.record for v in verdicts if v.variants}, table.with_name(RECORD_NAME))
     for ability in ABILITIES:
         console.line(f"{ability}: {_count(verdicts, ability)}")
-    return not any(result.startswith(WRONG) for verdict in verdicts for result in verdict.abilities.values())
+    results = [result for verdict in verdicts for result in verdict.abilities.values()]
+    results += [result for verdict in verdicts if verdict.variants for result in verdict.variants.others.values()]
+    return not any(result.startswith(WRONG) for result in results)
 
 
-def _verdict(model_type: str) -> Verdict:
+def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     try:
         config = default_config(model_type)
     except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
@@ -71,7 +111,36 @@ def _verdict(model_type: str) -> Verdict:
         return Verdict(model_type, name, dict.fromkeys(ABILITIES, f"no tiny copy: {_last_line(error)}"))
     # Of a type whose class has eyes or ears the language model alone is proven, which has a class of its own.
     name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
-    return Verdict(model_type, name, {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()})
+    abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
+    if only_defaults or not abilities["tensor"].startswith(PROVEN):
+        return Verdict(model_type, name, abilities)
+    return Verdict(model_type, name, abilities, prove_variants(_type_of(config, model_type)))
+
+
+def prove_variants(model_type: str) -> Variants:
+    """Prove a type under tensor parallelism with its flags, each pair of their values at least once.
+
+    Args:
+        model_type: of a language model whose defaults are proven.
+    """
+    flags = find_flags(model_type)
+    refused: dict[str, str] = {}
+
+    def is_possible(values: Values) -> bool:
+        try:
+            _subject(default_config(model_type, values), TENSOR, pretrained=True)
+        except UserError as error:
+            refused[words_of(values)] = f"{REFUSED}: {error.problems[0]}"
+            return False
+        return True
+
+    variants, impossible = cover_pairs(flags.values, is_possible)
+    results = {words_of(v): _prove(default_config(model_type, v), TENSOR) for v in variants if v}
+    proven = [v for v in variants if not v or results[words_of(v)].startswith(PROVEN)]
+    others = {words_of(values): refused[words_of(values)] for values in impossible}
+    others |= {words: result for words, result in results.items() if not result.startswith(PROVEN)}
+    heads = getattr(default_config(model_type), HEADS, None)
+    return Variants(tuple(flags.values), len(variants), len(proven), others, record_of(flags, proven, heads))
 
 
 def _type_of(config: PretrainedConfig, model_type: str) -> str:
@@ -95,14 +164,18 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
 
 
 def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
-    plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
     try:
-        proof = prove(make_subject(config, plan, mesh, attention="eager", pretrained=pretrained))
+        proof = prove(_subject(config, mesh, pretrained=pretrained))
     except UserError as error:
         return f"{REFUSED}: {error.lines[0]}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"fails: {_last_line(error)}"
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
+
+
+def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> Subject:
+    plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
+    return make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 
 def _last_line(error: Exception) -> str:
@@ -130,16 +203,20 @@ def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
         f"Written by `meshtrain verify --models` ({versions}): a tiny copy of every causal-LM model type, in float64,",
         "next to the stock model in one process; loss, gradients, parameters after 3 steps of AdamW and evaluation are",
         "at most 1e-12 apart. `pipeline x sharding` is pp 2 x dp_shard 2; `tensor` is tp 2.",
+        "`tensor, with flags` is tp 2 again, in variants of the configuration: every boolean and choice that changes",
+        "what the model computes, and how many heads share keys and values, each pair of values at least once.",
         "",
         " ".join(f"{ability}: {_count(verdicts, ability)}." for ability in ABILITIES),
         "",
-        f"| model type | class | {' | '.join(ABILITIES)} |",
-        "|---" * (2 + len(ABILITIES)) + "|",
-        *(
-            f"| {verdict.model_type} | {verdict.architecture} | {' | '.join(map(_cell, verdict.abilities.values()))} |"
-            for verdict in verdicts
-        ),
+        f"| model type | class | {' | '.join(ABILITIES)} | {FLAGS} |",
+        "|---" * (3 + len(ABILITIES)) + "|",
+        *map(_row, verdicts),
     ]
+
+
+def _row(verdict: Verdict) -> str:
+    cells = [verdict.model_type, verdict.architecture, *verdict.abilities.values()]
+    return f"| {' | '.join(map(_cell, [*cells, '-' if verdict.variants is None else str(verdict.variants)]))} |"
 
 
 def _cell(result: str) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
@@ -95,14 +96,17 @@ def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
     return shrink(default_config(model_type), num_layers)
 
 
-def default_config(model_type: str) -> PretrainedConfig:
+def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PretrainedConfig:
     """Return the default configuration of the language model of a type, with what it cannot be built without.
+
+    Args:
+        changes: values other than the defaults.
 
     Raises:
         ModelError: if there is none.
     """
     try:
-        config = AutoConfig.for_model(model_type)
+        config = AutoConfig.for_model(model_type, **changes)
     except REFUSALS as error:
         raise ModelError(f"{model_type!r} has no defaults: {refusal_reason(error)}") from error
     config = _language_model(config)

@@ -265,10 +265,10 @@ def test_a_plan_that_cannot_run_is_not_proven(
             ["run.toml", "--models"],
             "meshtrain verify takes a RUN, or --models for every class of transformers; give one",
         ),
-        (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type and --table to --models"),
-        (["run.toml", "--table", "coverage.md"], "--json belongs to a RUN, --type and --table to --models"),
+        (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type, --defaults and --table to"),
+        (["run.toml", "--table", "coverage.md"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["--models", "--table", "no/coverage.md"], "--table: no is no directory; make it, or choose another place"),
-        (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type and --table to --models"),
+        (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
         (["run.toml", "--json", "no/proof.json"], "--json: no is no directory; make it, or choose another place"),
         (["run.toml", "--json", ""], "--json: . is a directory; give the name of a file"),
@@ -374,7 +374,7 @@ def test_a_class_that_differs_is_said_in_the_table(
 ) -> None:
     monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, weight_microbatches_alike))
     table = tmp_path / "coverage.md"
-    assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == 1
+    assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == 1
     assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
     assert "tensor: proven are 0 of 1 model types (0 of 1 distinct classes)" in capsys.readouterr().out
 
@@ -395,8 +395,8 @@ def test_only_what_is_refused_may_start_from_pretrained_weights(
 ) -> None:
     monkeypatch.setattr(classes, "_try", lambda config, mesh, *, pretrained: given if pretrained else random)
     table = tmp_path / "coverage.md"
-    assert cli._exit_code(["verify", "--models", "--type", "gpt2", "--table", str(table)]) == code
-    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} |"
+    assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == code
+    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} | - |"
 
 
 def test_model_types_and_classes_are_counted() -> None:
@@ -450,14 +450,26 @@ def test_an_unknown_class_is_proven_before_its_first_run(
 
 def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "coverage.md"
-    arguments = ["verify", "--models", "--type", "gpt2", "--type", "rwkv", "--type", "blt", "--table", str(table)]
+    arguments = [
+        "verify",
+        "--models",
+        "--defaults",
+        "--type",
+        "gpt2",
+        "--type",
+        "rwkv",
+        "--type",
+        "blt",
+        "--table",
+        str(table),
+    ]
     assert cli._exit_code(arguments) == 0
     assert "pipeline x sharding: proven are 1 of 3 model types (1 of 3 distinct classes)" in capsys.readouterr().out
     gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
     reason = "refused: a blt configuration does not say how many layers there are; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
     assert blt.count(reason) == 2
-    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven |"
+    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | - |"
     assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
 
 

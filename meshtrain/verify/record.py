@@ -1,0 +1,66 @@
+"""Which flags of which model types are proven over tp: written by `verify --models`, read before a run."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from meshtrain.config.reading import shipped_plans
+from meshtrain.verify.tiny import KEY_VALUE_HEADS
+from meshtrain.verify.variants import HEADS, Flags, Values, candidates
+
+RECORD_NAME = "variants.json"
+
+
+def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict[str, Any]:
+    """Return what to keep of one model type: the values of each flag that a proven variant has, and silent flags.
+
+    Args:
+        flags: of the type.
+        proven: the variants, the defaults left out of each.
+        heads: number of attention heads by default.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, values in flags.values.items():
+        of_variants = dict.fromkeys(_word(name, variant.get(name, values[0]), heads) for variant in proven)
+        found[name] = [*of_variants]
+    return {"proven": found, "silent": [*flags.silent]}
+
+
+def write_record(types: Mapping[str, Any], path: Path) -> None:
+    """Write what `record_of` returned for each model type. Types that are in the file already stay in it."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(dict(sorted({**before, **types}.items())), indent=1) + "\n")
+
+
+def uncovered_flags(config: PretrainedConfig) -> list[str]:
+    """Return the flags of a configuration, with their values, that no proof of its model type covers."""
+    text = config.get_text_config()
+    known = _load().get(text.model_type)
+    if known is None:
+        return [f"model_type = {text.model_type}"]
+    values, heads = text.to_dict(), getattr(text, HEADS, None)
+    proven: Mapping[str, list[Any]] = known["proven"]
+    names = dict.fromkeys([*proven, *(name for name in candidates(text) if name not in known["silent"])])
+    return [
+        f"{name} = {values[name]}"
+        for name in names
+        if name in values and _word(name, values[name], heads) not in proven.get(name, [])
+    ]
+
+
+def _word(name: str, value: Any, heads: int | None) -> Any:
+    """Return a value of a flag: of a number of key-value heads only whether it is one, all, or some in between."""
+    if name not in KEY_VALUE_HEADS:
+        return value
+    return "one" if value == 1 else "all" if value in (None, heads) else "some"
+
+
+@functools.cache
+def _load() -> dict[str, Any]:
+    path = Path(str(shipped_plans() / RECORD_NAME))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found

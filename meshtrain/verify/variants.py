@@ -1,0 +1,219 @@
+"""Flags of a configuration class that change what a model computes, and a few variants that cover them in pairs."""
+
+import itertools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Literal, Union
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import PretrainedConfig
+
+from meshtrain.errors import UserError
+from meshtrain.models.build import build_model
+from meshtrain.models.rotary import probed
+from meshtrain.parallel.anatomy import MISFITS, PROBE_LENGTH, no_router_logits, probe_ids, probe_mask
+from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
+
+Values = Mapping[str, Any]
+# They say what a forward pass returns, or make another model than a causal language model.
+NOT_FLAGS = {
+    *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "is_decoder"),
+    *("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "tf_legacy_loss", "use_bfloat16"),
+}
+FEW, HEADS = 1, "num_attention_heads"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a model type.
+
+    Attributes:
+        values: flag that changes what the model computes -> its values, the default first.
+        silent: flags that change nothing, neither alone nor with one of the others.
+    """
+
+    values: dict[str, tuple[Any, ...]]
+    silent: tuple[str, ...]
+
+
+def words_of(values: Values) -> str:
+    """Return flags as people write them."""
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
+    """Return every boolean and choice of a configuration, and what groups heads: name -> values, its own first."""
+    hints = _hints(type(config))
+    found: dict[str, tuple[Any, ...]] = {}
+    heads = getattr(config, HEADS, None)
+    for name, value in config.to_dict().items():
+        if name in NOT_FLAGS or name.startswith("_"):
+            continue
+        if choices := _choices(hints.get(name)):
+            found[name] = tuple(dict.fromkeys((value, *choices)))
+        elif isinstance(value, bool):
+            found[name] = value, not value
+        elif value is None and bool in (hints.get(name), *typing.get_args(hints.get(name))):
+            found[name] = None, True, False
+        elif config.attribute_map.get("num_key_value_heads", name) == name and name in KEY_VALUE_HEADS:
+            if isinstance(heads, int) and isinstance(value, int):
+                some = (heads // 4,) if heads % 4 == 0 else ()
+                found[name] = tuple(dict.fromkeys((value, FEW, *some, heads)))
+        elif value == 1 and isinstance(value, int) and "token" not in name and "layer" not in name:
+            # A number of parts, such as `pretraining_tp` of BLOOM.
+            found[name] = 1, 2
+    return found
+
+
+def find_flags(model_type: str) -> Flags:
+    """Return which candidates change what the model of a type computes, alone or two of them together.
+
+    Raises:
+        ModelError: if there is no tiny copy of the type.
+    """
+    offered = candidates(default_config(model_type))
+    plain = _signature(model_type, {})
+    changing = {
+        name: tuple(value for value in values if value == values[0] or _signature(model_type, {name: value}) != plain)
+        for name, values in offered.items()
+    }
+    silent = [name for name, values in changing.items() if len(values) == 1]
+    for one, other in itertools.combinations(silent, 2):
+        pair = {one: offered[one][-1], other: offered[other][-1]}
+        if _signature(model_type, pair) not in (plain, None):
+            changing |= {name: offered[name] for name in pair}
+    return Flags(
+        {name: values for name, values in changing.items() if len(values) > 1},
+        tuple(name for name, values in changing.items() if len(values) == 1),
+    )
+
+
+def cover_pairs(
+    values: Mapping[str, Sequence[Any]], is_possible: Callable[[Values], bool]
+) -> tuple[list[Values], list[Values]]:
+    """Return variants that have each pair of values at least once, and the pairs and values that are impossible.
+
+    Args:
+        values: flag -> its values, the default first.
+        is_possible: whether there is a variant with these flags, the others being defaults.
+    """
+    alone = [{name: value} for name, found in values.items() for value in found[1:]]
+    impossible: list[Values] = [single for single in alone if not is_possible(single)]
+    allowed = {name: [v for v in found if {name: v} not in impossible] for name, found in values.items()}
+    pairs = [
+        {one: a, other: b}
+        for one, other in itertools.combinations(allowed, 2)
+        for a in allowed[one]
+        for b in allowed[other]
+    ]
+    # With one flag there are no pairs.
+    open_pairs = pairs or [{name: value} for name, found in allowed.items() for value in found]
+    default = {name: found[0] for name, found in allowed.items()}
+    variants: list[Values] = [default]
+    open_pairs = [pair for pair in open_pairs if not pair.items() <= default.items()]
+    while open_pairs:
+        best = _grow(default, allowed, open_pairs, is_possible)
+        if best is None:
+            impossible.append(open_pairs.pop(0))
+            continue
+        variants.append(best)
+        open_pairs = [pair for pair in open_pairs if not pair.items() <= best.items()]
+    return [_changed(variant, default) for variant in variants], impossible
+
+
+def _grow(
+    default: Values,
+    allowed: Mapping[str, Sequence[Any]],
+    open_pairs: Sequence[Values],
+    is_possible: Callable[[Values], bool],
+) -> Values | None:
+    """Return a variant with the first pair that is open, and as many others as it can have; None: there is none."""
+    grown = {**default, **open_pairs[0]}
+    if not is_possible(_changed(grown, default)):
+        return None
+    for name in allowed.keys() - open_pairs[0].keys():
+        ranked = sorted(allowed[name], key=lambda v: -_covered({**grown, name: v}, open_pairs))
+        for value in ranked:
+            trial = {**grown, name: value}
+            if value == grown[name] or is_possible(_changed(trial, default)):
+                grown = trial
+                break
+    return grown
+
+
+def _covered(variant: Values, pairs: Sequence[Values]) -> int:
+    return sum(pair.items() <= variant.items() for pair in pairs)
+
+
+def _changed(variant: Values, default: Values) -> Values:
+    return {name: value for name, value in variant.items() if value != default[name]}
+
+
+def _signature(model_type: str, changes: Values) -> object:
+    """Return what a tiny model is made of and computes, without its values; None if it cannot be built.
+
+    That are its modules, the shapes of its parameters, the kinds of its layers, and every operation of a pass on meta.
+    """
+    try:
+        config = shrink(default_config(model_type, changes), 4)
+        model = build_model(config, dtype=torch.float32, attention="eager").eval()
+    except UserError:
+        return None
+    modules = tuple((name, type(module).__name__) for name, module in model.named_modules())
+    shapes = tuple((name, p.shape) for name, p in model.named_parameters(remove_duplicate=False))
+    words = tuple(getattr(config, "layer_types", None) or ())
+    traces = []
+    for with_mask in (True, False):
+        with _Operations() as operations, torch.no_grad(), probed(model, PROBE_LENGTH):
+            ids = probe_ids(torch.device("meta"))
+            try:
+                model(
+                    input_ids=ids,
+                    **probe_mask(ids.device, with_mask=with_mask),
+                    **no_router_logits(model),
+                    use_cache=False,
+                )
+            except MISFITS as error:
+                operations.seen.append(type(error).__name__)
+        traces.append(tuple(operations.seen))
+    return modules, shapes, tuple(model.all_tied_weights_keys), words, tuple(traces)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes every operation, with the numbers that it gets, and for each tensor its shape and where it is from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+        # The tensors are kept so that none of their memory is given to another.
+        self._order: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen.append(f"{func} {tree_map_only(torch.Tensor, self._name, (args, kwargs, result))}")
+        return result
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        key = tensor.untyped_storage()._cdata
+        number, _ = self._order.setdefault(key, (len(self._order), tensor))
+        return f"{number}{tuple(tensor.shape)}"
+
+
+def _hints(config_class: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(config_class)
+    except NameError:
+        # A class that comes with a model may name types that are there for checkers only.
+        return {}
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    if typing.get_origin(hint) in (Union, UnionType):
+        return tuple(itertools.chain.from_iterable(_choices(part) for part in typing.get_args(hint)))
+    return ()
