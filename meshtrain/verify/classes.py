@@ -15,7 +15,7 @@ from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
-from meshtrain.verify.prove import prepare_ranks, prove
+from meshtrain.verify.prove import Proof, prepare_ranks, prove, prove_together
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import Subject
@@ -114,14 +114,16 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
     if only_defaults or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
-    return Verdict(model_type, name, abilities, prove_variants(_type_of(config, model_type)))
+    pretrained = abilities["tensor"] != PROVEN
+    return Verdict(model_type, name, abilities, prove_variants(_type_of(config, model_type), pretrained=pretrained))
 
 
-def prove_variants(model_type: str) -> Variants:
+def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
     """Prove a type under tensor parallelism with its flags, each pair of their values at least once.
 
     Args:
         model_type: of a language model whose defaults are proven.
+        pretrained: whether they are from given weights only.
     """
     flags = find_flags(model_type)
     refused: dict[str, str] = {}
@@ -135,12 +137,24 @@ def prove_variants(model_type: str) -> Variants:
         return True
 
     variants, impossible = cover_pairs(flags.values, is_possible)
-    results = {words_of(v): _prove(default_config(model_type, v), TENSOR) for v in variants if v}
+    changed = [variant for variant in variants if variant]
+    found = _prove_each([default_config(model_type, variant) for variant in changed], pretrained=pretrained)
+    results = dict(zip(map(words_of, changed), found, strict=True))
     proven = [v for v in variants if not v or results[words_of(v)].startswith(PROVEN)]
     others = {words_of(values): refused[words_of(values)] for values in impossible}
     others |= {words: result for words, result in results.items() if not result.startswith(PROVEN)}
     heads = getattr(default_config(model_type), HEADS, None)
     return Variants(tuple(flags.values), len(variants), len(proven), others, record_of(flags, proven, heads))
+
+
+def _prove_each(configs: Sequence[PretrainedConfig], *, pretrained: bool) -> list[str]:
+    """Return what comes out for each configuration of one class: in the same processes, unless one of them fails."""
+    subjects = [_subject(config, TENSOR, pretrained=pretrained) for config in configs]
+    try:
+        proofs = prove_together(subjects) if subjects else []
+    except RankError:
+        return [_try(config, TENSOR, pretrained=pretrained) for config in configs]
+    return [_result(proof) for proof in proofs]
 
 
 def _type_of(config: PretrainedConfig, model_type: str) -> str:
@@ -170,6 +184,10 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
         return f"{REFUSED}: {error.lines[0]}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"fails: {_last_line(error)}"
+    return _result(proof)
+
+
+def _result(proof: Proof) -> str:
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,10 @@ def prove(subject: Subject) -> Proof:
     Raises:
         UserError: for a model or a plan that the ranks refuse, or that they cannot run.
     """
-    mesh = subject.plan.mesh
-    world_size = mesh.world_size
     try:
-        ((initial, expected),) = run_on_ranks(1, _one_device, subject, timeout=SECONDS)
-        traces = run_on_ranks(world_size, train_plan, subject, initial, timeout=SECONDS)
+        return prove_together([subject])[0]
     except RankError as error:
+        mesh = subject.plan.mesh
         if isinstance(error.original, TrainingStopped):
             # The run stopped itself: the stock model has none of it.
             return Proof(
@@ -89,13 +87,30 @@ def prove(subject: Subject) -> Proof:
             raise error.original from error
         reason = str(error).strip().splitlines()[-1]
         raise ModelError(f"{subject.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
-    return Proof(
-        subject.architecture,
-        mesh,
-        tuple(compare(traces, expected)),
-        first_divergent_layer(traces, expected),
-        are_watched(traces, expected),
-    )
+
+
+def prove_together(subjects: Sequence[Subject]) -> list[Proof]:
+    """Prove several subjects on the same mesh in the same processes, one after the other.
+
+    Raises:
+        RankError: if any of them fails; which one, `prove` tells.
+    """
+    mesh = subjects[0].plan.mesh
+    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+    timeout = SECONDS * len(subjects)
+    (stock,) = run_on_ranks(1, _one_device, subjects, timeout=timeout)
+    initials = [initial for initial, _ in stock]
+    by_rank = run_on_ranks(world_size, _train_each, train_plan, subjects, initials, timeout=timeout)
+    return [
+        Proof(
+            subject.architecture,
+            mesh,
+            tuple(compare(traces, expected)),
+            first_divergent_layer(traces, expected),
+            are_watched(traces, expected),
+        )
+        for subject, (_, expected), traces in zip(subjects, stock, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 def show_proof(proof: Proof) -> None:
@@ -112,9 +127,20 @@ def write_json(proofs: Sequence[Proof], path: Path) -> None:
     path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
 
 
-def _one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
-    initial = given_weights(subject) if subject.pretrained else initial_weights(subject)
-    return initial, train_stock(subject, initial)
+def _one_device(subjects: Sequence[Subject]) -> list[tuple[dict[str, Tensor], Trace]]:
+    found = []
+    for subject in subjects:
+        initial = given_weights(subject) if subject.pretrained else initial_weights(subject)
+        found.append((initial, train_stock(subject, initial)))
+    return found
+
+
+def _train_each(
+    train: Callable[[Subject, dict[str, Tensor]], Trace],
+    subjects: Sequence[Subject],
+    initials: Sequence[dict[str, Tensor]],
+) -> list[Trace]:
+    return [train(subject, initial) for subject, initial in zip(subjects, initials, strict=True)]
 
 
 def _shown_layer(proof: Proof) -> tuple[str, str, str, str]:

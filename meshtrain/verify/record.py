@@ -44,7 +44,10 @@ def uncovered_flags(config: PretrainedConfig) -> list[str]:
         return [f"model_type = {text.model_type}"]
     values, heads = text.to_dict(), getattr(text, HEADS, None)
     proven: Mapping[str, list[Any]] = known["proven"]
-    names = dict.fromkeys([*proven, *(name for name in candidates(text) if name not in known["silent"])])
+    # A value that the class does not know changes nothing.
+    read = type(text)().to_dict()
+    others = (name for name in candidates(text) if name in read and name not in known["silent"])
+    names = dict.fromkeys([*proven, *others])
     return [
         f"{name} = {values[name]}"
         for name in names

@@ -1,16 +1,16 @@
-"""A class that nothing has proven yet is proven before its first training run; the answer is kept."""
+"""A class, or a class with flags, that nothing has proven yet is proven before its first run; the answer is kept."""
 
 import inspect
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain import console
 from meshtrain.config.data import DataConfig
@@ -24,6 +24,7 @@ from meshtrain.runtime.environment import rank_from_environment, world_size_from
 from meshtrain.training.directory import check_directory
 from meshtrain.training.report import resolve_run
 from meshtrain.verify.prove import prepare_ranks, prove, write_json
+from meshtrain.verify.record import uncovered_flags
 from meshtrain.verify.run import make_subjects, make_subjects_of
 from meshtrain.verify.subject import Subject
 
@@ -35,14 +36,17 @@ SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to
 def ensure_proven(config: RunConfig) -> None:
     """Prove the plan of a run once, if its model is of a class that no shipped family is written for.
 
-    A class that comes with the model is none of them, whatever type of model it calls itself.
+    A class that comes with the model is none of them, whatever type of model it calls itself. Under tensor parallelism
+    a family's model is proven too if its configuration has flags with which the family is not proven.
 
     All processes of a run call this at once: one of them works and the others wait for it.
 
     Raises:
         ModelError: if the plan does not compute what one device computes.
     """
-    known = find_family(load_hf_config(config.model).model_type) is not None
+    hf_config = load_hf_config(config.model)
+    flags = _uncovered(hf_config, config.plan)
+    known = find_family(hf_config.model_type) is not None and not flags
     # Whether a class keeps documents apart nobody tells but a proof: it may take positions and make no mask of them.
     separates = config.data.documents == "separate"
     if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
@@ -54,7 +58,7 @@ def ensure_proven(config: RunConfig) -> None:
     if known and not separates and _is_stock(model_class):
         return
     subjects = _told(partial(make_subjects, config, resolved), SWITCH)
-    _ensure(subjects, model_class, config.data.cache_directory, SWITCH)
+    _ensure(subjects, model_class, config.data.cache_directory, SWITCH, flags)
 
 
 def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
@@ -68,7 +72,8 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         ModelError: if the plan does not compute what one device computes, or the class cannot be built anew.
     """
     model_class, config = type(model), model.config
-    if _is_stock(model_class) and find_family(config.model_type) is not None:
+    flags = _uncovered(config, plan)
+    if _is_stock(model_class) and find_family(config.model_type) is not None and not flags:
         return
     if not _is_stock(model_class) and not hasattr(config, "auto_map"):
         raise ModelError(
@@ -81,7 +86,13 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "pretrained": True,
     }
     subjects = _told(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
-    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS)
+    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
+
+
+def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
+    """Return the flags with which the rules of the model's shipped family are not proven, where rules are used."""
+    has_family = find_family(config.model_type, config.to_dict()) is not None
+    return uncovered_flags(config) if has_family and plan.mesh.tp > 1 else []
 
 
 @contextmanager
@@ -95,11 +106,13 @@ def _hidden_program() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def _ensure(subjects: Iterable[Subject], model_class: type[PreTrainedModel], directory: str, switch: str) -> None:
+def _ensure(
+    subjects: Iterable[Subject], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
+) -> None:
     cache = Cache(Path(directory), leads=rank_from_environment() == 0)
     with _hidden_program():
         for subject in subjects:
-            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch))
+            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch, flags=flags))
 
 
 def _is_stock(model_class: type[PreTrainedModel]) -> bool:
@@ -127,14 +140,14 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
     return [(file.name, file.read_text()) for file in files]
 
 
-def _prove(subject: Subject, directory: Path, *, switch: str) -> None:
+def _prove(subject: Subject, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
+    name = subject.architecture + (f" with {', '.join(flags)}" if flags else "")
     if multiprocessing.current_process().daemon:
         raise ModelError(
-            f"{subject.architecture} is new here, and a daemonic process may not start the others that a proof takes; "
-            f"{switch}"
+            f"{name} is new here, and a daemonic process may not start the others that a proof takes; {switch}"
         )
     what = "its documents apart" if subject.rows == "separate" else "the plan"
-    console.line(f"{subject.architecture} is new here: proving {what} on a tiny copy of it")
+    console.line(f"{name} is new here: proving {what} on a tiny copy of it")
     prepare_ranks()
     try:
         proof = prove(subject)
@@ -142,7 +155,7 @@ def _prove(subject: Subject, directory: Path, *, switch: str) -> None:
         raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
-            f"{subject.architecture} under this plan does not compute what one device computes, it differs in "
+            f"{name} under this plan does not compute what one device computes, it differs in "
             f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
         )
     console.line(f"Proven: {proof.mesh.described()} computes what one device computes")

@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import dynamic_module_utils
+import torch
+from transformers import AutoConfig, dynamic_module_utils
 
+from meshtrain.config.plan import MeshPlan, ParallelPlan
 from meshtrain.config.toml import load_run
+from meshtrain.models.build import build_model
 from meshtrain.verify import trust
 from meshtrain.verify.subject import Subject
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -41,7 +44,7 @@ def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Subject]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def note(subject: Subject, directory: Path, switch: str) -> None:
+    def note(subject: Subject, directory: Path, switch: str, flags: list[str]) -> None:
         # A process that is started now would run the program that asks, and that again.
         assert not hasattr(sys.modules["__main__"], "__file__")
         subjects.append(subject)
@@ -81,3 +84,52 @@ def test_a_stock_class_of_a_known_type_is_known(proven: list[Subject]) -> None:
     for more in ("", "trust_remote_code = true\n"):
         ensure_proven(LLAMA_TEXT.replace("[model.config]", f"{more}[model.config]"))
     assert not proven
+
+
+BLOOM_TEXT = """
+[model]
+type = "bloom"
+attention = "eager"
+
+[model.config]
+vocab_size = 300
+hidden_size = 32
+n_layer = 4
+n_head = 4
+{flags}
+
+[plan.mesh]
+tp = {tp}
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ("", 0),
+        ("apply_residual_connection_post_layernorm = true", 0),
+        # A value that no variant of BLOOM was proven with.
+        ("pretraining_tp = 3", 1),
+    ],
+)
+def test_a_family_is_proven_once_with_flags_that_no_proof_covers(
+    flags: str, times: int, proven: list[Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(2):
+        ensure_proven(BLOOM_TEXT.format(flags=flags, tp=2))
+        assert len(proven) == times
+    # Without tensor parallelism the rules of the family are not used.
+    ensure_proven(BLOOM_TEXT.format(flags=flags, tp=1))
+    assert len(proven) == times
+
+
+def test_a_program_too_proves_a_family_with_flags_that_no_proof_covers(
+    proven: list[Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan = ParallelPlan(mesh=MeshPlan(tp=2, dp_shard=1))
+    for flags, times in (({}, 0), ({"pretraining_tp": 3}, 1)):
+        config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=4, n_head=4, **flags)
+        trust.ensure_model_proven(build_model(config, dtype=torch.float32, attention="eager"), plan)
+        assert len(proven) == times

@@ -1,0 +1,84 @@
+"""Which flags of a configuration class change what it computes, and variants that cover them in pairs."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, StableLmConfig
+
+from meshtrain import cli
+from meshtrain.verify.record import record_of, uncovered_flags
+from meshtrain.verify.variants import Flags, candidates, cover_pairs, find_flags
+
+
+def test_each_pair_of_values_is_in_a_variant() -> None:
+    values = {"a": (0, 1, 2), "b": (False, True), "c": (False, True), "d": (None, True, False)}
+    variants, impossible = cover_pairs(values, lambda values: True)
+    assert not impossible
+    assert variants[0] == {}
+    assert len(variants) < 12
+    defaults = {name: found[0] for name, found in values.items()}
+    whole = [{**defaults, **variant} for variant in variants]
+    for one, other in itertools.combinations(values, 2):
+        for pair in itertools.product(values[one], values[other]):
+            assert any((variant[one], variant[other]) == pair for variant in whole), (one, other, pair)
+
+
+def test_what_is_impossible_hides_nothing_else() -> None:
+    def is_possible(values: Mapping[str, Any]) -> bool:
+        return values.get("a") != 2 and not (values.get("a") == 1 and values.get("b"))
+
+    values = {"a": (0, 1, 2), "b": (False, True), "c": (False, True)}
+    variants, impossible = cover_pairs(values, is_possible)
+    assert impossible == [{"a": 2}, {"a": 1, "b": True}]
+    assert all(map(is_possible, variants))
+    for pair in ({"a": 1, "c": True}, {"b": True, "c": True}):
+        assert any(pair.items() <= variant.items() for variant in variants), pair
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        # Neither of the first two changes anything alone.
+        ("bloom", {"slow_but_exact", "pretraining_tp", "apply_residual_connection_post_layernorm"}),
+        ("stablelm", {"qk_layernorm", "use_qkv_bias", "use_parallel_residual", "num_key_value_heads"}),
+    ],
+)
+def test_flags_that_change_what_is_computed(model_type: str, flags: set[str]) -> None:
+    assert {*find_flags(model_type).values} == flags | {"tie_word_embeddings"}
+
+
+def test_a_flag_that_changes_nothing_is_silent() -> None:
+    found = find_flags("llama")
+    assert found.silent == ("pretraining_tp",)
+    assert found.values["num_key_value_heads"] == (32, 1, 8)
+
+
+def test_flags_that_no_proof_covers() -> None:
+    assert uncovered_flags(LlamaConfig(num_key_value_heads=4, attention_bias=True)) == []
+    # The class does not read it.
+    assert uncovered_flags(LlamaConfig(use_logn_attention=True)) == []
+    assert uncovered_flags(StableLmConfig(qk_layernorm=True)) == []
+
+
+def test_a_number_of_key_value_heads_is_one_some_or_all() -> None:
+    flags = Flags({"num_key_value_heads": (32, 1, 8), "bias": (False, True)}, ("silent",))
+    proven = [{}, {"num_key_value_heads": 8, "bias": True}]
+    assert record_of(flags, proven, 32) == {
+        "proven": {"num_key_value_heads": ["all", "some"], "bias": [False, True]},
+        "silent": ["silent"],
+    }
+
+
+def test_heads_that_four_does_not_divide_are_one_or_all() -> None:
+    assert candidates(LlamaConfig(hidden_size=48, num_attention_heads=6))["num_key_value_heads"] == (6, 1)
+
+
+def test_variants_are_in_the_table(tmp_path: Path) -> None:
+    table = tmp_path / "coverage.md"
+    assert cli._exit_code(["verify", "--models", "--type", "gptj", "--table", str(table)]) == 0
+    row = table.read_text().splitlines()[-1]
+    assert row == "| gptj | GPTJForCausalLM | proven | proven | 2 of 2 variants of tie_word_embeddings are proven |"
+    assert (tmp_path / "variants.json").exists()
