@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from meshtrain.config.mesh import MeshPlan
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize
+from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.derive import with_derived_rules
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.runtime.mesh import build_mesh
@@ -287,3 +288,47 @@ def test_experts_start_alike_on_every_mesh() -> None:
     for four in run_on_ranks(4, initial_weights, (1, 1, 2, 2)):
         assert one.keys() == four.keys()
         assert all(torch.equal(one[name], four[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "message"),
+    [
+        (
+            Family("qwen3"),
+            {"model.layers.*.self_attn": "whole_sequence", "model.layers.*.self_attn.q_norm": "replicate"},
+            "model.layers.*.self_attn.q_norm is 'replicate', but it works on the heads, or the width, of one process, "
+            "so its gradient must be summed; make it 'replicated_with_grad_allreduce'",
+        ),
+        (
+            Family("cohere", {"use_qk_norm": True}),
+            {"model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce"},
+            "model.layers.*.self_attn.k_norm is 'replicated_with_grad_allreduce', but it has parameters for every "
+            "head, and each process has a part of the heads; make it 'per_head'",
+        ),
+        (
+            Family("llama"),
+            {"model.layers.*.input_layernorm": "replicated_with_grad_allreduce"},
+            "model.layers.*.input_layernorm is 'replicated_with_grad_allreduce', but it sees the same on every "
+            "process, so its gradient would count once for each; make it 'replicate'",
+        ),
+        (
+            Family("olmo2"),
+            {
+                "model.layers.*.self_attn.q_proj": "colwise",
+                "model.layers.*.self_attn.k_proj": "colwise",
+                "model.layers.*.self_attn.v_proj": "colwise",
+                "model.layers.*.self_attn.o_proj": "rowwise",
+            },
+            "model.layers.*.self_attn.q_norm is 'replicate', but it computes over all heads at once, and each process "
+            "has a part of them; keep the projections around it whole ('colwise_gather_output' and "
+            "'rowwise_split_input'), or set mesh.tp = 1",
+        ),
+    ],
+    ids=["not summed", "per head", "counted twice", "joint"],
+)
+def test_rules_that_somebody_wrote_follow_the_heads_too(family: Family, wrong: dict[str, Style], message: str) -> None:
+    plan, model = resolve_family(family, (1, 1, 1, 2))
+    tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **wrong}})
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(plan.model_copy(update={"tensor": tensor}), model, BatchShape(4, 1, 12), 2)
+    assert f"tensor.styles: {message}" in caught.value.problems
