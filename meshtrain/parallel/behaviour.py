@@ -1,4 +1,5 @@
-"""How a module with whole parameters computes on the heads of one process. Running it on numbers tells."""
+"""How a module with whole parameters computes on the heads of one process. Running it on numbers
+tells."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,14 +13,16 @@ from meshtrain.parallel.anatomy import MISFITS
 from meshtrain.parallel.tensor.modules import see_own_heads
 
 Behaviour = Literal["alike", "per_head", "joint"]
-"""`alike`: all heads share the parameters. `per_head`: every head has parameters of its own. `joint`: the module
-computes over several heads at once, so a process with a part of the heads computes something else."""
+"""`alike`: all heads share the parameters. `per_head`: every head has parameters of its own.
+`joint`: the module computes over several heads at once, so a process with a part of the heads
+computes something else."""
 # Modules of transformers cast to float32.
 CLOSE = 1e-4
 
 
 def behaviour_on_heads(module: nn.Module, whole: Any, part: Any) -> Behaviour:
-    """Compare what a module computes on all heads with what it computes on the heads of each process.
+    """Compare what a module computes on all heads with what it computes on the heads of each
+    process.
 
     Args:
         module: on meta; it is not changed.
@@ -80,7 +83,8 @@ def _cut_ones(wholes: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | 
 
 
 def _random(leaf: Any, dim: int | None) -> Any:
-    """Return values whose statistics differ from head to head, so that a joint norm cannot look like one per head."""
+    """Return values whose statistics differ from head to head, so that a joint norm cannot look
+    like one per head."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_floating_point():

@@ -1,8 +1,10 @@
-"""Where the parts of the heads go: one forward pass on meta in which each projection gives the part of one process.
+"""Where the parts of the heads go: one forward pass on meta in which each projection gives the part
+of one process.
 
-A parameter that every process holds whole, but uses on its part of the heads, gets a partial gradient. Which
-parameters these are depends on the configuration, and not on the class alone. So nothing is read from names here: the
-pass follows every tensor that is a part, and notes which whole parameters meet it.
+A parameter that every process holds whole, but uses on its part of the heads, gets a partial
+gradient. Which parameters these are depends on the configuration, and not on the class alone. So
+nothing is read from names here: the pass follows every tensor that is a part, and notes which whole
+parameters meet it.
 """
 
 import copy
@@ -49,9 +51,10 @@ class Flow:
     """What whole parameters do with parts of the heads, and what cannot be cut as the rules say.
 
     Attributes:
-        on_parts: modules with whole parameters that are called with a part of the heads, or of a width.
-        partial: modules whose parameters get a partial gradient that the rules do not sum; `STREAM` if the hidden state
-            itself gets one.
+        on_parts: modules with whole parameters that are called with a part of the heads, or of a
+            width.
+        partial: modules whose parameters get a partial gradient that the rules do not sum; `STREAM`
+            if the hidden state itself gets one.
         counted_twice: modules whose gradient is whole, although the rules sum it.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
@@ -71,7 +74,8 @@ class Flow:
 
 
 def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
-    """Run the decoder layers as one process of `tp` would, and note what meets the parts of the heads.
+    """Run the decoder layers as one process of `tp` would, and note what meets the parts of the
+    heads.
 
     Args:
         model: on meta, unfused; it is not changed.
@@ -97,7 +101,8 @@ def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
 
 
 class _Parts(TorchDispatchMode):
-    """While active, knows which tensors are parts, and from which whole parameters the others are computed."""
+    """While active, knows which tensors are parts, and from which whole parameters the others are
+    computed."""
 
     def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,7 +190,8 @@ class _Pass:
         self.flow.counted_twice.update(dict.fromkeys(sorted(self.called - self.parts.met)))
 
     def _first_of_each_kind(self) -> Iterator[int]:
-        """Yield the first layer of each kind: by its word, its modules, its parameters and their rules."""
+        """Yield the first layer of each kind: by its word, its modules, its parameters and their
+        rules."""
         words = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
         seen = set()
         for index, layer in enumerate(self.layers):

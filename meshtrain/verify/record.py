@@ -1,4 +1,5 @@
-"""Which flags of which model types are proven over tp: written by `verify --models`, read before a run."""
+"""Which flags of which model types are proven over tp: written by `verify --models`, read before a
+run."""
 
 import functools
 import json
@@ -16,7 +17,8 @@ RECORD_NAME = "variants.json"
 
 
 def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict[str, Any]:
-    """Return what to keep of one model type: the values of each flag that a proven variant has, and silent flags.
+    """Return what to keep of one model type: the values of each flag that a proven variant has, and
+    silent flags.
 
     Args:
         flags: of the type.
@@ -31,13 +33,15 @@ def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict
 
 
 def write_record(types: Mapping[str, Any], path: Path) -> None:
-    """Write what `record_of` returned for each model type. Types that are in the file already stay in it."""
+    """Write what `record_of` returned for each model type. Types that are in the file already stay
+    in it."""
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(dict(sorted({**before, **types}.items())), indent=1) + "\n")
 
 
 def uncovered_flags(config: PretrainedConfig) -> list[str]:
-    """Return the flags of a configuration, with their values, that no proof of its model type covers."""
+    """Return the flags of a configuration, with their values, that no proof of its model type
+    covers."""
     text = config.get_text_config()
     known = _load().get(text.model_type)
     if known is None:
@@ -56,7 +60,8 @@ def uncovered_flags(config: PretrainedConfig) -> list[str]:
 
 
 def _word(name: str, value: Any, heads: int | None) -> Any:
-    """Return a value of a flag: of a number of key-value heads only whether it is one, all, or some in between."""
+    """Return a value of a flag: of a number of key-value heads only whether it is one, all, or some
+    in between."""
     if name not in KEY_VALUE_HEADS:
         return value
     return "one" if value == 1 else "all" if value in (None, heads) else "some"

@@ -1,4 +1,5 @@
-"""Flags of a configuration class that change what a model computes, and a few variants that cover them in pairs."""
+"""Flags of a configuration class that change what a model computes, and a few variants that cover
+them in pairs."""
 
 import itertools
 import typing
@@ -46,7 +47,8 @@ def words_of(values: Values) -> str:
 
 
 def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
-    """Return every boolean and choice of a configuration, and what groups heads: name -> values, its own first."""
+    """Return every boolean and choice of a configuration, and what groups heads: name -> values,
+    its own first."""
     hints = _hints(type(config))
     found: dict[str, tuple[Any, ...]] = {}
     heads = getattr(config, HEADS, None)
@@ -70,7 +72,8 @@ def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def find_flags(model_type: str) -> Flags:
-    """Return which candidates change what the model of a type computes, alone or two of them together.
+    """Return which candidates change what the model of a type computes, alone or two of them
+    together.
 
     Raises:
         ModelError: if there is no tiny copy of the type.
@@ -95,7 +98,8 @@ def find_flags(model_type: str) -> Flags:
 def cover_pairs(
     values: Mapping[str, Sequence[Any]], is_possible: Callable[[Values], bool]
 ) -> tuple[list[Values], list[Values]]:
-    """Return variants that have each pair of values at least once, and the pairs and values that are impossible.
+    """Return variants that have each pair of values at least once, and the pairs and values that
+    are impossible.
 
     Args:
         values: flag -> its values, the default first.
@@ -131,7 +135,8 @@ def _grow(
     open_pairs: Sequence[Values],
     is_possible: Callable[[Values], bool],
 ) -> Values | None:
-    """Return a variant with the first pair that is open, and as many others as it can have; None: there is none."""
+    """Return a variant with the first pair that is open, and as many others as it can have; None:
+    there is none."""
     grown = {**default, **open_pairs[0]}
     if not is_possible(_changed(grown, default)):
         return None
@@ -154,9 +159,11 @@ def _changed(variant: Values, default: Values) -> Values:
 
 
 def _signature(model_type: str, changes: Values) -> object:
-    """Return what a tiny model is made of and computes, without its values; None if it cannot be built.
+    """Return what a tiny model is made of and computes, without its values; None if it cannot be
+    built.
 
-    That are its modules, the shapes of its parameters, the kinds of its layers, and every operation of a pass on meta.
+    That are its modules, the shapes of its parameters, the kinds of its layers, and every operation
+    of a pass on meta.
     """
     try:
         config = shrink(default_config(model_type, changes), 4)
@@ -184,7 +191,8 @@ def _signature(model_type: str, changes: Values) -> object:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes every operation, with the numbers that it gets, and for each tensor its shape and where it is from."""
+    """Notes every operation, with the numbers that it gets, and for each tensor its shape and where
+    it is from."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
