@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils import logging
 
@@ -99,7 +101,8 @@ def prove_together(subjects: Sequence[Subject]) -> list[Proof]:
     world_size = math.prod(getattr(mesh, axis) for axis in AXES)
     timeout = SECONDS * len(subjects)
     (stock,) = run_on_ranks(1, _one_device, subjects, timeout=timeout)
-    initials = [initial for initial, _ in stock]
+    # Each tensor would take a file descriptor of the few that a new process can be given.
+    initials = [{name: value.numpy() for name, value in initial.items()} for initial, _ in stock]
     by_rank = run_on_ranks(world_size, _train_each, train_plan, subjects, initials, timeout=timeout)
     return [
         Proof(
@@ -138,9 +141,12 @@ def _one_device(subjects: Sequence[Subject]) -> list[tuple[dict[str, Tensor], Tr
 def _train_each(
     train: Callable[[Subject, dict[str, Tensor]], Trace],
     subjects: Sequence[Subject],
-    initials: Sequence[dict[str, Tensor]],
+    initials: Sequence[dict[str, NDArray[Any]]],
 ) -> list[Trace]:
-    return [train(subject, initial) for subject, initial in zip(subjects, initials, strict=True)]
+    return [
+        train(subject, {name: torch.from_numpy(value) for name, value in initial.items()})
+        for subject, initial in zip(subjects, initials, strict=True)
+    ]
 
 
 def _shown_layer(proof: Proof) -> tuple[str, str, str, str]:

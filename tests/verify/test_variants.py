@@ -57,7 +57,7 @@ def test_a_flag_that_changes_nothing_is_silent() -> None:
 
 
 def test_flags_that_no_proof_covers() -> None:
-    assert uncovered_flags(LlamaConfig(num_key_value_heads=4, attention_bias=True)) == []
+    assert uncovered_flags(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True)) == []
     # The class does not read it.
     assert uncovered_flags(LlamaConfig(use_logn_attention=True)) == []
     assert uncovered_flags(StableLmConfig(qk_layernorm=True)) == []
