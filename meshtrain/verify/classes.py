@@ -132,7 +132,7 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
         try:
             _subject(default_config(model_type, values), TENSOR, pretrained=True)
         except UserError as error:
-            refused[words_of(values)] = f"{REFUSED}: {error.problems[0]}"
+            refused[words_of(values)] = f"{REFUSED}: {error.lines[0]}"
             return False
         return True
 

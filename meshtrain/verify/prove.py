@@ -98,7 +98,7 @@ def prove_together(subjects: Sequence[Subject]) -> list[Proof]:
         RankError: if any of them fails; which one, `prove` tells.
     """
     mesh = subjects[0].plan.mesh
-    world_size = math.prod(getattr(mesh, axis) for axis in AXES)
+    world_size = mesh.world_size
     timeout = SECONDS * len(subjects)
     (stock,) = run_on_ranks(1, _one_device, subjects, timeout=timeout)
     # Each tensor would take a file descriptor of the few that a new process can be given.

@@ -331,4 +331,4 @@ def test_rules_that_somebody_wrote_follow_the_heads_too(family: Family, wrong: d
     tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **wrong}})
     with pytest.raises(PlanError) as caught:
         resolve_plan(plan.model_copy(update={"tensor": tensor}), model, BatchShape(4, 1, 12), 2)
-    assert f"tensor.styles: {message}" in caught.value.problems
+    assert f"tensor.styles: {message}" in caught.value.lines

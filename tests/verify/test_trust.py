@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, dynamic_module_utils
 
-from meshtrain.config.plan import MeshPlan, ParallelPlan
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import load_run
 from meshtrain.models.build import build_model
 from meshtrain.verify import trust
