@@ -26,7 +26,7 @@ from meshtrain.parallel.compile import apply_compile
 from meshtrain.parallel.cut import Stage, cut
 from meshtrain.parallel.longest import LongestSequence
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.randomness import ForwardStreams
+from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.router_loss import RouterLoss, find_formula
@@ -34,7 +34,7 @@ from meshtrain.parallel.rules import TensorRules, resolve_rules
 from meshtrain.parallel.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
-from meshtrain.parallel.tensor.adapters import check_adapters
+from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
 
@@ -88,11 +88,13 @@ def parallelize(
         own = adapters_held_by(stage.model, adapters)
         if stage.num_stages > 1:
             own = copy.deepcopy(own)
+        draws = has_dropout(stage.model) or any(map(drops_out, own.values()))
+        tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
         if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own)
+            summed_over_tp |= apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
         put_on_adapters(stage.model, own)
         forbid_changes(own)
-        apply_recompute(stage, plan.recompute)
+        apply_recompute(stage, plan.recompute, tp_streams)
         router_loss.watch(stage)
         apply_compile(stage, plan)
         apply_shard(stage, mesh, plan)

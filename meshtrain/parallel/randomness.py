@@ -1,24 +1,19 @@
 """Random streams without state: every draw is a function of (seed, step, microbatch, stage, data rank).
 
-A resumed run draws what the uninterrupted one draws, with nothing saved. Processes of one tp group share a stream, so
-that dropout on replicated activations is the same on all of them; where activations are sharded (attention heads, parts
-of the sequence) each takes a stream of its own, derived from the shared one. Seeding by rank would make replicated
-weights drift apart, silently.
+A resumed run draws what the uninterrupted one draws, with nothing saved. The processes of a tp group share one stream.
+What is whole on all of them is dropped by the shared stream, so it stays the same on all. What is cut (attention heads,
+parts of the sequence) is dropped by a stream of each process, which is derived from the shared one. Seeding by rank
+would make replicated weights drift apart, silently.
 """
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 
 def stream_key(*parts: int | str) -> int:
@@ -57,32 +52,96 @@ class ForwardStreams:
         model.register_forward_pre_hook(seed_forward)
 
 
-def draw_key() -> int:
-    """Draw a number from the stream that the tp group shares; all its processes must do so at the same place."""
-    return int(torch.randint(2**62, ()))
+class Streams:
+    """The two random streams of a process under tensor parallelism: the shared one, and its own.
 
+    torch's generators hold one of them, and the state of the other is kept here. A recomputation must replay both:
+    checkpointing restores what the generators held, and `replayed` the rest.
 
-@contextmanager
-def own_stream(coordinate: int) -> Iterator[None]:
-    """Give the block a stream of its own per coordinate; afterwards the shared stream goes on, equal on all processes.
-
-    A recomputation replays it: checkpointing restores the shared stream, and the key is drawn from that.
+    Args:
+        coordinate: of the process in its tp group.
     """
-    key = draw_key()
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    torch.manual_seed(stream_key(key, coordinate))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+
+    def __init__(self, coordinate: int) -> None:
+        self._coordinate = coordinate
+        self._is_own = False
+        self._shared = _States(torch.empty(0), None)
+        self._outer: list[_States | None] = []
+
+    def begin(self) -> None:
+        """Take what torch's generators hold for the shared stream, as it is at the start of a model.
+
+        A recomputation may have ended in the middle of a layer, and left the other.
+        """
+        self._is_own = False
+        self._outer.clear()
+
+    def replayed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that computes `forward` with the streams of now, whenever it is called."""
+        is_own, shared, outer = self._is_own, self._shared, [*self._outer]
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            self._is_own, self._shared, self._outer = is_own, shared, [*outer]
+            return forward(*args, **kwargs)
+
+        return replay
+
+    def enter(self, *, is_cut: bool) -> None:
+        """Draw for what is cut (from the own stream), or for what is whole (from the shared one), until `leave`."""
+        if is_cut == self._is_own:
+            self._outer.append(None)
+            return
+        self._outer.append(_get_states())
+        self._is_own = is_cut
+        if is_cut:
+            # All processes draw the key, so the shared stream moves on equally.
+            key = int(torch.randint(2**62, ()))
+            self._shared = _get_states()
+            torch.manual_seed(stream_key(key, self._coordinate))
+        else:
+            _set_states(self._shared)
+
+    def leave(self) -> None:
+        """Go back to the stream before the last `enter`."""
+        before = self._outer.pop()
+        if before is None:
+            return
+        if self._is_own:
+            # What was whole inside has moved the shared stream on.
+            before = self._shared
+        else:
+            self._shared = _get_states()
+        self._is_own = not self._is_own
+        _set_states(before)
+
+    @contextmanager
+    def of(self, *, is_cut: bool) -> Iterator[None]:
+        """Draw for what is cut, or for what is whole, inside the block."""
+        self.enter(is_cut=is_cut)
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+class _States(NamedTuple):
+    cpu: Tensor
+    cuda: Tensor | None
+
+
+def _get_states() -> _States:
+    return _States(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+
+
+def _set_states(states: _States) -> None:
+    torch.set_rng_state(states.cpu)
+    if states.cuda is not None:
+        torch.cuda.set_rng_state(states.cuda)
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
     """Return whether anything random happens in training, as far as configuration and modules say."""
-    values = model.config.get_text_config().to_dict().items()
+    values = _with_nested(model.config.get_text_config().to_dict())
     # Routers add noise to what they see ("jitter").
     names = [name for name, value in values if isinstance(value, float) and value > 0]
     return any("drop" in name or "jitter" in name for name in names) or any(
@@ -90,40 +149,10 @@ def has_dropout(model: PreTrainedModel) -> bool:
     )
 
 
-def attention_dropout(model: PreTrainedModel) -> dict[str, float]:
-    """Return the values of the configuration that drop attention probabilities."""
-    config = model.config.get_text_config()
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    # MPT keeps its value one table deeper.
-    tables = {"": config, "attn_config.": getattr(config, "attn_config", None)}
-    values = {f"{prefix}{name}": getattr(table, name, 0.0) for prefix, table in tables.items() for name in names}
-    return {name: value for name, value in values.items() if value}
-
-
-def separate_head_streams(model: PreTrainedModel, group: ProcessGroup) -> None:
-    """Let the dropout of attention probabilities differ between the heads of different processes.
-
-    The attention interface of transformers is the door: the model's own forward stays as it is. Without dropout on the
-    probabilities nothing is changed.
-    """
-    if not attention_dropout(model):
-        return
-    base = model.config.get_text_config()._attn_implementation
-    name = f"meshtrain_{base}_{group.rank()}_of_{group.size()}"
-    AttentionInterface.register(name, torch.compiler.disable(partial(_attend, base, group.rank())))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    model.set_attn_implementation(name)
-
-
-def _attend(base: str, coordinate: int, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    # The eager function is not registered: every modelling file has its own.
-    eager: Callable[..., Any] = vars(sys.modules[type(module).__module__]).get("eager_attention_forward", _no_eager)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
-    if not kwargs.get("dropout"):
-        return attention(module, *args, **kwargs)
-    with own_stream(coordinate):
-        return attention(module, *args, **kwargs)
-
-
-def _no_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    raise AssertionError(f"{type(module).__name__} has no eager attention")
+def _with_nested(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a table and of the tables in it: MPT keeps its attention dropout one deeper."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _with_nested({str(key): inner for key, inner in value.items()})
+        else:
+            yield str(name), value

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -9,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.plan import RecomputePlan
 from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.randomness import Streams
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 # What is dear to compute: matrix products, attention (on every device that torch has a kernel for) and collectives.
@@ -28,14 +30,25 @@ KEPT = [
 ]
 
 
-def apply_recompute(stage: Stage, plan: RecomputePlan) -> None:
-    """Let every k-th decoder layer keep only what its mode says, and compute the rest again in the backward pass."""
+def apply_recompute(stage: Stage, plan: RecomputePlan, streams: Streams | None = None) -> None:
+    """Let every k-th decoder layer keep only what its mode says, and compute the rest again in the backward pass.
+
+    Args:
+        streams: random streams of this process, which draw again what was drawn, if there are any.
+    """
     if plan.mode == "none":
         return
     for index, layer in enumerate(stage.own_layers(), start=stage.first_layer):
         assert isinstance(layer, GradientCheckpointingLayer), "the plan was not checked"
         layer.gradient_checkpointing = index % plan.every == 0
-        layer._gradient_checkpointing_func = _CHECKPOINTS[plan.mode]  # type: ignore[assignment]
+        checkpointed = _CHECKPOINTS[plan.mode]
+        if streams is not None:
+            checkpointed = partial(_with_streams, checkpointed, streams)
+        layer._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
+
+
+def _with_streams(checkpointed: Callable, streams: Streams, forward: Callable, *args: Any) -> Any:
+    return checkpointed(streams.replayed(forward), *args)
 
 
 _full = partial(checkpoint, use_reentrant=False)

@@ -34,7 +34,7 @@ def initial_weights(subject: Subject) -> dict[str, Tensor]:
     """Return the random initialisation of the whole model in one process, under the stock names."""
     layers = len(find_layers(_build(subject))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
-    pipeline = _parallelize(subject, subject.plan.model_copy(update=alone))
+    pipeline = build_on_ranks(subject, subject.plan.model_copy(update=alone))
     initialize_pipeline(pipeline)
     return _gather(pipeline)
 
@@ -54,7 +54,7 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     warnings.simplefilter("ignore")
     # The gradients of a tiny model are small ones, which travel together; those of a real model go one by one.
     replicas.LARGE = 1
-    pipeline = _parallelize(subject, subject.plan)
+    pipeline = build_on_ranks(subject, subject.plan)
     own: dict[str, Tensor] = {}
     if subject.pretrained:
         for stage in pipeline.stages:
@@ -152,7 +152,8 @@ def _build(subject: Subject) -> PreTrainedModel:
     return model
 
 
-def _parallelize(subject: Subject, plan: ParallelPlan) -> Pipeline:
+def build_on_ranks(subject: Subject, plan: ParallelPlan) -> Pipeline:
+    """Build the pipeline of a subject under a plan, with memory for its parameters but no values yet."""
     return parallelize(
         _build(subject),
         build_mesh(plan.mesh, "cpu"),

@@ -49,6 +49,11 @@ class Subject:
         """Size of the vocabulary."""
         return int(self.hf_config.get_text_config().vocab_size)
 
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.plan.mesh.world_size
+
     def batches(self) -> list[dict[str, Tensor]]:
         """Return the global batches that both sides train on."""
         return make_batches(self.vocabulary, self.global_batch_size, self.rows)

@@ -278,17 +278,6 @@ def test_local_attributes_that_are_no_width() -> None:
     )
 
 
-def test_dropout_that_would_be_the_same_for_all_heads() -> None:
-    model = meta_model("llama", attention_dropout=0.1)
-    assert resolve_plan(changed_styles(), model, BATCH, 2)
-    model._supports_attention_backend = False
-    assert problems(changed_styles(), model) == (
-        "model.config.attention_dropout = 0.1: LlamaForCausalLM does not know the attention interface of transformers, "
-        "so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
-    )
-    assert resolve_plan(make_plan("llama"), model, BATCH, 2)
-
-
 def test_parameters_without_a_rule() -> None:
     plan = changed_styles(**{"model.layers.*.mlp.up_proj": None, "model.norm": None, "lm_head": "shared_input"})
     assert problems(plan) == (

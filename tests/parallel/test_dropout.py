@@ -11,17 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import with_family
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.randomness import _attend, own_stream, stream_key
+from meshtrain.parallel.randomness import Streams, stream_key
 from meshtrain.training.step import evaluate
+from meshtrain.verify.dropout import dropped, measure
 from meshtrain.verify.parallel import build_step_context
-from meshtrain.verify.subject import SEQUENCE
+from meshtrain.verify.run import make_subject
+from meshtrain.verify.subject import SEQUENCE, Subject
+from meshtrain.verify.tiny import default_config
 from tests.parallel.steps import start, take_step
-from tests.parity import GPT2, MODELS, Case, batches, build, smallest_part
+from tests.parity import GPT2, MODELS, Case, batches, smallest_part
 from tests.ranks import run_on_ranks
 
 DROPOUT = {
@@ -271,57 +276,95 @@ def test_data_parallel_processes_draw_their_own_masks() -> None:
     assert other_quiet
 
 
-def crafted_attention(implementation: str) -> tuple[Tensor, Tensor, bool]:
-    """Attend to one-hot values with equal scores, so that the output shows which probabilities were dropped.
+def states_at_attention(model: str) -> list[bytes]:
+    """Return what the random stream is whenever torch's fused attention is called, whose masks cannot be seen."""
+    states: list[bytes] = []
+    original = nn.functional.scaled_dot_product_attention
 
-    Returns what the heads of this process give, what is drawn next from the shared stream, and whether a second call
-    gives something else.
-    """
-    run = Run(Case("llama-untied", TENSOR, layers=LAYERS[TENSOR]), implementation)
-    model = build(run.case, model=run.model).stages[0].model
-    attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
-    module = model.model.layers[0].self_attn
-    torch.manual_seed(5)
-    queries = torch.zeros(2, 2, SEQUENCE, SEQUENCE)
-    values = torch.eye(SEQUENCE).expand(2, 2, -1, -1)
-    outputs = [
-        attend(module, queries, queries, values, None, dropout=0.5, scaling=1.0, is_causal=False)[0] for _ in range(2)
-    ]
-    return outputs[0], torch.rand(4), not torch.equal(*outputs)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        assert kwargs["dropout_p"] > 0
+        states.append(torch.get_rng_state().numpy().tobytes())
+        return original(*args, **kwargs)
 
-
-def crafted_attentions() -> list[tuple[Tensor, Tensor, bool]]:
-    return [crafted_attention(implementation) for implementation in ("eager", "sdpa")]
+    nn.functional.scaled_dot_product_attention = attend
+    try:
+        train(Run(Case(model, TENSOR, layers=LAYERS[TENSOR]), "sdpa", steps=(0,)))
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+    return states
 
 
-def test_heads_of_different_processes_are_dropped_differently() -> None:
-    for (one, next_one, moves), (other, next_other, _) in zip(*run_on_ranks(2, crafted_attentions), strict=True):
-        dropped = one == 0
-        assert dropped.float().mean().item() == pytest.approx(0.5, abs=0.1)
-        assert not torch.equal(one, other)
-        assert torch.equal(next_one, next_other), "the shared stream goes on equally"
-        assert moves
+def test_fused_attention_drops_differently_on_different_processes() -> None:
+    one, other = run_on_ranks(2, states_at_attention, "llama-untied")
+    assert len({*one, *other}) == 2 * len(one) == 2 * 3 * 2, "three layers and two microbatches on each process"
 
 
-def test_a_module_without_attention_of_its_own_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^Linear has no eager attention$"):
-        _attend("eager", 0, nn.Linear(1, 1))
-
-
-def draw_in_own_stream() -> tuple[list[float], list[float], float]:
+def draw_by_turns() -> tuple[list[float], list[float], list[float]]:
     torch.manual_seed(11)
-    with own_stream(dist.get_rank()):
+    streams, own, shared = Streams(dist.get_rank()), [], []
+    with streams.of(is_cut=True):
         # An uneven amount, which must not move the shared stream.
-        mine = torch.rand(3 + dist.get_rank()).tolist()
-    with own_stream(dist.get_rank()):
-        again = torch.rand(3).tolist()
-    return mine, again, torch.rand(()).item()
+        own += torch.rand(3 + dist.get_rank()).tolist()
+        with streams.of(is_cut=False):
+            shared += torch.rand(2).tolist()
+            with streams.of(is_cut=True):
+                own += torch.rand(2).tolist()
+        with streams.of(is_cut=True):
+            own += torch.rand(2).tolist()
+        with streams.of(is_cut=False):
+            shared += torch.rand(2).tolist()
+            before = streams.replayed(lambda: torch.rand(3).tolist())
+            state = torch.get_rng_state()
+            again = before()
+    shared += torch.rand(2).tolist()
+    # A recomputation begins where the generators were, and may end anywhere.
+    torch.set_rng_state(state)
+    assert before() == again
+    streams.begin()
+    return own, shared, again
 
 
-def test_own_streams_leave_the_shared_one_in_step() -> None:
-    (one, one_again, shared), (other, other_again, other_shared) = run_on_ranks(2, draw_in_own_stream)
-    assert shared == other_shared
-    assert len({*one, *one_again, *other, *other_again}) == 3 + 4 + 3 + 3
+def test_whole_and_cut_draw_by_turns() -> None:
+    (own, shared, again), (other_own, other_shared, other_again) = run_on_ranks(2, draw_by_turns)
+    assert (shared, again) == (other_shared, other_again)
+    assert len({*own, *other_own, *shared, *again}) == 7 + 8 + 6 + 3
+
+
+# One class for each way in which attention may draw, and the smallest change to its defaults.
+SHARED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 1}
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "whole attention": ("olmo2", {}, {}),
+    "whole attention, parts of the sequence, recomputed": ("olmo2", {}, {"sequence_parallel": True}),
+    "latent attention, whole": ("deepseek_v3", {}, {}),
+    "latent attention, cut": ("deepseek_v2", {}, {}),
+    "latent attention, cut, parts of the sequence, recomputed": ("deepseek_v2", {}, {"sequence_parallel": True}),
+    "attention sinks": ("gpt_oss", {}, {}),
+    "shared key-value heads": ("llama", SHARED_HEADS, {}),
+    "cut heads, parts of the sequence, recomputed": ("llama", {}, {"sequence_parallel": True}),
+    "attention of the class itself": ("bloom", {}, {}),
+}
+
+
+def subject_of(way: str) -> Subject:
+    model_type, values, switches = WAYS[way]
+    config = default_config(model_type)
+    config.update(values)
+    plan = with_family(ParallelPlan(tensor=TensorPlan()), model_type)
+    recompute = RecomputePlan(mode="full" if switches else "none")
+    plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=switches), "recompute": recompute})
+    return dropped(make_subject(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
+
+
+def measure_all(subjects: list[Subject]) -> list[float]:
+    return [measure(subject) for subject in subjects]
+
+
+def test_gradients_are_those_of_the_dropped_model_and_replicas_stay_equal() -> None:
+    """Every class is proven so by `meshtrain verify --models`; `measure` raises for replicas that differ."""
+    errors, others = run_on_ranks(2, measure_all, [subject_of(way) for way in WAYS])
+    assert errors == others
+    for way, error in zip(WAYS, errors, strict=True):
+        assert error < 1e-7, way
 
 
 def test_keys_are_the_same_in_every_release() -> None:

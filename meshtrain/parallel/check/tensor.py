@@ -15,7 +15,6 @@ from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.flow import check_flow
-from meshtrain.parallel.randomness import attention_dropout
 from meshtrain.parallel.router_loss import find_recorder, find_routers
 from meshtrain.parallel.rules import (
     Problems,
@@ -32,7 +31,6 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     if plan.mesh.tp > 1 and not plan.tensor.styles:
         # There are no rules, and nothing to derive them from: that is said already.
         return
-    yield from _check_dropout(plan, model)
     heads = list(_check_heads(plan, model))
     yield from heads
     unfused = copy.deepcopy(model)
@@ -54,15 +52,6 @@ def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
                 yield from check_flow(unfused, rules, plan.mesh.tp)
     except UserError as error:
         yield from error.problems
-
-
-def _check_dropout(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
-    for name, value in attention_dropout(model).items():
-        if plan.mesh.tp > 1 and not model._supports_attention_backend:
-            yield (
-                f"model.config.{name} = {value}: {type(model).__name__} does not know the attention interface of "
-                "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0"
-            )
 
 
 def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:

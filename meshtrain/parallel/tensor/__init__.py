@@ -11,17 +11,18 @@ projection) or part of the heads (q_norm, k_norm) gets a partial gradient: its n
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.randomness import has_dropout, separate_head_streams
+from meshtrain.parallel.randomness import Streams
 from meshtrain.parallel.rules import TensorRules, blocks_of, name_of
-from meshtrain.parallel.tensor.adapters import drops_out, shard_adapters
+from meshtrain.parallel.tensor.adapters import shard_adapters
+from meshtrain.parallel.tensor.draws import separate_streams
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.tensor.stream import shard_stream
@@ -29,7 +30,12 @@ from meshtrain.parallel.tensor.styles import STYLES, Place
 
 
 def apply_tensor_parallel(
-    stage: Stage, mesh: DeviceMesh, plan: TensorPlan, rules: TensorRules, adapters: Mapping[str, nn.Module]
+    stage: Stage,
+    mesh: DeviceMesh,
+    plan: TensorPlan,
+    rules: TensorRules,
+    adapters: Mapping[str, nn.Module],
+    streams: Streams | None,
 ) -> set[str]:
     """Shard the modules of a stage over the tp axis, in place.
 
@@ -40,12 +46,13 @@ def apply_tensor_parallel(
         rules: of the whole model.
         adapters: LoRA layers of the stage by the FQN of the stock module, which is in its place; they are sharded as
             it is.
+        streams: random streams of this process; None if nothing is random in training.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
     """
     group = mesh.get_group()
-    place_of = _places(stage, group, plan, rules)
+    place_of = _places(stage, Region(group, plan.sequence_parallel, streams), rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
         style = rules.styles.get(name)
@@ -57,18 +64,16 @@ def apply_tensor_parallel(
     summed_over_tp |= shard_adapters(stage.model, adapters, mesh, place_of)
     apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())
     if plan.sequence_parallel:
-        shard_stream(stage, group, draws=has_dropout(stage.model) or any(map(drops_out, adapters.values())))
-    separate_head_streams(stage.model, group)
+        shard_stream(stage, group)
+    if streams is not None:
+        separate_streams(stage, rules.styles, streams, sequence_parallel=plan.sequence_parallel)
     _tie_again(stage)
     return summed_over_tp
 
 
-def _places(
-    stage: Stage, group: ProcessGroup, plan: TensorPlan, rules: TensorRules
-) -> Callable[[str, nn.Module], Place]:
+def _places(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], Place]:
     layers_prefix = name_of(stage.model, stage.layers) + "."
-    outside = Region(group, sequence_parallel=False)
-    inside = Region(group, sequence_parallel=plan.sequence_parallel)
+    outside = replace(inside, sequence_parallel=False)
     head, config = stage.model.get_output_embeddings(), stage.model.config.get_text_config()
 
     def place_of(name: str, module: nn.Module) -> Place:

@@ -19,7 +19,6 @@ from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.collectives import SEQUENCE_DIM
-from meshtrain.parallel.randomness import own_stream
 from meshtrain.parallel.rules import TensorRules
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, Region, nothing
@@ -90,6 +89,8 @@ def shard_adapters(
         cut = _cut_of(styles)
         for adapter, down, up in adapters_of(layer):
             assert isinstance(down, nn.Linear)
+            if drops_out(layer):
+                _separate_streams(layer, adapter, styles, place)
             if cut == "columns":
                 names = _beside_columns(layer, adapter, down, base, place, mesh)
             elif cut == "rows":
@@ -116,17 +117,21 @@ def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module)]
 
 
+def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: Place) -> None:
+    takes_part = _cut_of(styles) == "columns" and place.entered
+    layer.lora_dropout[adapter] = AdapterDropout(
+        layer.lora_dropout[adapter], place.region, is_cut=[*styles] == ["rowwise"], takes_part=takes_part
+    )
+
+
 def _beside_columns(
     layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: Place, mesh: DeviceMesh
 ) -> list[str]:
     """Cut B by rows. The gradient of what A gives is a sum over tp."""
     up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
     names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
-    drops = place.entered and in_parts and drops_out(layer)
-    if drops:
-        # The random streams are those of the parts of the sequence.
-        layer.lora_dropout[adapter] = PartOfSequenceDropout(layer.lora_dropout[adapter], place.region)
-    if drops or not place.entered:
+    # The dropout has taken a part of the sequence.
+    if (in_parts and drops_out(layer)) or not place.entered:
         # Where the stream crosses into the shards, the outputs of A do so instead: there are fewer of them.
         _give_edges(down, nothing, place.region.enter)
     if place.entered or in_parts:
@@ -157,8 +162,6 @@ def _beside_rows(
     """Cut A by columns, and sum what it gives over tp."""
     _shard(down, 1, mesh)
     _give_edges(down, base.enter, place.region.leave)
-    if drops_out(layer) and place.rules.styles[place.name] == "rowwise":
-        layer.lora_dropout[adapter] = OwnStreamDropout(layer.lora_dropout[adapter], place.region.group.rank())
     return _names_up(adapter, up) if place.region.sequence_parallel else []
 
 
@@ -186,33 +189,31 @@ def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
     module.enter, module.leave, module.bias_is_whole = enter, leave, False
 
 
-class OwnStreamDropout(nn.Module):
-    """Dropout of features of which every process has its own: each drops by a random stream of its own."""
+class AdapterDropout(nn.Module):
+    """Dropout of what an adapter reads: where all processes have the same they drop the same, and else each its own.
 
-    def __init__(self, dropout: nn.Module, coordinate: int) -> None:
+    Args:
+        dropout: to apply.
+        region: where the base of the adapter stands.
+        is_cut: whether every process has its own features.
+        takes_part: whether of an input that all have whole each shall take its part of the sequence.
+    """
+
+    def __init__(self, dropout: nn.Module, region: Region, *, is_cut: bool, takes_part: bool) -> None:
         super().__init__()
-        self.dropout, self.coordinate = dropout, coordinate
+        self.dropout, self.region, self.is_cut, self.takes_part = dropout, region, is_cut, takes_part
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """Drop some of (batch, seq, features/tp)."""
+        """Drop some of (batch, seq or seq/tp, features or features/tp); give (batch, seq/tp, features) of a part."""
+        in_parts = self.region.in_parts()
+        if self.takes_part and in_parts:
+            # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
+            group = self.region.group
+            x = x.chunk(group.size(), SEQUENCE_DIM)[group.rank()]
+        streams = self.region.streams
         if not self.training:
             return x
-        with own_stream(self.coordinate):
+        assert streams is not None, "an adapter that drops needs random streams"
+        with streams.of(is_cut=self.is_cut or in_parts):
             return self.dropout(x)
-
-
-class PartOfSequenceDropout(nn.Module):
-    """Dropout of this process's part of a sequence that every process has whole."""
-
-    def __init__(self, dropout: nn.Module, region: Region) -> None:
-        super().__init__()
-        self.dropout, self.region = dropout, region
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take (batch, seq/tp, features) of (batch, seq, features), and drop some of it."""
-        if not self.region.in_parts():
-            return self.dropout(x)
-        # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
-        group = self.region.group
-        return self.dropout(x.chunk(group.size(), SEQUENCE_DIM)[group.rank()])

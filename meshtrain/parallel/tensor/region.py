@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain.parallel.collectives import copy_to_shards, gather_sequence, reduce_from_shards, scatter_sequence
+from meshtrain.parallel.randomness import Streams
 
 Edge = Callable[[Tensor], Tensor]
 
@@ -19,10 +20,12 @@ class Region:
     Attributes:
         group: the processes of tp.
         sequence_parallel: whether the stream lies in parts in a pass with gradients.
+        streams: random streams of this process; None if nothing is random in training.
     """
 
     group: ProcessGroup
     sequence_parallel: bool
+    streams: Streams | None
 
     def in_parts(self) -> bool:
         """Tell whether the stream of this pass lies in parts."""

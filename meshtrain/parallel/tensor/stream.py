@@ -5,7 +5,6 @@ A pass without gradients leaves it whole, see `stream_in_parts`.
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers.utils import ModelOutput
@@ -13,34 +12,19 @@ from transformers.utils import ModelOutput
 from meshtrain.errors import DataError
 from meshtrain.parallel.collectives import SEQUENCE_DIM, join_sequence, split_sequence
 from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.randomness import draw_key, stream_key
 from meshtrain.parallel.tensor.region import stream_in_parts
 
 
-def shard_stream(stage: Stage, group: ProcessGroup, *, draws: bool) -> None:
+def shard_stream(stage: Stage, group: ProcessGroup) -> None:
     """Split the sequence before the first decoder layer of the model and join it behind the last.
-
-    Args:
-        draws: whether anything random happens in training.
 
     Raises:
         DataError: in a pass with gradients, if tp does not divide the length of the sequence.
     """
-    after: dict[str, int] = {}
-
-    def begin() -> None:
-        if not draws:
-            # To draw a key breaks the graph of a compiled layer.
-            return
-        # From here on every draw is for this process's part of the sequence. The key of the shared stream that goes
-        # on behind the last layer is drawn before.
-        after["key"] = draw_key()
-        torch.manual_seed(stream_key(draw_key(), group.rank()))
 
     def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not stream_in_parts():
             return args, kwargs
-        begin()
         hidden = args[0] if args else kwargs["hidden_states"]
         assert hidden.dim() == 3, f"the stream is {tuple(hidden.shape)} and not (batch, seq, hidden)"
         check_divisible(hidden.shape[SEQUENCE_DIM], group.size())
@@ -48,15 +32,9 @@ def shard_stream(stage: Stage, group: ProcessGroup, *, draws: bool) -> None:
             return (split_sequence(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
 
-    def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:
-        if stream_in_parts():
-            begin()
-
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not stream_in_parts():
             return output
-        if draws:
-            torch.manual_seed(after["key"])
         return (
             (join_sequence(output[0], group), *output[1:])
             if isinstance(output, tuple)
@@ -65,8 +43,6 @@ def shard_stream(stage: Stage, group: ProcessGroup, *, draws: bool) -> None:
 
     if stage.is_first:
         stage.layers[0].register_forward_pre_hook(split, with_kwargs=True)
-    else:
-        stage.layers[stage.first_layer - 1].register_forward_pre_hook(arrive)
     if stage.is_last:
         stage.layers[len(stage.layers) - 1].register_forward_hook(join)
 

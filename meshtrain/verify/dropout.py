@@ -1,0 +1,197 @@
+"""Prove tensor parallelism with dropout: no stock model drops as a mesh does, so the plan is measured against itself.
+
+Dropout is a function of seed, step and microbatch, so a step that is repeated drops the same. Then the loss is a smooth
+function of the parameters, and the gradient must be its derivative: the finite difference along a random direction
+tells. What all processes of a tp group hold must stay equal in every bit while they train.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from meshtrain.errors import TrainingStopped
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.layout import local_indices, local_tensor
+from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.parallel.randomness import has_dropout, stream_key
+from meshtrain.runtime.ranks import RankError, run_on_ranks
+from meshtrain.training.self_check import check_parameters
+from meshtrain.training.step import StepContext, train_step
+from meshtrain.verify.casts import lift_float32_casts
+from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_part
+from meshtrain.verify.reference import given_weights
+from meshtrain.verify.subject import Subject, with_noise
+
+RATE, STEPS = 0.2, 5
+SMALL_STEP = 1e-6
+TOLERANCE = 1e-6
+ATTENTION_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+# Whole layers are dropped by them, and what other models than the language model drops.
+OTHER_NAMES = ("layerdrop", "classifier", "summary")
+
+
+@dataclass(frozen=True)
+class DropoutProof:
+    """What came out.
+
+    Attributes:
+        error: of the derivative of the loss along a random direction, relative to the norm of the gradient.
+        drift: what differs between processes that must hold the same, after a few steps; None if nothing does.
+    """
+
+    error: float
+    drift: str | None
+
+    @property
+    def difference(self) -> str | None:
+        """What is wrong, in words; None if nothing is."""
+        if self.drift is not None:
+            return self.drift
+        # Not a number is no error that is allowed.
+        return None if self.error <= TOLERANCE else f"the derivative of the loss by {self.error:.0e}"
+
+
+def drops_attention(config: PretrainedConfig) -> bool:
+    """Tell whether a class can drop attention probabilities."""
+    return any(name.rpartition(".")[2] in ATTENTION_NAMES for name in _rates(config.get_text_config().to_dict()))
+
+
+def dropped(subject: Subject) -> Subject:
+    """Return a subject that drops wherever its configuration says how much."""
+    config = subject.hf_config
+    values = _filled(config.to_dict())
+    if "output_router_logits" in values:
+        # The loss of routers is no part of the one that is measured.
+        values["output_router_logits"] = False
+    new = type(config).from_dict(values)
+    new._experts_implementation = config._experts_implementation
+    return replace(subject, hf_config=new)
+
+
+def prove_dropout(subject: Subject) -> DropoutProof:
+    """Train a subject on its ranks, with dropout wherever it can be.
+
+    Raises:
+        RankError: if it does not run.
+    """
+    try:
+        errors = run_on_ranks(subject.world_size, measure, dropped(subject), timeout=300.0)
+    except RankError as error:
+        if isinstance(error.original, TrainingStopped):
+            return DropoutProof(float("nan"), str(error.original))
+        raise
+    return DropoutProof(max(errors), None)
+
+
+def measure(subject: Subject) -> float:
+    """Do on a rank what `prove_dropout` does, and return the error of the derivative."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    weights = with_noise(given_weights(subject))
+    pipeline = build_on_ranks(subject, subject.plan)
+    for stage in pipeline.stages:
+        restore_buffers(stage.model)
+        assert has_dropout(stage.model), "nothing is dropped"
+    lift_float32_casts()
+    fill(pipeline, weights)
+    context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(subject))
+    error = derivative_error(context, batch)
+    for step in range(STEPS):
+        train_step(context, step, batch, np.arange(subject.global_batch_size))
+    check_parameters(pipeline)
+    return error
+
+
+def _without_padding(subject: Subject) -> dict[str, Tensor]:
+    """Return a global batch without the token of padding, whose embedding gets no gradient though the loss has one."""
+    batch, padding = subject.batches()[0], subject.hf_config.get_text_config().pad_token_id
+    if padding is not None:
+        ids = batch["input_ids"]
+        batch["input_ids"] = torch.where(ids == padding, (ids + 1) % subject.vocabulary, ids)
+    return batch
+
+
+def derivative_error(context: StepContext, batch: Mapping[str, Tensor]) -> float:
+    """Compare gradient and finite difference of the loss along a random direction, with the masks of step 0.
+
+    Args:
+        context: its parameters are as before, but for rounding.
+        batch: of this process.
+
+    Returns:
+        The difference, relative to the norm of the gradient; the same on all processes.
+    """
+    pipeline = context.pipeline
+    slopes: list[float] = []
+
+    def note_slope(_: Mapping[str, Tensor]) -> None:
+        slopes.append(_slope(pipeline))
+
+    still = replace(context, learning_rate=lambda step: 0.0, inspect=note_slope)
+    losses, norm = [], 0.0
+    for shift in (0.0, SMALL_STEP, -2 * SMALL_STEP):
+        _shift(pipeline, shift)
+        result = train_step(still, 0, batch, np.arange(len(batch["input_ids"])))
+        losses.append(result.loss)
+        norm = norm or result.gradient_norm
+    _shift(pipeline, SMALL_STEP)
+    return abs((losses[1] - losses[2]) / (2 * SMALL_STEP) - slopes[0]) / norm
+
+
+def _slope(pipeline: Pipeline) -> float:
+    """Return the derivative of the loss along the direction, as the gradient has it."""
+    total = 0.0
+    canonical = pipeline.canonical_names()
+    for name, parameter in pipeline.owned_parameters().items():
+        if parameter.grad is not None:
+            gradient = full_tensor(parameter.grad)
+            total += float((gradient * _direction(canonical.get(name, name), gradient)).sum())
+    return total
+
+
+def _shift(pipeline: Pipeline, distance: float) -> None:
+    """Move all parameters along the direction."""
+    canonical = pipeline.canonical_names()
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            direction = _direction(canonical[name], parameter)
+            for dim, index in enumerate(local_indices(parameter)):
+                direction = direction.index_select(dim, index)
+            local_tensor(parameter).add_(direction, alpha=distance)
+
+
+def _direction(name: str, like: Tensor) -> Tensor:
+    stream = torch.Generator().manual_seed(stream_key("direction", name))
+    return torch.randn(like.shape, generator=stream, dtype=torch.float64)
+
+
+def _rates(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of what a configuration drops by, and those in the tables that it holds for its own model."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _rates(_named(value)))
+        elif _is_rate(name, value):
+            yield name
+
+
+def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _filled(value) if isinstance(value, dict) and _named(value) else RATE if _is_rate(name, value) else value
+        for name, value in values.items()
+    }
+
+
+def _named(table: Mapping[Any, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if isinstance(name, str)}
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and "drop" in name and not any(other in name for other in OTHER_NAMES)
