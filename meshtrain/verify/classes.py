@@ -1,7 +1,7 @@
 """`meshtrain verify --models`: every causal-LM type of the installed transformers, and what can be done with it."""
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
+from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropout
 from meshtrain.verify.prove import Proof, prepare_ranks, prove, prove_together
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.run import make_subject
@@ -25,6 +26,9 @@ from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, wo
 # Each mesh proves one ability; the first two together, as every cut model is sharded too.
 TENSOR = MeshPlan(dp_shard=1, tp=2)
 ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": TENSOR}
+# Each mesh draws its own dropout masks, so the plan is measured against itself.
+DROPOUT = "tensor with dropout"
+COLUMNS = (*ABILITIES, DROPOUT)
 FLAGS = "tensor, with flags"
 PROVEN, REFUSED = "proven", "refused"
 WRONG = ("differs", "fails")
@@ -96,7 +100,7 @@ def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: boo
     table.write_text("\n".join(_markdown(verdicts)) + "\n")
     if not only_defaults:
         write_record({v.model_type: v.variants.record for v in verdicts if v.variants}, table.with_name(RECORD_NAME))
-    for ability in ABILITIES:
+    for ability in COLUMNS:
         console.line(f"{ability}: {_count(verdicts, ability)}")
     results = [result for verdict in verdicts for result in verdict.abilities.values()]
     results += [result for verdict in verdicts if verdict.variants for result in verdict.variants.others.values()]
@@ -108,10 +112,11 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
         config = default_config(model_type)
     except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
         name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-        return Verdict(model_type, name, dict.fromkeys(ABILITIES, f"no tiny copy: {_last_line(error)}"))
+        return Verdict(model_type, name, dict.fromkeys(COLUMNS, f"no tiny copy: {_last_line(error)}"))
     # Of a type whose class has eyes or ears the language model alone is proven, which has a class of its own.
     name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
     abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
+    abilities[DROPOUT] = _drop(config)
     if only_defaults or not abilities["tensor"].startswith(PROVEN):
         return Verdict(model_type, name, abilities)
     pretrained = abilities["tensor"] != PROVEN
@@ -178,8 +183,18 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
 
 
 def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
+    return _reported(lambda: prove(_subject(config, mesh, pretrained=pretrained)))
+
+
+def _drop(config: PretrainedConfig) -> str:
+    if not drops_attention(config):
+        return "has no attention dropout"
+    return _reported(lambda: prove_dropout(_subject(config, TENSOR, pretrained=True)))
+
+
+def _reported(make: Callable[[], Proof | DropoutProof]) -> str:
     try:
-        proof = prove(_subject(config, mesh, pretrained=pretrained))
+        proof = make()
     except UserError as error:
         return f"{REFUSED}: {error.lines[0]}"
     except Exception as error:  # noqa: BLE001 - as above
@@ -187,7 +202,7 @@ def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
     return _result(proof)
 
 
-def _result(proof: Proof) -> str:
+def _result(proof: Proof | DropoutProof) -> str:
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 
@@ -224,11 +239,13 @@ def _markdown(verdicts: Sequence[Verdict]) -> list[str]:
         "`tensor, with flags` is tp 2 again, in variants of the configuration: every boolean and choice that changes",
         "what the model computes, and how many heads share keys and values, each pair of values at least once;",
         "`-` where that was not tried. `variants.json` keeps the flags, for the check before a run.",
+        "`tensor with dropout` is tp 2 with every dropout at 0.2: the gradient is the derivative of the loss along a",
+        "random direction, by finite differences up to 1e-6 of its norm, and replicas are bit-equal after 5 steps.",
         "",
-        " ".join(f"{ability}: {_count(verdicts, ability)}." for ability in ABILITIES),
+        " ".join(f"{ability}: {_count(verdicts, ability)}." for ability in COLUMNS),
         "",
-        f"| model type | class | {' | '.join(ABILITIES)} | {FLAGS} |",
-        "|---" * (3 + len(ABILITIES)) + "|",
+        f"| model type | class | {' | '.join(COLUMNS)} | {FLAGS} |",
+        "|---" * (3 + len(COLUMNS)) + "|",
         *map(_row, verdicts),
     ]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from meshtrain.errors import TrainingStopped
+from meshtrain.errors import TrainingStopped, UserError
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
@@ -79,6 +79,7 @@ def prove_dropout(subject: Subject) -> DropoutProof:
     """Train a subject on its ranks, with dropout wherever it can be.
 
     Raises:
+        UserError: for a model or a plan that the ranks refuse.
         RankError: if it does not run.
     """
     try:
@@ -86,6 +87,8 @@ def prove_dropout(subject: Subject) -> DropoutProof:
     except RankError as error:
         if isinstance(error.original, TrainingStopped):
             return DropoutProof(float("nan"), str(error.original))
+        if isinstance(error.original, UserError):
+            raise error.original from error
         raise
     return DropoutProof(max(errors), None)
 
@@ -111,7 +114,8 @@ def measure(subject: Subject) -> float:
 
 def _without_padding(subject: Subject) -> dict[str, Tensor]:
     """Return a global batch without the token of padding, whose embedding gets no gradient though the loss has one."""
-    batch, padding = subject.batches()[0], subject.hf_config.get_text_config().pad_token_id
+    # The configuration of CodeGen has no such name.
+    batch, padding = subject.batches()[0], getattr(subject.hf_config.get_text_config(), "pad_token_id", None)
     if padding is not None:
         ids = batch["input_ids"]
         batch["input_ids"] = torch.where(ids == padding, (ids + 1) % subject.vocabulary, ids)
@@ -193,5 +197,5 @@ def _named(table: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _is_rate(name: str, value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and "drop" in name and not any(other in name for other in OTHER_NAMES)
+    # MPT's own is an integer, which can drop nothing or all.
+    return isinstance(value, float) and "drop" in name and not any(other in name for other in OTHER_NAMES)

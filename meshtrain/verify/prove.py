@@ -63,7 +63,7 @@ def prepare_ranks() -> None:
     """Let the ranks start with everything imported, and transformers be silent; call it before the first proof."""
     logging.set_verbosity_error()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    preload(["meshtrain.verify.parallel", "meshtrain.verify.reference"])
+    preload(["meshtrain.verify.parallel", "meshtrain.verify.reference", "meshtrain.verify.dropout"])
 
 
 def prove(subject: Subject) -> Proof:

@@ -361,7 +361,7 @@ def measure_all(subjects: list[Subject]) -> list[float]:
 
 def test_gradients_are_those_of_the_dropped_model_and_replicas_stay_equal() -> None:
     """Every class is proven so by `meshtrain verify --models`; `measure` raises for replicas that differ."""
-    errors, others = run_on_ranks(2, measure_all, [subject_of(way) for way in WAYS])
+    errors, others = run_on_ranks(2, measure_all, [subject_of(way) for way in WAYS], timeout=300.0)
     assert errors == others
     for way, error in zip(WAYS, errors, strict=True):
         assert error < 1e-7, way

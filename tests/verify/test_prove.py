@@ -394,9 +394,10 @@ def test_only_what_is_refused_may_start_from_pretrained_weights(
     random: str, given: str, cell: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classes, "_try", lambda config, mesh, *, pretrained: given if pretrained else random)
+    monkeypatch.setattr(classes, "_drop", lambda config: "proven")
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == code
-    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} | - |"
+    assert table.read_text().splitlines()[-1] == f"| gpt2 | GPT2LMHeadModel | {cell} | {cell} | proven | - |"
 
 
 def test_model_types_and_classes_are_counted() -> None:
@@ -469,7 +470,8 @@ def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     reason = "refused: a blt configuration does not say how many layers there are; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
     assert blt.count(reason) == 2
-    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | - |"
+    assert blt.endswith("| has no attention dropout | - |")
+    assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | - |"
     assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
 
 
