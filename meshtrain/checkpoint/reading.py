@@ -8,38 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from meshtrain.checkpoint.directory import USE_ANOTHER
 from meshtrain.checkpoint.location import Location, LocationSystem, errors_of, reason_of
 from meshtrain.checkpoint.planner import BlockLoadPlanner
+from meshtrain.compat.dcp import TABLE_PARTS, memory_format, reader_at
 from meshtrain.errors import CheckpointError, Problem
 
 METADATA_NAME = ".metadata"
-_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-# All that DCP's table is made of.
-_TABLE_PARTS = frozenset(
-    [
-        *(("torch", dtype) for dtype in _DTYPES),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorStorageMetadata",
-                "TensorProperties",
-                "ChunkStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    ]
-)
 # What a broken pickle may raise, as far as Python's documentation says, and what it was seen to raise.
 _BROKEN_PICKLE = (
     pickle.UnpicklingError,
@@ -95,9 +73,7 @@ def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str,
     Raises:
         CheckpointError: naming the file that cannot be read.
     """
-    reader, planner = FileSystemReader(""), BlockLoadPlanner()
-    reader.fs = LocationSystem()  # type: ignore[assignment]
-    reader.path = checkpoint  # type: ignore[assignment]
+    reader, planner = reader_at(checkpoint, LocationSystem()), BlockLoadPlanner()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     unreadable: tuple[type[Exception], ...] = (
@@ -117,10 +93,10 @@ def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str,
             raise CheckpointError(Problem(f"{checkpoint / name} cannot be read: {reason}", USE_ANOTHER)) from error
 
 
-def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
-    if kind is not _MEM_FORMAT_ENCODING:
+def _member(kind: object, name: str) -> object:
+    if (member := memory_format(kind, name)) is None:
         raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
-    return _MEM_FORMAT_ENCODING[name]
+    return member
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -129,7 +105,7 @@ class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             # So Python before 3.11.4 writes the member of an enumeration.
-            return _memory_format
-        if (module, name) not in _TABLE_PARTS:
+            return _member
+        if (module, name) not in TABLE_PARTS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from meshtrain.compat.distributed import is_inside_ddp
 from meshtrain.config.mesh import TP
 from meshtrain.errors import ModelError
 from meshtrain.library.batches import check_same_batch, mask_without_cache
@@ -127,7 +127,7 @@ class Calls:
                 "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
                 "or use a mesh with tp = 1"
             )
-        if DistributedDataParallel._get_active_ddp_module() is not None:
+        if is_inside_ddp():
             raise ModelError(
                 "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time; "
                 'leave that out, dp axes of the mesh do it: {"mesh": {"dp_replicate": 2}}'

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from meshtrain.compat.autograd import number_of_backward_pass, tensors_in, when_backward_ends
 from meshtrain.errors import ModelError
-from meshtrain.parallel.lineage import tensors_in
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import abandon_backward, fsdp_modules
 from meshtrain.training.gradients import complete_gradients
@@ -50,7 +49,7 @@ class WholeGradients:
 
     def recover(self) -> None:
         """Clear away what a backward pass has left that has ended with an exception, before a forward pass."""
-        if self._running is None or _number_of_backward_pass() != NO_BACKWARD_PASS:
+        if self._running is None or number_of_backward_pass() != NO_BACKWARD_PASS:
             return
         self._forget()
         self._pipeline.replicas.abandon_step()
@@ -58,7 +57,7 @@ class WholeGradients:
             abandon_backward(stage.model)
 
     def _begin(self, _: Tensor) -> None:
-        number = _number_of_backward_pass()
+        number = number_of_backward_pass()
         if self._running == number:
             return
         if self._running is not None:
@@ -75,7 +74,7 @@ class WholeGradients:
         self._running = number
         self._earlier = set_gradients_aside(self._pipeline)
         self._pipeline.replicas.begin_step(1)
-        Variable._execution_engine.queue_callback(self._finish)
+        when_backward_ends(self._finish)
 
     def _reach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         # A checkpoint that computes again runs backward passes within this one.
@@ -103,10 +102,6 @@ class WholeGradients:
         self._running = None
         self._earlier = {}
         self._reached.clear()
-
-
-def _number_of_backward_pass() -> int:
-    return torch._C._current_graph_task_id()
 
 
 def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:

@@ -1,6 +1,6 @@
 """What a parallel model without a pipeline does otherwise than the stock one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.checkpoint.description import Tokenizer
+from meshtrain.compat.nn import Unmovable, mix_in
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
@@ -27,7 +28,7 @@ from meshtrain.runtime.mesh import axis_size, data_rank
 OF_PEFT = ("tokenizer", "selected_adapters", "path_initial_model_for_weight_conversion")
 
 
-class ParallelModel:
+class ParallelModel(Unmovable):
     """Mixed into the class of a parallel model: refuses what would break it, and saves what lies on all ranks."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -86,18 +87,21 @@ class ParallelModel:
         """In how many parts a global batch is read."""
         return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # What `to`, `cuda`, `float` and the like come to, and those of a module around this one (PeftModel).
+    def check_move(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Refuse to be moved or cast, by itself or with a module around it (PeftModel).
+
+        Raises:
+            ModelError: if `change` is one.
+        """
         model: Any = self
         before = torch.empty(0, dtype=model.dtype, device=handle_of(self).device)
-        after = fn(before)
+        after = change(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise ModelError(
                 f"a parallel model cannot be moved (to {after.device}, {after.dtype}): every rank keeps its shards on "
                 "its own device, the GPU of its LOCAL_RANK where there are any; leave the call out, and choose number "
                 "formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan"
             )
-        return self
 
     @property
     def peft_config(self) -> Any:
@@ -166,7 +170,5 @@ def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
 def become_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
     """Let a model that `meshtrain.parallel.parallelize` has taken apart be used as the stock one is."""
     vars(model)[ATTRIBUTE] = handle
-    kind = type(model)
-    mixed = type(kind.__name__, (ParallelModel, kind), {"__module__": kind.__module__})
-    model.__class__ = mixed
+    mix_in(model, ParallelModel, __module__=type(model).__module__)
     Calls(model, handle, gradients).watch()

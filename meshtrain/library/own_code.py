@@ -5,6 +5,7 @@ from types import MethodType
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.nn import own_forward
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import fused_modules
@@ -21,7 +22,7 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     Raises:
         ModelError: naming what would be lost.
     """
-    own = {name: module for name, module in model.named_modules() if "forward" in vars(module)}
+    own = {name: module for name, module in model.named_modules() if own_forward(module) is not None}
     for name in fused_modules(model, plan.tensor.fused):
         if name in own or has_hooks_on_itself(model.get_submodule(name)):
             what = "a forward of yours" if name in own else "a hook"
@@ -55,5 +56,5 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
 
 
 def _is_method_of(module: nn.Module) -> bool:
-    forward = vars(module)["forward"]
+    forward = own_forward(module)
     return isinstance(forward, MethodType) and forward.__self__ is module

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from meshtrain.compat.nn import is_compiled
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
 from meshtrain.config.mesh import AXES
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
@@ -164,7 +165,7 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
 
 
 def _check_no_wrapper(model: object) -> None:
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise ModelError(
             "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was "
             'given, and {"compile": {"enabled": True}} in the plan'

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from meshtrain.compat.dtensor import local_part
 from meshtrain.errors import ModelError
 from meshtrain.library.arguments import check_optimizer
 from meshtrain.library.values import Heirs
@@ -169,7 +170,7 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
             f"{len(gathered)} parameters as they were gathered for these two, which train nothing; make it before the "
             "forward pass, or after the backward pass"
         )
-    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != p.whole._local_tensor.data_ptr()]
+    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.whole).data_ptr()]
     if moved:
         raise ModelError(
             f"{len(moved)} parameters of this {type(optimizer).__name__} do not lie any more where they lay when it "

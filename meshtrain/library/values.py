@@ -11,6 +11,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from meshtrain.compat.autograd import has_gradient_hooks
+from meshtrain.compat.nn import buffer_table, parameter_table
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.fused import FusedParameter, split_parts
@@ -64,7 +66,7 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -
             f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
             "values; build the whole model on meta, or none of it"
         )
-    hooked = [name for name, parameter in parameters.items() if _has_hooks(parameter)]
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
     if hooked:
         raise ModelError(
             f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would see that of one rank "
@@ -72,24 +74,21 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -
         )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
-        for name, parameter in module._parameters.items():
+        own, own_buffers = parameter_table(module), buffer_table(module)
+        for name, parameter in own.items():
             if parameter is not None:
                 if parameter not in replaced:
                     empty = torch.empty_like(parameter, device="meta")
                     replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                undo.callback(module._parameters.__setitem__, name, parameter)
-                module._parameters[name] = replaced[parameter]
-        for name, buffer in module._buffers.items():
-            undo.callback(module._buffers.__setitem__, name, buffer)
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
+                undo.callback(own.__setitem__, name, parameter)
+                own[name] = replaced[parameter]
+        for name, buffer in own_buffers.items():
+            undo.callback(own_buffers.__setitem__, name, buffer)
+            own_buffers[name] = None if buffer is None else buffer.to("meta")
     layers: Mapping[str, Any] = adapters
     scalings = {name: dict(layer.scaling) for name, layer in layers.items()}
     grown = grown_length(model) if length_dependent(model) else None
     return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings, grown_length=grown)
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def check_equal_on_all(values: Values) -> None:

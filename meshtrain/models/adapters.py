@@ -91,7 +91,7 @@ def without_adapters(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 def is_adapted(module: nn.Module) -> bool:
     """Tell whether a module is one of peft's LoRA layers around a stock module."""
-    return BASE in module._modules and {"lora_A", "lora_B"} <= module._modules.keys()
+    return {BASE, "lora_A", "lora_B"} <= {name for name, _ in module.named_children()}
 
 
 def stock_name(name: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from meshtrain.compat.nn import mix_in, parameter_table
 from meshtrain.errors import PlanError
 from meshtrain.models.patterns import match_names
 
@@ -82,7 +83,7 @@ def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]
     for name, parts in match_names(_names(model), fused, KEY).items():
         shares = _shares(model, name, parts)
         owner, _, kind = name.rpartition(".")
-        if kind in model.get_submodule(owner)._parameters:
+        if isinstance(getattr(model.get_submodule(owner), kind), nn.Parameter):
             entries.append(_stack(model.get_submodule(owner), name, kind, shares))
         else:
             entries += _unfuse_module(model, name, shares)
@@ -131,14 +132,13 @@ def _shares(model: nn.Module, name: str, parts: Parts) -> dict[str, int]:
 
 
 def _stack(module: nn.Module, name: str, kind: str, shares: Mapping[str, int]) -> FusedParameter:
-    parameter = module._parameters[kind]
-    assert parameter is not None
+    parameter = module.get_parameter(kind)
     dim = parameter.dim() - 2
     if len({*shares.values()}) > 1 or parameter.shape[dim] % len(shares):
         raise PlanError(f"{KEY}: {name} has {parameter.shape[dim]} rows, which are not {len(shares)} equal parts")
     values = parameter.detach().unflatten(dim, (len(shares), -1))
     module.register_parameter(kind, nn.Parameter(values, requires_grad=parameter.requires_grad))
-    module.__class__ = type(type(module).__name__, (StackedParameters, type(module)), {"stacked_dims": {kind: dim}})
+    mix_in(module, StackedParameters, stacked_dims={kind: dim})
     return FusedParameter(name, (name,), dim, stacked=len(shares))
 
 
@@ -149,7 +149,7 @@ class StackedParameters:
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on views of the parameters."""
-        parameters = self._parameters  # type: ignore[attr-defined]
+        parameters = parameter_table(self)
         whole = dict(parameters)
         parameters.update({kind: whole[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims.items()})
         try:

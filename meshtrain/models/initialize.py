@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, activations, initialization
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
+from meshtrain.compat.autograd import OperatorMode
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import stock_class
@@ -48,7 +48,7 @@ def materialize(
     model.to_empty(device=parameter_device or device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for copy, source in tied.items():
         if copy in parameters and source in parameters:
@@ -221,11 +221,11 @@ def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
         initialization.copy_ = copy
 
 
-class _NoShardedDraws(TorchDispatchMode):
+class _NoShardedDraws(OperatorMode):
     """Refuses a rule that draws a sharded tensor by itself: each process would draw its own part."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.model = model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Placement
+
+from meshtrain.compat.dtensor import is_split_late, split, split_dim
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -64,12 +65,11 @@ def _split_indices(
     # _StridedShard says: FSDP2 split what tensor parallelism had left, although its axis comes first. Splitting in that
     # order is exact. Torch's own arithmetic with split_factor is off by rows for some uneven sizes: 13 rows over
     # dp_shard = 3 x tp = 2, or GPT-2's vocabulary of 50257 over dp_shard = 4 x tp = 2.
-    for axis, placement in sorted(enumerate(placements), key=lambda item: isinstance(item[1], _StridedShard)):
-        # Not `is_shard()`: it is False for _StridedShard, and the gap is silent.
+    for axis, placement in sorted(enumerate(placements), key=lambda item: is_split_late(item[1])):
         if placement.is_replicate():
             continue
-        assert isinstance(placement, (Shard, _StridedShard)), f"a parameter cannot be {placement}"
-        dim = placement.dim % len(shape)
-        pieces, _ = Shard(0)._split_tensor(indices[dim], mesh.size(axis), with_padding=False, contiguous=True)
-        indices[dim] = pieces[coordinate[axis]]
+        dim = split_dim(placement)
+        assert dim is not None, f"a parameter cannot be {placement}"
+        dim %= len(shape)
+        indices[dim] = split(indices[dim], mesh.size(axis))[coordinate[axis]]
     return indices

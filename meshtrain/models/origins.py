@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshtrain.compat.autograd import tensor_without_memory
+from meshtrain.compat.operators import CASTS, VIEWS
 from meshtrain.models.block_reader import BlockReader
 from meshtrain.models.moves import Cut, InFile, Joined, Node, Ranges, Reshaped, Squeezed, Turned, Unsqueezed
 from meshtrain.models.safetensors_files import FileTensor
@@ -29,7 +31,7 @@ class Origin(Tensor):
     @staticmethod
     def __new__(cls, node: Node, shape: Sequence[int], dtype: torch.dtype) -> "Origin":
         """Make one that looks like a contiguous tensor on the CPU: a move is of places, not of bytes."""
-        origin: Origin = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+        origin = tensor_without_memory(cls, shape, dtype)
         origin.node = node
         return origin
 
@@ -152,12 +154,11 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     _aten.transpose: _move_transpose,
     _aten.t: lambda origin: _move_transpose(origin, 0, -1),
     _aten.permute: _move_permute,
-    _aten.view: _move_view,
-    _aten._unsafe_view: _move_view,
+    **dict.fromkeys(VIEWS, _move_view),
     _aten.unsqueeze: _move_unsqueeze,
     _aten.squeeze: _move_squeeze,
     _aten.clone: _stay,
     _aten.detach: _stay,
     _aten.alias: _stay,
-    _aten._to_copy: _stay,
+    **dict.fromkeys(CASTS, _stay),
 }

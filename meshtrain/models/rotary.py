@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from meshtrain.compat.nn import buffer_table, restore_attributes, set_forward
+
 # How the names of transformers end. They begin with the kind of layer, if each kind has frequencies of its own.
 _GROWN, _LONG_SET = "max_seq_len_cached", "long_inv_freq"
 
@@ -92,15 +94,14 @@ def probed(model: nn.Module, length: int) -> Iterator[None]:
     """
     modules = [*length_dependent(model).values()]
     # A module registers its frequencies anew, and keeps those for long sequences in an attribute.
-    kept = [(vars(module).copy(), module._buffers.copy()) for module in modules]
+    kept = [(module, vars(module).copy(), buffer_table(module).copy()) for module in modules]
     for module in modules:
-        module.forward = partial(_run_probed, module.forward, length)
+        set_forward(module, partial(_run_probed, module.forward, length))
     try:
         yield
     finally:
-        for module, (attributes, buffers) in zip(modules, kept, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes, _buffers=buffers)
+        for module, attributes, buffers in kept:
+            restore_attributes(module, attributes, buffers)
 
 
 def _run_probed(forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.autograd import tensors_in, times_changed
+from meshtrain.compat.nn import forwards_replaced
 from meshtrain.errors import ModelError
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.hooks import hooks_set_aside
-from meshtrain.parallel.lineage import Descendants, tensors_in
+from meshtrain.parallel.lineage import Descendants
 
 PROBE_LENGTH = 3
 # What a forward pass raises when a model is built another way than a probe expects.
@@ -144,12 +146,12 @@ def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple
                 after.append(sibling)
             else:
                 before[sibling] = output.shape if isinstance(output, Tensor) else None
-                given.extend((tensor, tensor._version) for tensor in tensors_in(output))
+                given.extend((tensor, times_changed(tensor)) for tensor in tensors_in(output))
 
         return hook
 
     with (
-        _short_circuit(layers, pass_through),
+        forwards_replaced(layers, pass_through),
         _eval_mode(model),
         probed(model, PROBE_LENGTH),
         _hooks(model, _siblings(model, name), note),
@@ -168,7 +170,7 @@ def _probe(model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple
         after=tuple(dict.fromkeys(after)),
         layers_return_tuples=as_tuple,
         takes_ready_mask=with_mask,
-        writes_in_place=any(tensor._version != version for tensor, version in given),
+        writes_in_place=any(times_changed(tensor) != version for tensor, version in given),
     )
 
 
@@ -211,22 +213,6 @@ def _siblings(model: nn.Module, layers: str) -> list[str]:
         module = module.get_submodule(part)
         prefix += f"{part}."
     return siblings
-
-
-@contextmanager
-def _short_circuit(layers: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[None]:
-    # A layer may have a forward of its own, which it must get back.
-    own = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer, before in zip(layers, own, strict=True):
-            if before is None:
-                del layer.forward
-            else:
-                layer.forward = before
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshtrain.compat.operators import collectives as operators
+
 SEQUENCE_DIM = 1
-# The operators under torch's functional collectives: their Python wrappers are renamed from release to release.
-_ops = torch.ops._c10d_functional
-_wait = _ops.wait_tensor
+_wait = operators.wait_tensor
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
@@ -25,11 +25,11 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _wait(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    return _wait(operators.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    stacked = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    stacked = _wait(operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return torch.cat(stacked.chunk(group.size()), dim)
 
 
@@ -39,7 +39,7 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     stacked = torch.cat(x.chunk(group.size(), SEQUENCE_DIM))
-    return _wait(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    return _wait(operators.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
 def _split(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,4 +141,4 @@ def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the element-wise largest `x` of the group, without a gradient."""
-    return _wait(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+    return _wait(operators.all_reduce(x.contiguous(), "max", group.group_name))

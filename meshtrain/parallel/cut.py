@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.autograd import memory_of
+from meshtrain.compat.nn import set_forward
 from meshtrain.models.adapters import stock_name
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.anatomy import (
@@ -158,9 +160,7 @@ def _run_probe(stage: Stage, anatomy: Anatomy, received: Tensor | None) -> Tenso
 
 def _is_whole(view: Tensor, tensor: Tensor) -> bool:
     """Tell whether a tensor is another one, or a slice of it that leaves nothing out."""
-    places = [
-        (it.untyped_storage()._cdata, it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)
-    ]
+    places = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
     return places[0] == places[1]
 
 
@@ -268,4 +268,4 @@ def _replace_forward(stage: Stage) -> None:
         assert captured is not None, "a stage ended without a result"
         return captured
 
-    stage.model.forward = MethodType(from_ids if stage.is_first else from_hidden, stage.model)
+    set_forward(stage.model, MethodType(from_ids if stage.is_first else from_hidden, stage.model))

@@ -297,8 +297,8 @@ def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Sty
     groups: dict[str, set[Style | None]] = defaultdict(set)
     for name in rule_names(model):
         owner, _, kind = name.rpartition(".")
-        module = model.get_submodule(owner)._modules.get(kind)
-        if name in styles or module is None or any(True for _ in module.parameters()):
+        module = getattr(model.get_submodule(owner), kind)
+        if name in styles or not isinstance(module, nn.Module) or any(True for _ in module.parameters()):
             groups[as_pattern(name)].add(styles.get(name))
     return {as_pattern(name) if len(groups[as_pattern(name)]) == 1 else name: style for name, style in styles.items()}
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+from meshtrain.compat.nn import hook_tables
+
 Hook = Callable[..., Any]
 
 
@@ -32,7 +33,7 @@ def hooks_set_aside(model: nn.Module) -> Iterator[None]:
 
 def has_hooks_on_itself(module: nn.Module) -> bool:
     """Whether there is a hook on the module, and not on one inside."""
-    return any(vars(module)[kind] for kind in KINDS)
+    return any(hook_tables(module))
 
 
 def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
@@ -43,7 +44,7 @@ def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _all_hooks(model: nn.Module) -> Iterator[dict[int, Hook]]:
-    return (vars(module)[kind] for module in model.modules() for kind in KINDS)
+    return (table for module in model.modules() for table in hook_tables(module))
 
 
 def _belongs_to(hook: Hook, modules: Container[nn.Module]) -> bool:

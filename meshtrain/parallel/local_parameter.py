@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshtrain.compat.autograd import tensor_over
+from meshtrain.compat.dtensor import local_part, tensor_like
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
 
@@ -50,7 +52,7 @@ class LocalParameter(nn.Parameter):
 
     def __new__(cls, whole: DTensor) -> Self:
         """Make it share the memory of `whole`."""
-        local = torch.Tensor._make_subclass(cls, local_tensor(whole.detach()), whole.requires_grad)
+        local = tensor_over(cls, local_tensor(whole.detach()), requires_grad=whole.requires_grad)
         local.whole = whole
         return local
 
@@ -77,13 +79,12 @@ class LocalParameter(nn.Parameter):
             return None
         _check_reader(sys._getframe(1))
         assert isinstance(gradient, DTensor)
-        if gradient._spec.placements != whole._spec.placements:
+        if gradient.placements != whole.placements:
             # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be summed.
             # Kept, so that what is done to the local part in place is done to the gradient.
             with torch.no_grad():
-                gradient = whole.grad = gradient.redistribute(placements=whole._spec.placements)
-        # Not `to_local()`: it is asked for several times for every parameter and step, and autograd has no part in it.
-        return gradient._local_tensor
+                gradient = whole.grad = gradient.redistribute(placements=whole.placements)
+        return local_part(gradient)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -123,11 +124,7 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 def laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor over the memory of `local`, laid out as `parameter`, of whose local part it has the shape."""
-    if not isinstance(parameter, DTensor):
-        return local
-    # Not DTensor.from_local: it would move an offloaded tensor to the device of the mesh, and what is loaded into that
-    # copy would be lost.
-    return DTensor(local, parameter._spec, requires_grad=False)
+    return tensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 
 def choose_kernels(optimizer: Optimizer) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
+from meshtrain.compat.autograd import map_tensors
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
 from meshtrain.parallel.cut import Stage
@@ -108,4 +108,4 @@ class LongestSequence:
         if self._last_position is None:
             return None
         # Tables are (batch, seq, head_dim).
-        return tree_map_only(Tensor, lambda table: table[..., :-1, :], output)
+        return map_tensors(lambda table: table[..., :-1, :], output)

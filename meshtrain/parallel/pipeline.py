@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from meshtrain.compat.distributed import Schedule, StaticStage
+from meshtrain.compat.nn import saved_buffers
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
@@ -106,9 +108,8 @@ class Pipeline:
         """
         for stage in self.stages:
             for owner, module in stage.model.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    if name not in module._non_persistent_buffers_set:
-                        yield f"{owner}.{name}" if owner else name, buffer
+                for name, buffer in saved_buffers(module):
+                    yield f"{owner}.{name}" if owner else name, buffer
 
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Say how `generate` writes where it is not told."""
@@ -234,7 +235,7 @@ class _LossOfStep:
 class _Schedule(NamedTuple):
     """The schedule of torch for one shape of a batch, and the loss that it calls."""
 
-    torch_schedule: _PipelineSchedule
+    torch_schedule: Schedule
     loss: _LossOfStep
 
 
@@ -247,7 +248,7 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
     return pipeline._schedules[shape]
 
 
-def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> _PipelineSchedule:
+def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> Schedule:
     # A stage takes its input for something to train, even where nothing before it does: it cannot see that alone.
     trains = [False] * axis_size(pipeline.mesh, PP)
     dist.all_gather_object(trains, any(True for _ in pipeline.trainable_parameters()), group=pipeline.peers)
@@ -264,7 +265,7 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     )
 
 
-class _WatchedStage(PipelineStage):
+class _WatchedStage(StaticStage):
     """A stage that says what it computes."""
 
     def __init__(self, place: Place, *args: Any, **kwargs: Any) -> None:
@@ -288,11 +289,6 @@ class _WatchedStage(PipelineStage):
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._place.enter("after backward of weights", self.stage_index, bwd_chunk_id)
         return result
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        # It is called for every new shape, and would forget the gradients of all parameters under FSDP2, those of
-        # batches before it too. There is nothing to clean up: shapes are given, so nothing was computed to infer them.
-        pass
 
 
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:

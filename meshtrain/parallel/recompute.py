@@ -4,30 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshtrain.compat.operators import EXPENSIVE
 from meshtrain.config.plan import RecomputePlan
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import Streams
-
-_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-# What is dear to compute: matrix products, attention (on every device that torch has a kernel for) and collectives.
-KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _c10d.all_reduce.default,
-    _c10d.all_gather_into_tensor.default,
-    _c10d.reduce_scatter_tensor.default,
-]
 
 
 def apply_recompute(stage: Stage, plan: RecomputePlan, streams: Streams | None = None) -> None:
@@ -52,5 +35,5 @@ def _with_streams(checkpointed: Callable, streams: Streams, forward: Callable, *
 
 
 _full = partial(checkpoint, use_reentrant=False)
-_selective = partial(_full, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+_selective = partial(_full, context_fn=partial(create_selective_checkpoint_contexts, list(EXPENSIVE)))
 _CHECKPOINTS: dict[str, Callable] = {"full": _full, "selective": _selective}

@@ -117,7 +117,7 @@ def rule_names(model: nn.Module) -> list[str]:
 
 def _is_module(model: nn.Module, name: str) -> bool:
     owner, _, kind = name.rpartition(".")
-    return kind in model.get_submodule(owner)._modules
+    return isinstance(getattr(model.get_submodule(owner), kind), nn.Module)
 
 
 def _sharded_dims(

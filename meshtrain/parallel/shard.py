@@ -1,14 +1,18 @@
 """Sharding of parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from meshtrain.compat.fsdp import (
+    before_reduction,
+    fill_lacking_gradients,
+    forget_gathered_gradients,
+    gathered_parameters,
+)
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.parallel.cut import Stage
 from meshtrain.runtime.mesh import fsdp_mesh
@@ -49,41 +53,8 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         # forced sum keeps torch from a pre-multiplied reduction, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        _fill_before_reduction(module, stage.filled)
-
-
-def _fill_before_reduction(module: FSDPModule, filled: set[nn.Parameter]) -> None:
-    """Give a parameter without a gradient zeros before FSDP2 reduces, and add it to `filled`.
-
-    FSDP2 leaves it out of its message: where another process has a gradient (an expert that got a token only there),
-    the messages would not fit together.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    reduce = group.post_backward
-
-    def post_backward(*arguments: Any) -> None:
-        # It may be called again when it is done.
-        if group.reduce_grads and group._training_state != TrainingState.POST_BACKWARD:
-            for held in group.fsdp_params:
-                if _lacks_gradient(held):
-                    held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
-                    # Of two forward passes before one backward pass, another may have given it one.
-                    if held.sharded_param.grad is None:
-                        filled.add(held.sharded_param)
-                else:
-                    filled.discard(held.sharded_param)
-        reduce(*arguments)
-
-    group.post_backward = post_backward  # type: ignore[method-assign]
-
-
-def _lacks_gradient(held: FSDPParam) -> bool:
-    # What no forward pass has gathered takes no part in the reduction, on any process.
-    if not hasattr(held, "_unsharded_param") or not held.unsharded_param.requires_grad:
-        return False
-    return held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None
+        # A parameter may have a gradient on another process only: that of an expert which got a token only there.
+        before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
 
 
 def _offload_policy(plan: ParallelPlan, device_type: str) -> OffloadPolicy:
@@ -125,10 +96,8 @@ def is_gathered(parameter: nn.Parameter) -> bool:
 def mark_gathered(model: nn.Module) -> None:
     """Let what is gathered now be recognised for ever."""
     for module in fsdp_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        for held in group.fsdp_params if group is not None else ():
-            if hasattr(held, "_unsharded_param"):
-                setattr(held._unsharded_param, _GATHERED, True)
+        for parameter in gathered_parameters(module):
+            setattr(parameter, _GATHERED, True)
 
 
 def abandon_backward(model: nn.Module) -> None:
@@ -137,10 +106,6 @@ def abandon_backward(model: nn.Module) -> None:
     FSDP2 would wait for its end for ever, and reduce no gradient again.
     """
     for module in fsdp_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        for held in group.fsdp_params if group is not None else ():
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                held.unsharded_param.grad = None
+        forget_gathered_gradients(module)
     if isinstance(model, FSDPModule):
         model.reset_iter_state()

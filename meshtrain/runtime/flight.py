@@ -3,9 +3,8 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
+from meshtrain.compat.distributed import flight_records
 
 FLIGHT_NAME = "flight_recorder"
 COLLECTIVES_KEPT = "2000"
@@ -22,9 +21,7 @@ def write_recorder(directory: Path, rank: int) -> None:
         return
     folder = directory / FLIGHT_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    c10d: Any = torch._C._distributed_c10d
-    dump = c10d._dump_nccl_trace if torch.cuda.is_available() else c10d._dump_fr_trace
-    (folder / f"rank_{rank}").write_bytes(dump())
+    (folder / f"rank_{rank}").write_bytes(flight_records())
 
 
 def forget_recorders(directory: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshtrain.compat.distributed import default_store, device_types, set_timeouts
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.environment import (
     is_launched,
@@ -134,7 +135,7 @@ def join_for_script() -> torch.device:
         atexit.register(_leave_at_exit)
         return device
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    kinds = {kind.type for kind in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
+    kinds = device_types(dist.group.WORLD) if dist.group.WORLD is not None else set()
     if lacking := {"cpu", device.type} - kinds:
         raise ConfigError(
             f"the process group has no backend for {' and '.join(sorted(lacking))}; join with "
@@ -147,7 +148,7 @@ def _leave_at_exit() -> None:
     # Python sets it for an exception that ended the program: then nobody is there to meet.
     if not dist.is_initialized() or hasattr(sys, "last_type"):
         return
-    store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
+    store, begin = default_store(), time.monotonic()
     try:
         store.add(LEAVING, 1)
         # Not a barrier: a process that has ended by `sys.exit` elsewhere would be waited for half an hour.
@@ -185,11 +186,7 @@ def _meet_at_the_end() -> None:
 
 def lift_timeouts() -> None:
     """Leave it to the guard to say that something takes too long: torch's own timeouts name nobody."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
-            getattr(backend, "wrapped_pg", backend)._set_default_timeout(LONGEST_COLLECTIVE)
+    set_timeouts(LONGEST_COLLECTIVE)
 
 
 def _device() -> torch.device:

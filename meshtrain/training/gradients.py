@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.compat.operators import multiply, norms
 from meshtrain.config.mesh import AXES, PP, STAGE_AXES, TP
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -126,7 +127,7 @@ def scale_gradients(
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     for gradients in _by_dtype(parameters).values():
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        multiply(gradients, factor.to(gradients[0].dtype))
 
 
 def gradient_device(pipeline: Pipeline) -> torch.device:
@@ -163,8 +164,7 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device | None) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(list(gradients))
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return torch.stack([norm.double() for norm in norms(gradients)]).square().sum()
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:

@@ -17,6 +17,7 @@ from meshtrain.checkpoint.location import Location
 from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint, read_table
+from meshtrain.compat.operators import norms
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -209,7 +210,7 @@ def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
         TrainingStopped: on all processes alike, if a parameter or moment of any of them is not finite.
     """
     floats = [local_tensor(tensor) for tensor in tensors.values() if tensor.is_floating_point()]
-    largest = torch._foreach_norm([tensor for tensor in floats if tensor.numel()], float("inf"))
+    largest = norms([tensor for tensor in floats if tensor.numel()], float("inf"))
     broken = not all(norm.isfinite() for norm in largest)
     names = [key for key, tensor in tensors.items() if not local_tensor(tensor).isfinite().all()] if broken else []
     found = sorted({name for answer in gather_objects(names) for name in answer})

@@ -18,7 +18,6 @@ from pathlib import Path
 from shutil import which
 
 import multiprocess
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
@@ -27,6 +26,7 @@ from datatrove.utils.stats import PipelineStats
 from multiprocess import forkserver
 
 from meshtrain import console
+from meshtrain.compat.datatrove import TaskExecutor
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.corpus.steps.shard_pass import ShardPass
 from meshtrain.errors import DataError, UserError
@@ -38,7 +38,7 @@ SECONDS_BETWEEN_GLANCES = 0.2
 SECONDS_BETWEEN_QUEUE_GLANCES = 10.0
 
 
-class LocalExecutor(LocalPipelineExecutor):
+class LocalExecutor(TaskExecutor):
     """datatrove's local executor, without its words on the screen and without orphans.
 
     A killed run must not leave workers behind: they would go on, and write beside those of the next run.
@@ -63,7 +63,8 @@ class LocalExecutor(LocalPipelineExecutor):
             gc.collect()
             raise ending
 
-    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
+    def run_task(self, rank: int, local_rank: int, node_rank: int) -> PipelineStats:
+        """Run one task, with its output in a file, for as long as the run lives."""
         if self.workers > 1:
             die_with_parent()
             hold_until_death(Path(self.logging_dir.resolve_paths("")).parent / WORKERS)
@@ -72,7 +73,7 @@ class LocalExecutor(LocalPipelineExecutor):
         # datatrove shows on standard error what its log files have, and what a library warns of belongs there too.
         with (said / f"task_{rank:05}.txt").open("w") as file, redirect_stderr(file):
             try:
-                return super()._run_for_rank(rank, local_rank, node_rank)
+                return super().run_task(rank, local_rank, node_rank)
             finally:
                 logger.remove()
 

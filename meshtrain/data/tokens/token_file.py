@@ -10,7 +10,6 @@ Every document has 2 tokens or more: those that come out empty are left out and 
 """
 
 import json
-import mmap
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from meshtrain.compat.numpy import read_at_random
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.sources import source_file
@@ -96,8 +96,7 @@ class ArrayFile:
     def map(self) -> np.ndarray:
         """Map it into memory, for who looks here and there: not for each row thirty pages that nobody asked for."""
         array = np.memmap(self.path, self.dtype, "r", shape=(self.size,))
-        if hasattr(mmap, "MADV_RANDOM"):
-            array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+        read_at_random(array)
         return array
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from meshtrain.compat.nn import become
 from meshtrain.config.plan import Style
 from meshtrain.errors import PlanError
 from meshtrain.models.adapters import adapters_of
@@ -148,7 +149,7 @@ def _shard_up(up: nn.Module, base: nn.Module, place: Place, mesh: DeviceMesh) ->
         if is_whole:
             names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
         if isinstance(theirs, ReplicatedHeadsLinear):
-            mine.__class__ = ReplicatedHeadsLinear
+            become(mine, ReplicatedHeadsLinear)
             mine.enter, mine.rows = nothing, theirs.rows  # type: ignore[assignment]
         elif not is_whole:
             _shard(mine, 0, mesh)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from meshtrain.compat.nn import become, mix_in, parameter_table
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.region import Edge
 
@@ -76,7 +77,7 @@ class LocalParameters:
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on local tensors."""
-        parameters = self._parameters  # type: ignore[attr-defined]
+        parameters = parameter_table(self)
         whole = dict(parameters)
         local = {kind: local_tensor(value) for kind, value in whole.items() if value is not None}
         parameters.update(local)
@@ -121,7 +122,7 @@ def see_own_heads(module: nn.Module, rank: int, tp: int) -> None:
 
 def see_local_parameters(module: nn.Module) -> None:
     """Mix `LocalParameters` into one module."""
-    module.__class__ = type(type(module).__name__, (LocalParameters, type(module)), {})
+    mix_in(module, LocalParameters)
 
 
 def become_sharded(module: nn.Module) -> None:
@@ -129,8 +130,6 @@ def become_sharded(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding):
         # A subclass (Gemma scales what it looks up) keeps its own forward, around that of the sharded embedding.
         kind = type(module)
-        module.__class__ = (
-            ShardedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, ShardedEmbedding), {})
-        )
+        become(module, ShardedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, ShardedEmbedding), {}))
     else:
-        module.__class__ = ShardedConv1D if isinstance(module, Conv1D) else ShardedLinear
+        become(module, ShardedConv1D if isinstance(module, Conv1D) else ShardedLinear)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PretrainedConfig
 
+from meshtrain.compat.dtensor import ModuleStyle
+from meshtrain.compat.nn import become
 from meshtrain.config.plan import Style
 from meshtrain.parallel.collectives import (
     copy_to_shards,
@@ -50,7 +51,7 @@ class Place:
     config: PretrainedConfig
 
 
-class _Style(ParallelStyle):
+class _Style(ModuleStyle):
     def __init__(self, place: Place) -> None:
         super().__init__()
         self.place, self.region = place, place.region
@@ -66,14 +67,14 @@ class _Style(ParallelStyle):
 class _Replicate(_Style):
     """Every process computes the same, or its part of the sequence, with whole parameters."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 class _SharedInput(_Style):
     """Make the input of a block whole once for all its projections, instead of once in each."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_change_input, self.region.enter), with_kwargs=True)
         return module
 
@@ -81,7 +82,7 @@ class _SharedInput(_Style):
 class _WholeSequence(_Style):
     """Compute a block on the whole sequence on every process, although the stream around it lies in parts."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.region.sequence_parallel:
             module.register_forward_pre_hook(partial(_change_input, self._join), with_kwargs=True)
             module.register_forward_hook(partial(_change_output, self._split))
@@ -105,9 +106,9 @@ class _WholeSequence(_Style):
 class _Colwise(_Style):
     """Shard the outputs."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         outputs = _weight(module).shape[self.place.rules.sharded_dims[f"{self.place.name}.weight"]]
-        self._shard(module, device_mesh)
+        self._shard(module, mesh)
         become_sharded(module)
         module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
         module.leave = self._leave(outputs)  # type: ignore[assignment]
@@ -150,11 +151,11 @@ def _cut_blocks(x: Tensor, tp: int) -> Tensor:
 class _ReplicatedHeads(_Style):
     """Keep a projection to fewer key-value heads than processes whole; each computes the one its queries need."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         heads, group = self.place.config.num_key_value_heads, self.region.group
         width = _weight(module).shape[0] // heads
         head = group.rank() * heads // group.size()
-        module.__class__ = ReplicatedHeadsLinear
+        become(module, ReplicatedHeadsLinear)
         module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
         module.rows = slice(head * width, (head + 1) * width)  # type: ignore[assignment]
         return module
@@ -171,8 +172,8 @@ class _PerHead(_Style):
 class _Rowwise(_Style):
     """Shard the inputs; the results are partial sums."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, device_mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, mesh)
         become_sharded(module)
         module.enter = self._enter()  # type: ignore[assignment]
         module.leave = self.region.leave  # type: ignore[assignment]
@@ -193,8 +194,8 @@ class _RowwiseSplitInput(_Rowwise):
 class _EmbeddingRowwise(_Style):
     """Shard the vocabulary of an embedding."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, device_mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, mesh)
         become_sharded(module)
         width = shard_width(module.num_embeddings, self.region.group)  # type: ignore[arg-type]
         module.leave = self.region.leave  # type: ignore[assignment]
@@ -205,7 +206,7 @@ class _EmbeddingRowwise(_Style):
 class _MlaKvAProj(_Style):
     """Keep the projection whole, whose last outputs are the rotary key that the heads of all processes share."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         share_rotary_key(module, self.place)
         return module
 
@@ -226,8 +227,8 @@ def share_rotary_key(module: nn.Module, place: Place) -> None:
 class _LocalParams(_Style):
     """Let a module with parameters of its own (attention sinks) compute with its shards of them."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, device_mesh)
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self._shard(module, mesh)
         see_local_parameters(module)
         return module
 
@@ -235,10 +236,10 @@ class _LocalParams(_Style):
 class _Experts(_LocalParams):
     """Shard stacked experts; tokens and routing weights go to all processes, and their results are summed."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(partial(_change_output, self._leave))
-        return super()._apply(module, device_mesh)
+        return super().apply(module, mesh)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
@@ -255,7 +256,7 @@ class _Experts(_LocalParams):
 class _ExpertParallel(_Experts):
     """Give every process whole experts. Routing to those of others goes to an expert that is none."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         group = self.region.group
         module.num_experts = module.num_experts // group.size()  # type: ignore[operator,assignment]
         self.first = group.rank() * module.num_experts  # type: ignore[operator]
@@ -265,7 +266,7 @@ class _ExpertParallel(_Experts):
         forward = inspect.getsource(inspect.unwrap(type(module).forward))
         loops = self.place.config._experts_implementation == "eager"
         self.none = 0 if loops and "num_experts + 1" not in forward else self.num_experts
-        return super()._apply(module, device_mesh)
+        return super().apply(module, mesh)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         (hidden, index, weights, *rest), kwargs = super()._enter(module, args, kwargs)

@@ -1,0 +1,84 @@
+"""torch.distributed: process groups and their backends, the flight recorder, pipelines and DDP."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.nn.parallel import DistributedDataParallel
+
+Schedule = _PipelineSchedule
+"""The class of every schedule of a pipeline.
+
+Why: `get_schedule_class` gives subclasses of it, and it has no public name.
+Holds: torch 2.11 to 2.13.
+"""
+
+
+def device_types(group: dist.ProcessGroup) -> set[str]:
+    """Return the kinds of devices that a process group has a backend for, such as {"cpu", "cuda"}.
+
+    Why: `torch.distributed.get_backend` names the backend of one kind, and not the kinds.
+    Holds: torch 2.11 to 2.13.
+    """
+    return {device.type for device in group._device_types}
+
+
+def default_store() -> dist.Store:
+    """Return the store over which the default process group was joined.
+
+    Why: a program may have joined it, and torch gives it to nobody.
+    Holds: torch 2.11 to 2.13.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Set after how long a collective fails, in every process group of this process.
+
+    Why: torch takes a timeout where a group is made, and DeviceMesh makes groups without asking for one.
+    Holds: torch 2.11 to 2.13.
+    """
+    for backend in _backends():
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+
+def _backends() -> Iterator[Any]:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            yield group._get_backend(device)
+
+
+def flight_records() -> bytes:
+    """Return the latest collectives of this process, in the form that torch's `torchfrtrace` reads.
+
+    Why: torch writes them by itself only when its own watchdog fires, and only for NCCL.
+    Holds: torch 2.11 to 2.13.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._dump_nccl_trace() if torch.cuda.is_available() else c10d._dump_fr_trace()
+
+
+def is_inside_ddp() -> bool:
+    """Tell whether the forward pass that is running is one of a DistributedDataParallel.
+
+    Why: a parallel model inside of one would have its gradients reduced twice, and torch has no public way to ask.
+    Holds: torch 2.11 to 2.13.
+    """
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+class StaticStage(PipelineStage):
+    """A stage of a pipeline whose shapes are given.
+
+    Why: for every new shape torch cleans up what inferring shapes has left. It would forget the gradients of all
+    parameters under FSDP2, those of batches before it too. Nothing was inferred, so there is nothing to clean up.
+    Holds: torch 2.11 to 2.13.
+    """
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        pass
