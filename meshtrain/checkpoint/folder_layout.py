@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from meshtrain.compat.transformers import kept_dtypes, never_saved, set_weight_conversions
 from meshtrain.errors import CheckpointError, name_some
 
 FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -77,8 +78,8 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
         # Of files of the bare model, as transformers decides it for a model that was not loaded.
         if not isinstance(entry, PrefixChange)
     ]
-    # Where transformers keeps them for a loaded model: it would find them anew for every group.
-    vars(model)["_weight_conversions"] = conversions
+    # Once, and not for every group.
+    set_weight_conversions(model, conversions)
     convert = (lambda whole: revert_weight_conversion(model, whole)) if conversions else dict
     reverse = [entry.reverse_transform() for entry in reversed(conversions)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
@@ -122,9 +123,9 @@ def saved_tensors_of(model: PreTrainedModel) -> Tensors:
     Persistent buffers count; a tied weight is there once. The number formats are those in which stock
     `from_pretrained` holds the model, which keeps some parameters in float32.
     """
-    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    left_out = {*model.all_tied_weights_keys, *never_saved(model)}
     saved = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    kept = model._get_dtype_plan(model.dtype)
+    kept = kept_dtypes(model)
     if kept:
         pattern, names, _ = build_glob_alternation(list(kept))
         for name, tensor in saved.items():

@@ -17,6 +17,13 @@ Why: `get_schedule_class` gives subclasses of it, and it has no public name.
 Holds: torch 2.11 to 2.13.
 """
 
+REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
+"""Name of the logger that warns when a DTensor is gathered whole in several steps.
+
+Why: torch names its loggers after its private modules.
+Holds: torch 2.11 to 2.13.
+"""
+
 
 def device_types(group: dist.ProcessGroup) -> set[str]:
     """Return the kinds of devices that a process group has a backend for, such as {"cpu", "cuda"}.

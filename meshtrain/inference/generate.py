@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ConfigError, ModelError, UserError, name_some
@@ -115,6 +115,7 @@ def generate_texts(
 def _stock(found: Source) -> tuple[Any, Any]:
     """Load tokenizer and model as anybody would."""
     # Its bar would stand between the command and the text, even in a file.
+    had_bar = is_progress_bar_enabled()
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(found.directory)
@@ -124,7 +125,8 @@ def _stock(found: Source) -> tuple[Any, Any]:
             f"{found} holds no whole model with its tokenizer: {refusal_reason(error)}; export it again"
         ) from error
     finally:
-        enable_progress_bar()
+        if had_bar:
+            enable_progress_bar()
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers draws them by chance, and writes nonsense.

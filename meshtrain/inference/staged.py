@@ -5,7 +5,6 @@ other, and gives every process the logits of the last. So whatever `generate` ca
 """
 
 import copy
-from collections import OrderedDict
 from functools import wraps
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from meshtrain.compat.nn import instance_of, set_forward
+from meshtrain.compat.transformers import keeps_keys_and_values
 from meshtrain.config.mesh import PP, TP
 from meshtrain.errors import ModelError, UserError, name_some
 from meshtrain.models.build import stock_class
@@ -38,18 +39,14 @@ def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
     stage = pipeline.stages[0].model
     # Made past the class: FSDP2 would build another model, and its hooks belong to the stage.
     stock = stock_class(stage)
-    model: PreTrainedModel = object.__new__(stock)
-    model.__dict__.update(vars(stage))
-    for name in vars(stage):
-        if "forward" in name and "hooks" in name:
-            model.__dict__[name] = OrderedDict()
+    model: PreTrainedModel = instance_of(stock, stage)
     run = _Stages(pipeline)
 
     @wraps(stock.forward.__get__(model))
     def forward(input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
         return run(input_ids, **inputs)
 
-    model.__dict__["forward"] = forward
+    set_forward(model, forward)
     return model
 
 
@@ -167,7 +164,7 @@ def _begin_anew(model: Any) -> Cache | None:
 
     A model that keeps something else was given none, and gets none here.
     """
-    return DynamicCache(config=model.config.get_text_config()) if model._supports_default_dynamic_cache() else None
+    return DynamicCache(config=model.config.get_text_config()) if keeps_keys_and_values(model) else None
 
 
 def _refusal(model: str, what: str) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
@@ -79,7 +80,7 @@ class LossOfAllRanks:
                 f"{type(output).__name__} has a loss, but no labels were given: it is the mean over something else, "
                 "which nobody can count over the data ranks; compute it from the logits, or use a mesh without dp axes"
             )
-        elif "_loss_function" in vars(self._model):
+        elif has_loss_of_program(self._model):
             raise ModelError(
                 "model.loss_function was set to a function of yours: nobody knows how many labels it is the mean over, "
                 "to make one mean for all data ranks; compute it from the logits, divided by model.num_data_ranks if "

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from meshtrain.checkpoint.adapters import save_adapters
 from meshtrain.checkpoint.description import Tokenizer
 from meshtrain.compat.nn import Unmovable, mix_in
+from meshtrain.compat.peft import replace_methods
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.errors import ModelError
 from meshtrain.inference.generation import generate_on_mesh
@@ -136,9 +137,9 @@ class ParallelModel(Unmovable):
 
 def become_adapted(model: Any, pipeline: Pipeline) -> None:
     """Let a PeftModel around a parallel model save what lies on all ranks, and load nothing into parts of it."""
-    model.save_pretrained = partial(_save_adapters, model, pipeline)
+    save = partial(_save_adapters, model, pipeline)
     # peft skips what it does not find, such as B of a fused projection, which is kept in parts.
-    model.load_adapter = model.load_state_dict = _refuse_loading
+    replace_methods(model, save_pretrained=save, load_adapter=_refuse_loading, load_state_dict=_refuse_loading)
 
 
 def _save_adapters(

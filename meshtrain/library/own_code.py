@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import own_forward
+from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import fused_modules
@@ -31,7 +32,7 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
             )
     if plan.mesh.pp == 1:
         return
-    if "_loss_function" in vars(model):
+    if has_loss_of_program(model):
         raise ModelError(
             "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the mean "
             "cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken"

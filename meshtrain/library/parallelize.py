@@ -259,5 +259,5 @@ def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int
 
 
 def _source(model: PreTrainedModel) -> str | None:
-    path = getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
+    path = getattr(model, "name_or_path", "") or model.config.name_or_path
     return path if path and Path(path).is_dir() else None

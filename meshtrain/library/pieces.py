@@ -13,6 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.directory import MANIFEST_NAME
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.compat.initialization import forget_marks
+from meshtrain.compat.transformers import is_made_of_configuration
 from meshtrain.config.arguments import check_flag, path_text, positive_number, whole_number, wrong
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import ModelConfig
@@ -118,7 +120,7 @@ def initialize(model: Any, seed: int = 0) -> None:
     for stage in handle.pipeline.stages:
         for parameter in stage.model.parameters():
             # What has values already is drawn anew all the same.
-            vars(parameter).pop("_is_hf_initialized", None)
+            forget_marks(parameter)
         initialize_weights(stage.model, seed=seed, names=handle.pipeline.canonical_names())
     handle.has_values = True
 
@@ -172,7 +174,7 @@ def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
     """Let a model write as the files say, unless it has been told already."""
     generation = stored_generation_config(directory)
     own = getattr(pipeline.stages[0].model, "generation_config", None)
-    if generation is not None and getattr(own, "_from_model_config", False):
+    if generation is not None and own is not None and is_made_of_configuration(own):
         pipeline.set_generation_config(generation)
 
 

@@ -29,6 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from meshtrain.compat.transformers import attention_implementation, build, supports_sdpa
 from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
@@ -85,7 +86,7 @@ def build_model(
     Raises:
         ModelError: if transformers refuses the configuration.
     """
-    attention = attention or config._attn_implementation
+    attention = attention or attention_implementation(config)
     _check_attention(config, attention)
     try:
         with torch.device("meta"), _few_modules(config.model_type):
@@ -147,8 +148,7 @@ def stock_like(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreT
 def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model of any class of transformers on meta; the configuration is not changed."""
     with torch.device("meta"):
-        stock: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
-    return stock
+        return build(kind, copy.deepcopy(config), dtype)
 
 
 def stored_generation_config(directory: Path) -> GenerationConfig | None:
@@ -241,7 +241,7 @@ def _sees_what_comes(model: PreTrainedModel) -> bool:
 def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
     # A class that comes with its own code is in no list; transformers checks it.
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+    if attention == "sdpa" and not supports_sdpa(model_class):
         raise ModelError(
             f"attention = 'sdpa': transformers has none for {config.model_type!r}; take 'eager' (model.attention in a "
             "run file)"

@@ -5,7 +5,7 @@ are fused, or names are others. What transformers would do to the tensors it doe
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from meshtrain.compat.transformers import ignored_when_loaded
 from meshtrain.errors import name_some
 from meshtrain.models.block_reader import BlockReader
 from meshtrain.models.moves import Ranges
@@ -129,7 +130,7 @@ def _collect(
 
 
 def _is_ignored(stock: PreTrainedModel, *names: str) -> bool:
-    patterns: Iterable[str] = stock._keys_to_ignore_on_load_unexpected or ()
+    patterns = ignored_when_loaded(stock)
     return any(
         _COMPUTED.search(name) is not None or any(re.search(pattern, name) for pattern in patterns) for name in names
     )

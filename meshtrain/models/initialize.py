@@ -4,17 +4,27 @@ Hugging Face's own rules say which distribution each parameter gets; only the dr
 tile.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, activations, initialization
-from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.initialization import (
+    Rule,
+    computed_in,
+    counted_as,
+    forget_marks,
+    functions_replaced,
+    initialize_module,
+    is_marked,
+    mark_initialized,
+    rules_wrapped,
+)
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import stock_class
@@ -79,7 +89,7 @@ def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str,
 
 def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str]) -> None:
     filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
-    with _replaced_init_functions(filler), _seeded_rules(model, seed), _NoShardedDraws(model):
+    with functions_replaced(filler.replace, filler.copy), _seeded_rules(model, seed), _NoShardedDraws(model):
         _apply_hf_rules(model)
         for name, parameter in model.named_parameters():
             if names[name] != name:
@@ -98,28 +108,18 @@ def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str
 def restore_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that are in no checkpoint (rotary frequencies) again, and leave the parameters alone."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(parameter)
     _apply_hf_rules(model)
     _check_buffers(model)
 
 
 def _apply_hf_rules(model: PreTrainedModel) -> None:
-    # transformers marks what it has initialised, on meta already, and would skip it.
-    for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
+    forget_marks(*model.modules())
     forget_sequences(model)
-    # It leaves out some rules of what it takes for custom code (GPT-2's scaled projections), and it takes every class
-    # for that whose module is not its own: FSDP2 gives the model such a class.
-    model.is_custom_code = stock_class(model).is_custom_code  # type: ignore[method-assign]
-    # transformers computes tables of positions in this type while it builds the model.
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if model.dtype == torch.float64 else torch.float32)
-    try:
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    with counted_as(model, stock_class(model)), computed_in(dtype):
         _initialize_activations(model)
         model.initialize_weights()
-    finally:
-        torch.set_default_dtype(default)
-        del model.is_custom_code
 
 
 def _initialize_activations(model: nn.Module) -> None:
@@ -137,7 +137,7 @@ def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "
     """Check that the rule of a head would fill its embedding alike: on another stage only that one's rule is run."""
     with torch.device("meta"):
         embedding = nn.Embedding(head.shape[0], head.shape[1])
-    model._initialize_weights(embedding)
+    initialize_module(model, embedding)
     if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
         raise ModelError(
             f"{stock_class(model).__name__} initialises {name} in another way than the embedding that it is tied to; "
@@ -195,7 +195,7 @@ class _Filler:
 
     def copy(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Fill with a value that the rule has computed for the whole tensor."""
-        if getattr(tensor, "_is_hf_initialized", False):
+        if is_marked(tensor):
             return tensor
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = value.expand(tensor.shape)
@@ -206,19 +206,6 @@ class _Filler:
             tensor.copy_(value)
         self.filled.add(id(tensor))
         return tensor
-
-
-@contextmanager
-def _replaced_init_functions(filler: _Filler) -> Iterator[None]:
-    originals: dict[str, Any] = dict(TORCH_INIT_FUNCTIONS)
-    copy = initialization.copy_
-    TORCH_INIT_FUNCTIONS.update({kind: filler.replace(kind, original) for kind, original in originals.items()})
-    initialization.copy_ = filler.copy  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        TORCH_INIT_FUNCTIONS.update(originals)
-        initialization.copy_ = copy
 
 
 class _NoShardedDraws(OperatorMode):
@@ -238,22 +225,16 @@ class _NoShardedDraws(OperatorMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _seeded_rules(model: PreTrainedModel, seed: int) -> Iterator[None]:
+def _seeded_rules(model: PreTrainedModel, seed: int) -> AbstractContextManager[None]:
     """Let a rule that draws by itself (Mamba's time steps) draw the same wherever its module lies."""
     names = {id(module): name for name, module in model.named_modules()}
-    original: Any = PreTrainedModel._initialize_weights
 
-    def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def run(module: nn.Module, rule: Rule) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeded_stream(f"{seed}|{names.get(id(module))}").initial_seed())
-            original(self, module, *args, **kwargs)
+            rule()
 
-    PreTrainedModel._initialize_weights = initialize  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
+    return rules_wrapped(run)
 
 
 def _zero_padding_rows(model: nn.Module) -> None:

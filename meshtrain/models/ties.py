@@ -6,6 +6,7 @@ from itertools import combinations
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.transformers import declarable_ties
 from meshtrain.errors import ModelError
 
 Group = frozenset[str]
@@ -47,7 +48,7 @@ def _pair(groups: Iterable[Group], others: Iterable[Group]) -> tuple[str, str] |
 
 
 def _why_not(model: PreTrainedModel, pair: tuple[str, str]) -> str:
-    declarable: Mapping[str, str] = model._tied_weights_keys or {}
+    declarable = declarable_ties(model)
     if {*pair} <= {*declarable, *declarable.values()}:
         return "the configuration does not say so; set model.config.tie_word_embeddings = True before, or"
     return f"{type(model).__name__} knows of no such tie, which would come apart when it is cut or saved;"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.transformers import tensor_plan
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
 from meshtrain.config.toml import find_family
 from meshtrain.errors import PlanError
@@ -133,7 +134,7 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
     family = find_family(model.config.model_type, model.config.to_dict())
     if family is not None:
         return _own_rules(family.tensor)
-    words = {pattern: word for pattern, word in (model._tp_plan or {}).items() if _matches(pattern, rule_names(model))}
+    words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
     ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     if tp > 1 and not words.keys() - ends:
         raise PlanError(

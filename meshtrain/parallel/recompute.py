@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.compat.operators import EXPENSIVE
+from meshtrain.compat.transformers import set_checkpoint
 from meshtrain.config.plan import RecomputePlan
 from meshtrain.parallel.cut import Stage
 from meshtrain.parallel.randomness import Streams
@@ -27,7 +28,7 @@ def apply_recompute(stage: Stage, plan: RecomputePlan, streams: Streams | None =
         checkpointed = _CHECKPOINTS[plan.mode]
         if streams is not None:
             checkpointed = partial(_with_streams, checkpointed, streams)
-        layer._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
+        set_checkpoint(layer, checkpointed)
 
 
 def _with_streams(checkpointed: Callable, streams: Streams, forward: Callable, *args: Any) -> Any:

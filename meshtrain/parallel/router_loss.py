@@ -11,7 +11,6 @@ So every number belongs to one layer on one stage, and nothing more passes betwe
 losses along, and the backward pass through that output starts theirs.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from meshtrain.compat.transformers import checkpoint_of, named_function, router_recorder, set_checkpoint
 from meshtrain.errors import ModelError
 from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.cut import Stage
@@ -70,10 +70,10 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
     """
     if not asks_for_router_loss(model):
         return None
-    function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    function = named_function(model, "load_balancing_loss_func")
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     num_experts, top_k, coefficient = (getattr(model, name, None) for name in names)
-    recorder = find_recorder(model)
+    recorder = router_recorder(model)
     if None in (num_experts, top_k, coefficient) or function is None or recorder is None:
         raise ModelError(
             "model.config.output_router_logits = True asks for the router's auxiliary loss, but "
@@ -87,12 +87,6 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
             f"{type(model).__name__} has no router; set it to false"
         )
     return RouterFormula(function, num_experts, top_k, coefficient, recorder, len(routers))  # type: ignore[arg-type]
-
-
-def find_recorder(model: PreTrainedModel) -> OutputRecorder | None:
-    """Return how transformers finds the router logits of a model class; None if it does not, or in several ways."""
-    recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    return recorder if isinstance(recorder, OutputRecorder) else None
 
 
 def find_routers(model: nn.Module, recorder: OutputRecorder) -> Iterator[tuple[str, nn.Module]]:
@@ -144,8 +138,7 @@ class RouterLoss:
                 router.register_forward_hook(torch.compiler.disable(partial(self._compute, losses)))
             layer.register_forward_hook(torch.compiler.disable(partial(self._carry, losses)))
             if getattr(layer, "gradient_checkpointing", False):
-                checkpoint: Any = layer._gradient_checkpointing_func
-                layer._gradient_checkpointing_func = partial(self._checkpoint, checkpoint, losses)  # type: ignore[assignment]
+                set_checkpoint(layer, partial(self._checkpoint, checkpoint_of(layer), losses))
 
     def _note_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask")

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from meshtrain.compat.transformers import can_leave_out_experts
 from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.patterns import as_pattern, match_modules, match_names
@@ -175,7 +176,7 @@ def _misplaced_styles(model: nn.Module, styles: Mapping[str, Style]) -> Problems
             yield f"{what}, but the model's configuration has no qk_rope_head_dim"
         if style == "replicated_heads" and attention_of(model, name) is None:
             yield f"{what}, but no module around it has num_key_value_groups to say which heads share one"
-        if style == "expert_parallel" and not hasattr(module, "_is_expert_parallel"):
+        if style == "expert_parallel" and not can_leave_out_experts(module):
             yield f"{what}, but a {kind} cannot leave out the experts of other processes; use 'moe_tp_experts'"
         if style == "embedding_rowwise" and (
             getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False)

@@ -9,12 +9,13 @@ from transformers import PretrainedConfig
 from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.location import Location, as_local, told_in_a_line
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import failing_together, raise_together
 from meshtrain.training.directory import differences
 
 # Values of a Hugging Face configuration that say nothing about what the model computes.
-_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "architectures")
+_VOLATILE = ("transformers_version", PATH_KEY, "dtype", "architectures")
 # What a program may change of a model without making another of it: dropout, generation, outputs, notes.
 _FREE = re.compile(
     r".*drop.*|.*token_id|output_.*|use_cache|return_dict|id2label|label2id|problem_type|initializer_range|.*aux_loss.*"

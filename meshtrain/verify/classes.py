@@ -16,7 +16,7 @@ from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropout
-from meshtrain.verify.prove import Proof, prepare_ranks, prove, prove_together
+from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import Subject
@@ -76,6 +76,7 @@ class Verdict:
     variants: Variants | None = None
 
 
+@quiet_ranks()
 def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: bool = False) -> bool:
     """Prove every class in variants of its configuration, show a line for each, and write the table.
 
@@ -89,7 +90,6 @@ def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: boo
     """
     if unknown := sorted({*model_types} - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()):
         raise ConfigError(f"--type: transformers has no causal language model of the type {unknown[0]!r}")
-    prepare_ranks()
     verdicts = []
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         verdicts.append(_verdict(model_type, only_defaults=only_defaults))

@@ -5,8 +5,6 @@ function of the parameters, and the gradient must be its derivative: the finite 
 tells. What all processes of a tp group hold must stay equal in every bit while they train.
 """
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.errors import TrainingStopped, UserError
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
@@ -24,8 +23,7 @@ from meshtrain.parallel.randomness import has_dropout, stream_key
 from meshtrain.runtime.ranks import RankError, run_on_ranks
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, train_step
-from meshtrain.verify.casts import lift_float32_casts
-from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_part
+from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_part, without_warnings
 from meshtrain.verify.reference import given_weights
 from meshtrain.verify.subject import Subject, with_noise
 
@@ -93,22 +91,21 @@ def prove_dropout(subject: Subject) -> DropoutProof:
     return DropoutProof(max(errors), None)
 
 
+@without_warnings()
 def measure(subject: Subject) -> float:
     """Do on a rank what `prove_dropout` does, and return the error of the derivative."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     weights = with_noise(given_weights(subject))
     pipeline = build_on_ranks(subject, subject.plan)
     for stage in pipeline.stages:
         restore_buffers(stage.model)
         assert has_dropout(stage.model), "nothing is dropped"
-    lift_float32_casts()
-    fill(pipeline, weights)
-    context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(subject))
-    error = derivative_error(context, batch)
-    for step in range(STEPS):
-        train_step(context, step, batch, np.arange(subject.global_batch_size))
-    check_parameters(pipeline)
+    with float32_casts_lifted():
+        fill(pipeline, weights)
+        context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(subject))
+        error = derivative_error(context, batch)
+        for step in range(STEPS):
+            train_step(context, step, batch, np.arange(subject.global_batch_size))
+        check_parameters(pipeline)
     return error
 
 

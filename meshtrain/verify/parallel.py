@@ -2,13 +2,16 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshtrain.compat.casts import float32_casts_lifted
+from meshtrain.compat.distributed import REDISTRIBUTION_LOG
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
@@ -25,7 +28,6 @@ from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, evaluate, train_step
-from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.reference import keep_outputs, widen
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, Subject, Trace, with_noise
 
@@ -39,6 +41,20 @@ def initial_weights(subject: Subject) -> dict[str, Tensor]:
     return _gather(pipeline)
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep what torch says of tiny models, and of tensors that are gathered whole, from who asked for a proof."""
+    logger = logging.getLogger(REDISTRIBUTION_LOG)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@without_warnings()
 def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     """Train the plan on these ranks for a few steps.
 
@@ -49,9 +65,6 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
     Returns:
         What lies on this rank.
     """
-    # What torch says of tiny models and of tensors that are gathered whole concerns nobody.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     # The gradients of a tiny model are small ones, which travel together; those of a real model go one by one.
     replicas.LARGE = 1
     pipeline = build_on_ranks(subject, subject.plan)
@@ -63,13 +76,13 @@ def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         initialize_pipeline(pipeline)
         own = _gather(pipeline)
     # Behind the buffers: those of the stock model are in float32 where the model says so.
-    lift_float32_casts()
-    fill(pipeline, with_noise(initial))
-    check_parameters(pipeline)
-    # Other data ranks see other samples than the first microbatch of the stock model.
-    watches = not subject.plan.compile.enabled and data_rank(pipeline.mesh) == 0
-    layers = keep_outputs(_own_layers(pipeline)) if watches else {}
-    trace = train_pipeline(pipeline, subject.batches())
+    with float32_casts_lifted():
+        fill(pipeline, with_noise(initial))
+        check_parameters(pipeline)
+        # Other data ranks see other samples than the first microbatch of the stock model.
+        watches = not subject.plan.compile.enabled and data_rank(pipeline.mesh) == 0
+        layers = keep_outputs(_own_layers(pipeline)) if watches else {}
+        trace = train_pipeline(pipeline, subject.batches())
     trace.initial, trace.layers = own, layers
     return trace
 

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from meshtrain.verify.reference import given_weights, train_stock
 from meshtrain.verify.subject import Subject, Trace
 
 SECONDS = 300.0
+VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,22 @@ class Proof:
         return f"the output of {self.divergent}" if self.divergent is not None else None
 
 
-def prepare_ranks() -> None:
-    """Let the ranks start with everything imported, and transformers be silent; call it before the first proof."""
-    logging.set_verbosity_error()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+@contextmanager
+def quiet_ranks() -> Iterator[None]:
+    """Let ranks start with everything imported, and transformers be silent on them and here while the block runs."""
     preload(["meshtrain.verify.parallel", "meshtrain.verify.reference", "meshtrain.verify.dropout"])
+    verbosity, is_said = logging.get_verbosity(), VERBOSITY in os.environ
+    logging.set_verbosity_error()
+    os.environ.setdefault(VERBOSITY, "error")
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if not is_said:
+            del os.environ[VERBOSITY]
 
 
+@quiet_ranks()
 def prove(subject: Subject) -> Proof:
     """Train both sides and compare them.
 

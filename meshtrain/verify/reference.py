@@ -1,6 +1,5 @@
 """The stock model, trained in one process by nothing but torch: what a plan is measured against."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from meshtrain.compat.casts import float32_casts_lifted
+from meshtrain.compat.transformers import named_function
 from meshtrain.parallel.anatomy import find_layers
-from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, Subject, Trace, with_noise
 
 
@@ -27,10 +27,10 @@ def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
     """
     model = _build(subject)
-    lift_float32_casts()
-    load_weights(model, with_noise(initial))
-    layers = keep_outputs(dict(_named_layers(model)))
-    trace = train_model(model, subject.batches())
+    with float32_casts_lifted():
+        load_weights(model, with_noise(initial))
+        layers = keep_outputs(dict(_named_layers(model)))
+        trace = train_model(model, subject.batches())
     trace.initial = {} if subject.pretrained else initial
     # Of documents that run alone the outputs are not those of a microbatch.
     trace.layers = {} if subject.rows == "separate" else layers
@@ -158,7 +158,8 @@ def _documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _router_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Return the mean of the model's own auxiliary loss over its routers and over microbatches."""
-    function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    function = named_function(model, "load_balancing_loss_func")
+    assert function is not None, "the model has no auxiliary loss"
     samples, length = batch["input_ids"].shape
     masks = batch.get("attention_mask", torch.ones(samples, length, dtype=torch.long)).split(MICRO_BATCH_SIZE)
     losses = [

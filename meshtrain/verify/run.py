@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtrain.compat.transformers import loop_over_experts
 from meshtrain.config.data import DataConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
@@ -18,7 +19,7 @@ from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.training.report import Resolved, natural_world_size, resolve_run
 from meshtrain.verify.kinds import Kind, layer_kinds
-from meshtrain.verify.prove import prepare_ranks, prove, show_proof, write_json
+from meshtrain.verify.prove import prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, SEQUENCE, Rows, Subject
 from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
@@ -42,7 +43,6 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
     # The tiny copy has other sizes, and would hide what does not fit the real ones.
     resolved = resolve_run(config, natural_world_size(config.plan))
     subjects = make_subjects(config, resolved)
-    prepare_ranks()
     proofs = []
     for subject in subjects:
         proofs.append(prove(subject))
@@ -187,5 +187,5 @@ def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int
         tiny.auto_map = code
         tiny.name_or_path = config.name_or_path
     # The grouped matrix product that experts use by default is not there for float64.
-    tiny._experts_implementation = "eager"
+    loop_over_experts(tiny)
     return tiny

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
+from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import ModelError
 from meshtrain.models.build import REFUSALS, refusal_reason
 from meshtrain.models.rotary import rope_tables
@@ -84,7 +85,7 @@ UNSET = {
     "indexer_budget": 2 * WINDOW,
     "indexer_compress_ratio": WINDOW // 2,
 }
-NOT_VALUES = ("model_type", "transformers_version", "architectures", "_name_or_path", "dtype", "auto_map")
+NOT_VALUES = ("model_type", "transformers_version", "architectures", PATH_KEY, "dtype", "auto_map")
 
 
 def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:

@@ -13,6 +13,7 @@ from types import ModuleType
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain import console
+from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.data import DataConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
@@ -23,7 +24,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
 from meshtrain.training.directory import check_directory
 from meshtrain.training.report import resolve_run
-from meshtrain.verify.prove import prepare_ranks, prove, write_json
+from meshtrain.verify.prove import prove, write_json
 from meshtrain.verify.record import uncovered_flags
 from meshtrain.verify.run import make_subjects, make_subjects_of
 from meshtrain.verify.subject import Subject
@@ -81,7 +82,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
             f"{SWITCH_OF_PROGRAMS}"
         )
     choices = {
-        "attention": config._attn_implementation or "eager",
+        "attention": attention_implementation(config) or "eager",
         "trust_remote_code": not _is_stock(model_class),
         "pretrained": True,
     }
@@ -148,7 +149,6 @@ def _prove(subject: Subject, directory: Path, *, switch: str, flags: Sequence[st
         )
     what = "its documents apart" if subject.rows == "separate" else "the plan"
     console.line(f"{name} is new here: proving {what} on a tiny copy of it")
-    prepare_ranks()
     try:
         proof = prove(subject)
     except UserError as error:

@@ -15,7 +15,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.runtime.mesh import axis_size, data_rank
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 from tests.parity import MODELS, VOCABULARY
 
 ROWS = 8

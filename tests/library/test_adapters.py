@@ -28,7 +28,7 @@ from meshtrain.library.handle import pipeline_of
 from meshtrain.models.adapters import is_adapter_parameter, stock_name
 from meshtrain.models.build import load_hf_config
 from meshtrain.models.layout import local_tensor
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 from tests.library.programs import Batch, own_part, padded_batches, stock_model
 from tests.parity import MODELS
 from tests.ranks import run_on_ranks

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 import meshtrain
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.errors import ModelError
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 from tests.library.programs import Batch, make_adam, own_part, parallel, whole_parameters
 from tests.parity import DYNAMIC, LONGROPE
 from tests.ranks import run_on_ranks

@@ -22,7 +22,7 @@ from transformers import (
 import meshtrain
 from meshtrain.checkpoint.export import export_checkpoint
 from meshtrain.errors import CheckpointError, ModelError
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 
 SIZES = {"vocab_size": 101, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 import meshtrain
 from meshtrain import cli
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 from tests.library.folders import byte_tokenizer
 from tests.library.programs import parallel, whole_parameters
 from tests.ranks import run_on_ranks

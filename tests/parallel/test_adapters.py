@@ -22,11 +22,11 @@ from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.rules import resolve_rules
 from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.runtime.mesh import build_mesh
-from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_step_context, train_pipeline
 from meshtrain.verify.reference import build_stock, load_weights, train_model
 from meshtrain.verify.subject import SEQUENCE, Trace
+from tests.casts import lift_float32_casts
 from tests.parallel.steps import take_step
 from tests.parallel.test_dropout import watched_dropout
 from tests.parity import GLOBAL_BATCH, MODELS, Case, assert_equal_to_reference, batches, fill, stock_weights

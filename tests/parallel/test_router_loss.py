@@ -21,12 +21,12 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.step import evaluate, train_step
-from meshtrain.verify.casts import lift_float32_casts
 from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import build_step_context, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
 from meshtrain.verify.run import make_subject
 from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Rows, Subject, Trace, with_noise
+from tests.casts import lift_float32_casts
 from tests.parallel.families import Family, resolve_family
 from tests.parity import fill
 from tests.ranks import run_on_ranks

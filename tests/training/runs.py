@@ -28,7 +28,7 @@ from meshtrain.config.run import (
 from meshtrain.parallel.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook
-from meshtrain.verify.casts import lift_float32_casts
+from tests.casts import lift_float32_casts
 
 # Loaded before casts are lifted.
 MODELLING = (modeling_gpt2, modeling_qwen3)

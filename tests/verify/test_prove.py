@@ -479,7 +479,7 @@ def casts_of_a_norm() -> tuple[torch.dtype, ...]:
     """Run a norm that casts to float32, before and after the casts are lifted."""
     from transformers.models.llama import modeling_llama
 
-    from meshtrain.verify.casts import lift_float32_casts
+    from tests.casts import lift_float32_casts
 
     wide, narrow = torch.full((1, 8), 1 / 3, dtype=torch.float64), torch.full((1, 8), 1 / 3)
     norm = modeling_llama.LlamaRMSNorm(8).double()

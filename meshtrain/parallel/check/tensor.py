@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
+from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import UserError
 from meshtrain.models.fused import unfuse
@@ -15,7 +16,7 @@ from meshtrain.models.per_layer import values_in_layers
 from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.flow import check_flow
-from meshtrain.parallel.router_loss import find_recorder, find_routers
+from meshtrain.parallel.router_loss import find_routers
 from meshtrain.parallel.rules import (
     Problems,
     TensorRules,
@@ -122,7 +123,7 @@ def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
 
 
 def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
-    recorder = find_recorder(model) if asks_for_router_loss(model) else None
+    recorder = router_recorder(model) if asks_for_router_loss(model) else None
     seen = set()
     for router, module in () if recorder is None else find_routers(model, recorder):
         for name, _ in module.named_parameters(prefix=router):

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from meshtrain.compat.dtensor import ModuleStyle
 from meshtrain.compat.nn import become
+from meshtrain.compat.transformers import leave_out_experts, loops_over_experts
 from meshtrain.config.plan import Style
 from meshtrain.parallel.collectives import (
     copy_to_shards,
@@ -261,10 +262,10 @@ class _ExpertParallel(_Experts):
         module.num_experts = module.num_experts // group.size()  # type: ignore[operator,assignment]
         self.first = group.rank() * module.num_experts  # type: ignore[operator]
         self.num_experts: int = module.num_experts  # type: ignore[assignment]
-        module._is_expert_parallel = True  # type: ignore[assignment]
+        leave_out_experts(module)
         # A loop over experts that has no place for none of them (GPT-OSS) takes the first, which then weighs nothing.
         forward = inspect.getsource(inspect.unwrap(type(module).forward))
-        loops = self.place.config._experts_implementation == "eager"
+        loops = loops_over_experts(self.place.config)
         self.none = 0 if loops and "num_experts + 1" not in forward else self.num_experts
         return super().apply(module, mesh)
 

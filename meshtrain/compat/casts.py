@@ -1,0 +1,57 @@
+"""float64 all the way: models of transformers cast to float32 inside norms, routers and softmax."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODELLING = ("transformers.", "transformers_modules.")
+
+
+@contextmanager
+def float32_casts_lifted() -> Iterator[None]:
+    """Let the modelling code that is loaded compute in float64 where it says float32, while the block runs.
+
+    Why: with the casts, a sum over processes behind one differs from a sum inside of one process by 1e-7, and a proof
+    at 1e-12 would rest on equal rounding. The modules get a twin of torch whose float32 is float64. Unlike a mode of
+    torch, that holds in recomputation and under the compiler too.
+    Holds: torch 2.11 to 2.13, transformers 5.17 to 5.23.
+    """
+    twin = ModuleType("torch")
+    vars(twin).update(vars(torch))
+    vars(twin)["float32"] = vars(twin)["float"] = torch.float64
+    vars(twin)["full"] = _full
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(_MODELLING) and vars(module).get("torch") is torch
+    ]
+    before = vars(Tensor).get("float")
+    for module in modules:
+        vars(module)["torch"] = twin
+    Tensor.float = _keep_float64  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            # torch has it in a class that Tensor derives from.
+            del Tensor.float
+        else:
+            Tensor.float = before  # type: ignore[method-assign]
+        for module in modules:
+            vars(module)["torch"] = torch
+
+
+def _keep_float64(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    return self if self.dtype == torch.float64 else self.to(torch.float32, memory_format=memory_format)
+
+
+def _full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
+    """Fill as torch does, with float64 where nobody says the type: XGLM writes the least float64 into a float32."""
+    if isinstance(fill_value, float):
+        kwargs.setdefault("dtype", torch.float64)
+    return torch.full(size, fill_value, **kwargs)
