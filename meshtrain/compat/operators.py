@@ -49,6 +49,13 @@ Why: selective recomputation keeps their results. It is told by operator, and mo
 Holds: torch 2.11 to 2.13.
 """
 
+ITEMS: tuple[Any, ...] = (_aten._local_scalar_dense.default,)
+"""What `Tensor.item` comes to.
+
+Why: aten has it under a private name only.
+Holds: torch 2.11 to 2.13.
+"""
+
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return the norm of every tensor, each (), with one kernel for all.

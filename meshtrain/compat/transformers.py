@@ -37,6 +37,15 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
     return config._attn_implementation
 
 
+def set_attention_implementation(config: PretrainedConfig, name: str) -> None:
+    """Let a model that is built from a configuration use an attention implementation of transformers.
+
+    Why: the public way needs a model, or an Auto class.
+    Holds: transformers 5.17 to 5.23.
+    """
+    config._attn_implementation = name
+
+
 def loops_over_experts(config: PretrainedConfig) -> bool:
     """Tell whether experts run the loop of their own class, and no fused operator of transformers.
 

@@ -1,6 +1,5 @@
 """The loss of the stock forward pass, made that of all data ranks."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,19 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import ModelOutput
 
-from meshtrain.compat.transformers import has_loss_of_program
+from meshtrain.compat.transformers import build, has_loss_of_program, loop_over_experts, set_attention_implementation
 from meshtrain.config.mesh import DATA_AXES
+from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
+from meshtrain.models.build import stock_class, stock_like
+from meshtrain.models.rotary import probed
+from meshtrain.parallel.anatomy import MISFITS
 from meshtrain.parallel.collectives import reduce_from_shards
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
+from meshtrain.verify.tiny import shrink
+
+TINY_LAYERS = 4
 
 
 class LossOfAllRanks:
@@ -33,7 +39,8 @@ class LossOfAllRanks:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
         self._axes = [axis for axis in DATA_AXES if axis_size(mesh, axis) > 1]
-        self._own_shifts = _own_loss_shifts(model)
+        self._own_shifts: bool | None = None
+        self._is_known = False
 
     def put_into(self, output: Any, given: Mapping[str, Any]) -> None:
         """Replace the loss in the output of a forward pass. Collective over the dp axes.
@@ -50,7 +57,11 @@ class LossOfAllRanks:
         self._check(output, given.get("labels"))
         if isinstance(given.get("labels"), Tensor) and getattr(output, "loss", None) is not None:
             is_share = given.get("num_items_in_batch") is not None
-            loss = output.loss if is_share else self._share(output, count_labels(given, shifts=self._shifts()))
+            loss = (
+                output.loss
+                if is_share
+                else self._share(output, count_labels(given, shifts=self._shifts(given["labels"])))
+            )
             for axis in self._axes:
                 loss = reduce_from_shards(loss, self._mesh.get_group(axis))
             output.loss = loss
@@ -61,7 +72,12 @@ class LossOfAllRanks:
         loss = output.loss * (counted / total.clamp(min=1)) if bool(counted) else (output.logits * 0.0).sum()
         return loss.to(output.loss.dtype)
 
-    def _shifts(self) -> bool:
+    def _shifts(self, labels: Tensor) -> bool:
+        if labels.dim() < 2 or labels.is_floating_point():
+            # A label for a row, and not for a token.
+            return False
+        if not self._is_known:
+            self._own_shifts, self._is_known = _own_loss_shifts(self._model), True
         if self._own_shifts is not None:
             return self._own_shifts
         return LOSS_MAPPING.get(self._model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
@@ -107,7 +123,52 @@ def count_labels(given: Mapping[str, Any], *, shifts: bool) -> Tensor:
 def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
     """Return whether a loss that the forward pass computes by itself shifts the labels; None: it calls another's.
 
-    The decoders of BART and its kin want labels that are shifted already.
+    The decoders of BART and its kin want labels that are shifted already. A tiny copy of the model tells. Some classes
+    cannot be shrunk; one of these is run on meta, where it must call the loss of transformers.
+
+    Raises:
+        ModelError: if it does not, or does not run either.
     """
-    forward = inspect.getsource(inspect.unwrap(type(model).forward))
-    return None if "self.loss_function(" in forward else "1:" in forward
+    try:
+        return _shifts_alone(_tiny_copy(model))
+    except (ModelError, *MISFITS) as error:
+        try:
+            shifts = _shifts_alone(stock_like(model).eval())
+        except MISFITS:
+            shifts = False
+        if shifts is None:
+            return None
+        raise ModelError(
+            f"nobody knows over which labels the loss of a {stock_class(model).__name__} is the mean: a tiny copy of "
+            f"it does not run ({error}); compute it from the logits, or use a mesh without dp axes"
+        ) from error
+
+
+def _shifts_alone(copy: Any) -> bool | None:
+    """Return whether the first label of a row changes nothing; None if the loss of transformers is called."""
+    copy.loss_function = called = _Called()
+    ids = torch.tensor([[3, 4, 5, 6]], device=copy.device)
+    labels, without_first = torch.zeros_like(ids), torch.zeros_like(ids)
+    without_first[0, 0] = IGNORE_INDEX
+    with torch.no_grad(), probed(copy, ids.shape[1]):
+        whole, part = (copy(input_ids=ids, labels=given, use_cache=False).loss for given in (labels, without_first))
+    return None if called.times else bool(whole == part)
+
+
+class _Called:
+    """Stands in for the loss of transformers."""
+
+    times = 0
+
+    def __call__(self, *_: object, **__: object) -> Tensor:
+        self.times += 1
+        return torch.zeros(())
+
+
+def _tiny_copy(model: PreTrainedModel) -> PreTrainedModel:
+    layers = min(TINY_LAYERS, model.config.get_text_config().num_hidden_layers)
+    config = shrink(model.config, layers)
+    loop_over_experts(config)
+    set_attention_implementation(config, "eager")
+    with torch.random.fork_rng(devices=[]):
+        return build(stock_class(model), config, torch.float32).eval()

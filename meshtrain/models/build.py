@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -29,10 +28,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.operators import ITEMS
 from meshtrain.compat.transformers import attention_implementation, build, supports_sdpa
 from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
+from meshtrain.models.rotary import probed
 from meshtrain.models.undeclared import changes_others, names_used
 from meshtrain.models.values import value_problems
 
@@ -42,6 +44,7 @@ REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassErro
 FAILURES = (ArithmeticError, LookupError, RuntimeError)
 MOST_MODULES, LONGEST_REASON = 500_000, 600
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+PROBE_LENGTH = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -233,9 +236,43 @@ def _refusal(model_type: str, error: Exception) -> ModelError:
 
 def _sees_what_comes(model: PreTrainedModel) -> bool:
     """Whether a model is an encoder unless its configuration says otherwise, and it does not."""
+    if getattr(model.config, "is_decoder", True):
+        return False
     # Some decoders have the value too, and never ask for it.
-    asks = "self.config.is_decoder" in inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
-    return asks and not model.config.is_decoder
+    config = copy.deepcopy(model.config)
+    config.is_decoder = True
+    with torch.device("meta"):
+        decoder = build(type(model), config, model.dtype)
+    try:
+        return _operators_of(model) != _operators_of(decoder)
+    except (*REFUSALS, RuntimeError, IndexError, AttributeError):
+        # Nobody knows; as a decoder it does no harm.
+        return True
+
+
+def _operators_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """Return the operators that a forward pass on meta runs, each with what it is given besides tensors."""
+    ids = torch.ones(1, PROBE_LENGTH, dtype=torch.long, device="meta")
+    with _Operators() as operators, torch.no_grad(), probed(model.eval(), PROBE_LENGTH):
+        model(input_ids=ids, use_cache=False)
+    return operators.found
+
+
+class _Operators(OperatorMode):
+    """Notes what is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ITEMS and args[0].is_meta:
+            # There is no value, and both passes must go on alike.
+            return 1
+        # Not lists: they may hold tensors.
+        given = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
+        self.found.append((func, *given))
+        return func(*args, **(kwargs or {}))
 
 
 def _check_attention(config: PretrainedConfig, attention: str | None) -> None:

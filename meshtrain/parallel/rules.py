@@ -1,6 +1,5 @@
 """Where each module of a model may be cut over tp: the rules of a plan, resolved and checked."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +13,7 @@ from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.patterns import as_pattern, match_modules, match_names
 from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.probes import looks_up_rows
 
 Problems = Iterator[str | Problem]
 PROJECTIONS = ("colwise", "colwise_gather_output", "colwise_blocks", "rowwise", "rowwise_split_input")
@@ -201,9 +201,7 @@ def is_projection(module: nn.Module) -> bool:
 
 def is_lookup(module: nn.Module) -> bool:
     """Tell whether a module looks up rows as Embedding does, or does so before it goes on (Gemma scales them)."""
-    if type(module) is nn.Embedding:
-        return True
-    return isinstance(module, nn.Embedding) and "super().forward(input_ids)" in inspect.getsource(type(module).forward)
+    return isinstance(module, nn.Embedding) and looks_up_rows(module)
 
 
 def mla_rope_width(config: PretrainedConfig | None) -> int | None:

@@ -1,6 +1,5 @@
 """The styles of a plan: what each does to a module."""
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from meshtrain.parallel.collectives import (
     split_features,
     split_sequence,
 )
+from meshtrain.parallel.probes import has_place_for_none
 from meshtrain.parallel.rules import TensorRules, mla_rope_width
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_local_parameters, see_own_heads
 from meshtrain.parallel.tensor.region import Edge, Region, nothing
@@ -264,9 +264,9 @@ class _ExpertParallel(_Experts):
         self.num_experts: int = module.num_experts  # type: ignore[assignment]
         leave_out_experts(module)
         # A loop over experts that has no place for none of them (GPT-OSS) takes the first, which then weighs nothing.
-        forward = inspect.getsource(inspect.unwrap(type(module).forward))
         loops = loops_over_experts(self.place.config)
-        self.none = 0 if loops and "num_experts + 1" not in forward else self.num_experts
+        width = self.place.config.hidden_size
+        self.none = 0 if loops and not has_place_for_none(module, self.num_experts, width) else self.num_experts
         return super().apply(module, mesh)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -1,0 +1,177 @@
+"""Outside of `meshtrain/compat` nothing of another library is used beyond its public interface.
+
+What counts: a name with one leading underscore that is read, set, imported or written as a string, and is defined by
+no class of the same file; the class or a method of an object of another library that is replaced; a private method of
+another library's class that is overridden; and the source text of anybody's functions.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+from transformers import PreTrainedModel
+
+import meshtrain
+import meshtrain.compat
+
+ROOT = Path(meshtrain.__file__).parent
+PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
+# Python's own, documented under these names.
+OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
+METHODS = {
+    name
+    for kind in (nn.Module, PreTrainedModel)
+    for name in dir(kind)
+    if not name.startswith("__") and inspect.isroutine(inspect.getattr_static(kind, name))
+}
+LIBRARIES = ("torch", "transformers", "peft", "datatrove", "numpy", "tokenizers", "huggingface_hub")
+# What our own classes keep, such as `Trace.parameters`.
+FIELDS = {
+    node.target.id
+    for path in ROOT.rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+}
+# It reads our own docstrings.
+READS_OWN_SOURCE = {"config/words.py"}
+
+
+def files() -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if (ROOT / "compat") not in path.parents]
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """Return the private names that the file itself defines: functions, classes, variables and members."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def private_uses(text: str) -> Iterator[str]:
+    """Yield what a file uses that it must not."""
+    tree = ast.parse(text)
+    own, documents = own_names(tree) | OF_PYTHON, docstrings(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if PRIVATE.fullmatch(name) and name not in own:
+                yield f"{node.lineno}: .{name}"
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith(("meshtrain", "__future__")):
+                parts = [*module.split("."), *(alias.name for alias in names)]
+                yield from (f"{node.lineno}: import {part}" for part in parts if PRIVATE.fullmatch(part))
+            case ast.Import(names=names):
+                parts = [part for alias in names for part in alias.name.split(".")]
+                yield from (f"{node.lineno}: import {part}" for part in parts if PRIVATE.fullmatch(part))
+            case ast.Constant(value=str(value)) if PRIVATE.fullmatch(value) and value not in own:
+                if id(node) not in documents:
+                    yield f"{node.lineno}: {value!r}"
+            case ast.Attribute(attr="__class__", ctx=ast.Store()):
+                yield f"{node.lineno}: __class__ = ..."
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store()) if name in METHODS - FIELDS:
+                if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                    yield f"{node.lineno}: .{name} = ..."
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(), ctx=ast.Store()):
+                yield f"{node.lineno}: vars(...)[...] = ..."
+            case ast.Attribute(attr="getsource" | "getsourcelines"):
+                yield f"{node.lineno}: the source text of a function"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan = model._tp_plan",
+        "x = config._attn_implementation or 1",
+        "config._experts_implementation = 'eager'",
+        "norms = torch._foreach_norm(gradients)",
+        "ops = torch.ops._c10d_functional",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.distributed.tensor.placement_types import _StridedShard",
+        "import torch.distributed.fsdp._fully_shard",
+        "ignored = getattr(model, '_keys_to_ignore_on_save', None)",
+        "vars(model)['_weight_conversions'] = []",
+        "buffers = self._buffers",
+        "module.__class__ = Other",
+        "model.forward = forward",
+        "model.save_pretrained = save",
+        "vars(model)['forward'] = forward",
+        "text = inspect.getsource(type(module).forward)",
+    ],
+)
+def test_the_rule_finds(line: str) -> None:
+    assert [*private_uses(line)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def _own(): ...\n_own()",
+        "class A:\n    def __init__(self):\n        self._x = 1\n    def other(self, b):\n        return b._x",
+        "model.config.name_or_path = 'x'",
+        "x = module.__dict__",
+        "os._exit(1)",
+        "row = row._replace(tokens=1)",
+    ],
+)
+def test_the_rule_leaves_alone(text: str) -> None:
+    assert not [*private_uses(text)]
+
+
+def test_no_file_uses_private_names() -> None:
+    found = {}
+    for path in files():
+        name = str(path.relative_to(ROOT))
+        uses = [*private_uses(path.read_text())]
+        if name in READS_OWN_SOURCE:
+            uses = [use for use in uses if "source text" not in use]
+        if uses:
+            found[name] = uses
+    assert not found
+
+
+def modules() -> list[str]:
+    return [name for _, name, _ in pkgutil.walk_packages(meshtrain.__path__, "meshtrain.") if "__main__" not in name]
+
+
+def test_no_class_overrides_a_private_method() -> None:
+    found = set()
+    for name in modules():
+        if name.startswith("meshtrain.compat"):
+            continue
+        for kind in vars(importlib.import_module(name)).values():
+            if not isinstance(kind, type) or kind.__module__ != name:
+                continue
+            foreign = [base for base in kind.__mro__ if not base.__module__.startswith("meshtrain.")]
+            libraries = [base for base in foreign if base.__module__.partition(".")[0] in LIBRARIES]
+            for member in vars(kind):
+                is_theirs = any(inspect.isroutine(vars(base).get(member)) for base in libraries)
+                if PRIVATE.fullmatch(member) and is_theirs:
+                    found.add(f"{name}.{kind.__name__}.{member}")
+    assert not found
+
+
+def test_each_function_says_why_and_for_which_versions() -> None:
+    lacking = []
+    for path in sorted((ROOT / "compat").glob("*.py")):
+        body = ast.parse(path.read_text()).body
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                text = ast.get_docstring(node) or ""
+                if not (re.search(r"^Why: ", text, re.M) and re.search(r"^Holds: \w+ \d", text, re.M)):
+                    lacking.append(f"{path.name}: {node.name}")
+    assert not lacking

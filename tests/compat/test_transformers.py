@@ -1,0 +1,107 @@
+"""transformers' private names are there, do what `meshtrain.compat` uses them for, and are put back."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.initialization import TORCH_INIT_FUNCTIONS
+
+from meshtrain.compat import initialization, peft
+from meshtrain.compat import transformers as compat
+from meshtrain.compat.casts import float32_casts_lifted
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+def model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+
+
+def test_what_a_model_says() -> None:
+    llama = model()
+    config = llama.config
+    assert compat.attention_implementation(config) == "eager"
+    compat.loop_over_experts(config)
+    assert compat.loops_over_experts(config)
+    assert compat.supports_sdpa(LlamaForCausalLM)
+    assert compat.supports_attention_interface(llama)
+    assert compat.tensor_plan(llama)["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert compat.declarable_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert compat.never_saved(llama) == compat.ignored_when_loaded(llama) == []
+    assert compat.kept_dtypes(llama) == {}
+    assert compat.keeps_keys_and_values(llama)
+    assert compat.is_made_of_configuration(llama.generation_config)
+    assert compat.PATH_KEY in vars(config)
+    assert not compat.has_loss_of_program(llama)
+    llama.loss_function = len
+    assert compat.has_loss_of_program(llama)
+    assert compat.build(LlamaForCausalLM, config, torch.float64).dtype == torch.float64
+    layer = llama.model.layers[0]
+    llama.gradient_checkpointing_enable()
+    compat.set_checkpoint(layer, len)
+    assert compat.checkpoint_of(layer) is len
+    assert compat.named_function(layer, "eager_attention_forward") is not None
+    assert compat.named_function(layer, "nothing") is None
+
+
+def test_attention_of_one_model_is_forgotten_with_it() -> None:
+    seen: list[Tensor | None] = []
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object):
+        seen.append(mask)
+        return query.transpose(1, 2), None
+
+    llama = model()
+    compat.set_attention(llama, "of-a-test", attend, masks_of="eager")
+    llama(torch.ones(1, 3, dtype=torch.long))
+    # Without its masks a model would see the tokens to come.
+    assert seen[0] is not None
+    del llama
+    gc.collect()
+    assert "of-a-test" not in AttentionInterface().valid_keys()
+    assert "of-a-test" not in AttentionMaskInterface().valid_keys()
+
+
+def test_rules_of_initialisation_are_put_back() -> None:
+    llama, functions, rule = model(), dict(TORCH_INIT_FUNCTIONS), PreTrainedModel._initialize_weights
+    filled: list[str] = []
+    ran: list[nn.Module] = []
+
+    def replace(kind, original):
+        return lambda tensor, *args, **kwargs: (filled.append(kind), tensor)[1]
+
+    def wrap(module, run):
+        ran.append(module)
+        run()
+
+    initialization.forget_marks(*llama.modules(), *llama.parameters())
+    with initialization.functions_replaced(replace, lambda tensor, value: tensor), initialization.rules_wrapped(wrap):
+        with initialization.counted_as(llama, LlamaForCausalLM), initialization.computed_in(torch.float64):
+            assert torch.get_default_dtype() == torch.float64
+            llama.initialize_weights()
+    assert "normal_" in filled
+    assert llama.lm_head in ran
+    assert torch.get_default_dtype() == torch.float32
+    assert dict(TORCH_INIT_FUNCTIONS) == functions
+    assert PreTrainedModel._initialize_weights is rule
+    initialization.mark_initialized(llama.lm_head.weight)
+    assert initialization.is_marked(llama.lm_head.weight)
+
+
+def test_casts_to_float32_are_put_back() -> None:
+    as_float = Tensor.float
+    with float32_casts_lifted():
+        assert torch.ones(1, dtype=torch.float64).float().dtype == torch.float64
+        assert model().double()(torch.ones(1, 3, dtype=torch.long)).logits.dtype == torch.float64
+    assert Tensor.float is as_float
+    assert torch.ones(1, dtype=torch.float64).float().dtype == torch.float32
+
+
+def test_methods_of_peft() -> None:
+    linear = nn.Linear(1, 1)
+    peft.replace_methods(linear, forward=len)
+    assert linear.forward is len
+    with pytest.raises(AttributeError, match="gone"):
+        peft.replace_methods(linear, gone=len)
