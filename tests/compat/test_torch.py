@@ -153,7 +153,7 @@ def on_two_ranks() -> None:
     assert dtensor.is_split_late(late)
     assert dtensor.split_dim(late) == 0
     with_fsdp()
-    assert distributed.device_types(dist.group.WORLD) == {"cpu"}
+    assert "cpu" in distributed.device_types(dist.group.WORLD)
     distributed.default_store().set("x", "1")
     distributed.set_timeouts(dist.default_pg_timeout)
     assert isinstance(pickle.loads(distributed.flight_records()), dict)

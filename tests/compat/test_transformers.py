@@ -77,10 +77,14 @@ def test_rules_of_initialisation_are_put_back() -> None:
         run()
 
     initialization.forget_marks(*llama.modules(), *llama.parameters())
-    with initialization.functions_replaced(replace, lambda tensor, value: tensor), initialization.rules_wrapped(wrap):
-        with initialization.counted_as(llama, LlamaForCausalLM), initialization.computed_in(torch.float64):
-            assert torch.get_default_dtype() == torch.float64
-            llama.initialize_weights()
+    with (
+        initialization.functions_replaced(replace, lambda tensor, value: tensor),
+        initialization.rules_wrapped(wrap),
+        initialization.counted_as(llama, LlamaForCausalLM),
+        initialization.computed_in(torch.float64),
+    ):
+        assert torch.get_default_dtype() == torch.float64
+        llama.initialize_weights()
     assert "normal_" in filled
     assert llama.lm_head in ran
     assert torch.get_default_dtype() == torch.float32
