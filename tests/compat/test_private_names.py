@@ -33,10 +33,12 @@ METHODS = {
 LIBRARIES = ("torch", "transformers", "peft", "datatrove", "numpy", "tokenizers", "huggingface_hub")
 # What our own classes keep, such as `Trace.parameters`.
 FIELDS = {
-    node.target.id
+    field.target.id
     for path in ROOT.rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    for kind in ast.walk(ast.parse(path.read_text()))
+    if isinstance(kind, ast.ClassDef)
+    for field in kind.body
+    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
 }
 # It reads our own docstrings.
 READS_OWN_SOURCE = {"config/words.py"}
