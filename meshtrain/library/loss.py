@@ -12,7 +12,6 @@ from transformers.utils import ModelOutput
 
 from meshtrain.compat.transformers import build, has_loss_of_program, loop_over_experts, set_attention_implementation
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.data.samples import IGNORE_INDEX
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_like
