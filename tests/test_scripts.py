@@ -71,6 +71,8 @@ def start(script: Path, *arguments: str, **variables: str) -> subprocess.Complet
     """Run a script from the directory above its repository, without the variables of these tests."""
     kept = ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name in kept} | variables
+    # The code of the copy, whichever checkout is installed.
+    environment["PYTHONPATH"] = str(script.parents[1])
     command = [str(script), *arguments]
     return subprocess.run(command, cwd=script.parents[2], env=environment, capture_output=True, text=True)
 
