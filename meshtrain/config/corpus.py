@@ -13,98 +13,109 @@ STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
 
 
 class UrlsConfig(Words):
-    """Which links are worth fetching: not the malformed, too short, repeated or blacklisted ones."""
+    """Selection of links. Malformed, too short, repeated and blacklisted links are dropped."""
 
     lists: list[PathText] = Field(min_length=1)
     """Files and globs of `.txt`, one link per line (relative to the corpus file)."""
     blacklisted_domains: PathText | None = None
-    """A file with one domain per line, instead of the built-in list: `imgur` is imgur.com and imgur.de and all below
-    them, `news.example.org` is that host and all below it."""
+    """A file with one domain per line that replaces the built-in list. `imgur` stands for
+    imgur.com, imgur.de and all hosts below them; `news.example.org` stands for that host and
+    all below it."""
     blacklisted_extensions: PathText | None = None
-    """A file with one ending per line such as `.pdf`, instead of the built-in list."""
+    """A file with one file ending per line, such as `.pdf`, that replaces the built-in list."""
 
 
 class DownloadConfig(Words):
-    """Fetching pages and extracting their text."""
+    """Download of pages and extraction of their text."""
 
     user_agent: str = Field(default="meshtrain", min_length=1)
-    """Who asks: the owners of sites see it, and robots.txt may name it. Say where you can be reached."""
+    """User agent of the requests. Owners of sites see it, and robots.txt may name it. Say where
+    you can be reached."""
     concurrent: Count = 64
-    """Pages fetched at the same time, over all workers."""
+    """Number of pages fetched at the same time, over all workers."""
     concurrent_per_host: Count = 2
-    """Pages fetched at the same time from one host."""
+    """Number of pages fetched at the same time from one host."""
     connect_seconds: Seconds = 10.0
-    """The longest that making a connection may take."""
+    """Longest time in seconds for opening a connection."""
     total_seconds: Seconds = 60.0
-    """The longest that one attempt to fetch a page may take."""
+    """Longest time in seconds for one attempt to fetch a page."""
     max_megabytes: Positive = 10.0
-    """Larger pages are dropped."""
+    """Pages larger than this number of megabytes are dropped."""
     max_retries: NotNegative = 4
-    """Further attempts after a time-out, a broken connection or a status that may pass (408, 429, 500, 502 to 504)."""
+    """Number of further attempts after a time-out, a broken connection or a temporary status
+    (408, 429, 500, 502-504)."""
     first_retry_seconds: Seconds = 1.0
-    """Wait before the second attempt; it doubles for each further one, and a Retry-After header may ask for more."""
+    """Seconds before the second attempt. The wait doubles for each further one; a Retry-After
+    header may ask for more."""
     longest_wait_seconds: Seconds = 60.0
-    """A site that asks for a longer wait (Retry-After, or Crawl-delay in robots.txt) is left alone."""
+    """A site that asks for a longer wait than this (Retry-After, or Crawl-delay in robots.txt)
+    is not fetched."""
     max_redirects: NotNegative = 5
-    """Redirects followed for one page."""
+    """Number of redirects followed for one page."""
     respect_robots: bool = True
     """Fetch only what robots.txt allows, and no faster than its Crawl-delay."""
     content_types: list[str] = Field(default=["text/html", "application/xhtml+xml", "text/plain"], min_length=1)
-    """Pages of another type are dropped; `text/plain` is taken as it is."""
+    """Pages of another content type are dropped. `text/plain` is taken as it is."""
     extraction_seconds: Seconds = 20.0
-    """The longest that extracting the text of one page may take."""
+    """Longest time in seconds for extracting the text of one page."""
     shards: Count = 16
-    """Groups of hosts; each is one task, so that many machines can share the work and one host has one visitor."""
+    """Number of groups of hosts. Each group is one task, so many machines can share the work
+    and one task visits a host."""
 
 
 class CleanConfig(Words):
-    """What is mended in a document, and which documents are left out."""
+    """Repair of documents, and selection of documents by language and length."""
 
     fix_text: bool = True
-    """Mend wrongly decoded text and entities with ftfy."""
+    """Repair wrongly decoded text and entities with ftfy."""
     remove_boilerplate: bool = False
-    """Normalise white space and line ends, remove control characters and lines that only ask for JavaScript or
-    cookies, and drop documents below 256 characters that speak of JavaScript."""
+    """Normalise white space and line ends. Remove control characters, and lines that only ask
+    for JavaScript or cookies. Drop documents below 256 characters that mention JavaScript."""
     languages: list[str] = []
-    """Keep documents in these languages (ISO 639-1, such as `en`); left out: in any, unidentified."""
+    """Keep documents in these languages (ISO 639-1, such as `en`). Left out: keep all, without
+    identification."""
     minimum_confidence: Fraction = 0.5
-    """The least probability of the identified language, where `languages` are given."""
+    """Least probability of the identified language, if `languages` are given."""
     minimum_tokens: NotNegative = 128
-    """Shorter documents are dropped."""
+    """Documents with fewer tokens are dropped."""
     tokenizer: PathText | None = None
-    """Count the tokens of this local tokenizer (a Hugging Face directory or tokenizer.json); left out: words,
-    and characters where words have no spaces between them."""
+    """Local tokenizer that counts the tokens (a Hugging Face directory or `tokenizer.json`).
+    Left out: words are counted, and characters in languages without spaces between words."""
 
 
 class DeduplicateConfig(Words):
-    """Near duplicates: MinHash finds candidates, an exact check decides, and one document of each group stays."""
+    """Removal of near duplicates. MinHash finds candidates, an exact comparison decides, one
+    document of a group stays."""
 
     similarity: Annotated[float, Field(ge=0.1, le=1.0)] = 0.7
-    """Jaccard similarity of the sets of word n-grams from which on the later of two documents is removed."""
+    """Jaccard similarity of the sets of word n-grams at and above which the later of two
+    documents is removed."""
     ngram: Count = 5
-    """Words in an n-gram."""
+    """Number of words in an n-gram."""
     num_buckets: Count | None = None
-    """MinHash buckets where documents can meet; left out: enough to find 98% of the pairs at `similarity`."""
+    """Number of MinHash buckets. Left out: enough to find 98% of the pairs at `similarity`."""
     hashes_per_bucket: Count | None = None
-    """MinHashes that two documents share to meet in a bucket; left out: as many as 128 hashes allow."""
+    """Number of MinHashes that two documents in a bucket share. Left out: as many as 128 hashes
+    allow."""
 
 
 class ShuffleConfig(Words):
     """A random order of all documents."""
 
     seed: int = 0
-    """Another one makes another order."""
+    """Seed of the order."""
     bucket_megabytes: Positive = 256.0
-    """About so much text is sorted in memory at once, by each worker."""
+    """About this many megabytes of text are sorted in memory at once, by each worker."""
 
 
 class SplitConfig(Words):
-    """Documents kept aside; which ones depends on their text alone, so it stays when documents are added."""
+    """Documents that are kept aside. The choice depends on their text alone, so it stays when
+    documents are added."""
 
     validation: Fraction = 0.01
-    """Fraction of the documents."""
+    """Fraction of the documents that is kept aside for validation."""
     test: Fraction = 0.0
-    """Fraction of the documents."""
+    """Fraction of the documents that is kept aside as a test set."""
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
@@ -114,58 +125,62 @@ class SplitConfig(Words):
 
 
 class SlurmConfig(Words):
-    """How Slurm runs the tasks; datatrove's own names."""
+    """How Slurm runs the tasks, with the names of datatrove."""
 
     time: str
-    """The time limit of a task, as Slurm writes it (`02:00:00`)."""
+    """Time limit of a task, in the format of Slurm (`02:00:00`)."""
     partition: str
-    """Where Slurm runs them."""
+    """Partition of Slurm."""
     cpus_per_task: Count = 1
-    """Cores for each task."""
+    """Number of cores for each task."""
     mem_per_cpu_gb: Count = 2
-    """Memory for each of its cores, in GB."""
+    """Memory for each core, in GB."""
     qos: str | None = None
-    """The quality of service."""
+    """Quality of service of Slurm."""
     env_command: str | None = None
-    """A shell command that activates the Python environment on a node."""
+    """Shell command that activates the Python environment on a node."""
     sbatch_args: dict[str, Any] = {}
-    """Further arguments of sbatch."""
+    """Further arguments of `sbatch`."""
     tasks_per_job: Count = 1
-    """Tasks that one job of Slurm runs one after another."""
+    """Number of tasks that one job of Slurm runs one after another."""
 
 
 class RayConfig(Words):
-    """How Ray runs the tasks; datatrove's own names."""
+    """How Ray runs the tasks, with the names of datatrove."""
 
     address: str = "auto"
-    """Of the cluster, as `ray.init` takes it."""
+    """Address of the cluster, as `ray.init` takes it."""
     cpus_per_task: Count = 1
-    """Cores for each task."""
+    """Number of cores for each task."""
     mem_per_cpu_gb: Count = 2
-    """Memory for each of its cores, in GB."""
+    """Memory for each core, in GB."""
     tasks_per_job: Count = 1
-    """Tasks that one job of Ray runs one after another."""
+    """Number of tasks that one job of Ray runs one after another."""
 
 
 class CorpusConfig(Words):
-    """The preparation of a corpus. One TOML file; the tables of steps that it has make up the chain."""
+    """The preparation of a corpus, in one TOML file. The tables of steps in the file make up
+    the chain."""
 
     directory: PathText
-    """Where every step writes (relative to the corpus file)."""
+    """Directory into which every step writes (relative to the corpus file)."""
     sources: list[PathText] = []
-    """Existing documents: `python-stdlib`, or files and globs as in `data.train` of a run; or `[urls]`."""
+    """Existing documents: `python-stdlib`, or files and globs as in `data.train` of a run. Give
+    these or `[urls]`."""
     text_key: str = "text"
-    """The key of a record of the sources that holds the text."""
+    """Key of a record of the sources that holds the text."""
     on_bad_record: Literal["fail", "skip"] = "fail"
-    """What to do with a record of the sources that cannot be read; `skip` drops and counts it."""
+    """What happens to a record of the sources that cannot be read. `skip` drops and counts it."""
     workers: Count = Field(default_factory=lambda: os.cpu_count() or 1)
-    """Tasks that run at the same time; the result does not depend on it. Left out: one per core."""
+    """Number of tasks that run at the same time. The result does not depend on it. Left out:
+    one per core."""
     compression: Literal["gzip", "zstd", "none"] = "gzip"
-    """Of everything that is written."""
+    """Compression of all files that are written."""
     shard_megabytes: Positive = 16.0
-    """About so much text goes into one file; one task works on one file."""
+    """About this many megabytes of text go into one file. One task works on one file."""
     executor: Literal["local", "slurm", "ray"] = "local"
-    """What runs the tasks: this machine, or datatrove's executor for a cluster that shares `directory`."""
+    """What runs the tasks: this machine, or the executor of datatrove for a cluster that shares
+    `directory`."""
     slurm: SlurmConfig | None = None
     ray: RayConfig = RayConfig()
     urls: UrlsConfig | None = None

@@ -1,4 +1,4 @@
-"""What a run says about its data."""
+"""The data of a run."""
 
 from os.path import expanduser
 from typing import Annotated, Literal, Self
@@ -10,15 +10,19 @@ from meshtrain.config.words import LARGEST, Count, Fraction, Positive, Words
 
 
 class TokenizerConfig(Words):
-    """Which tokenizer: an existing one (`path`), or a byte-level BPE trained on the data (`vocab_size`)."""
+    """The tokenizer: an existing one (`path`), or a byte-level BPE that is trained on the data
+    (`vocab_size`)."""
 
     path: PathText | None = None
-    """A local Hugging Face directory or tokenizer.json (relative to the run file), or a hub id."""
+    """A local Hugging Face directory or `tokenizer.json` (relative to the run file), or a hub
+    id."""
     vocab_size: Annotated[int, Field(ge=258, le=LARGEST)] | None = None
-    """Train a byte-level BPE of this size (256 bytes, 2 special tokens, merges) on the training data, once."""
+    """Train a byte-level BPE on the training data, once. Number of tokens: 256 bytes, 2 special
+    tokens, and merges."""
     special_tokens: list[Annotated[str, Field(min_length=1)]] = []
-    """Tokens to add to the tokenizer at `path`, such as those of a chat template (`<|im_start|>`, ...); what it has
-    already is left as it is. `model.enlarge_vocabulary` gives them rows in a pretrained model."""
+    """Tokens that are added to the tokenizer at `path`, such as `<|im_start|>` of a chat
+    template. Tokens that it has already stay as they are. `model.enlarge_vocabulary` gives new
+    tokens rows in a pretrained model."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -32,27 +36,29 @@ class TokenizerConfig(Words):
 
 
 class SourceConfig(Words):
-    """Where text comes from, and what its files hold."""
+    """Where the text comes from, and what its files hold."""
 
     train: list[PathText] = Field(default=["python-stdlib"], min_length=1)
-    """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and `.txt`, also compressed
-    (`.gz`, `.zst`), or a token file (relative to the run file)."""
+    """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and
+    `.txt`, also compressed (`.gz`, `.zst`), or a token file (relative to the run file)."""
     validation: Fraction | list[PathText] = 0.0
-    """Sources for evaluation, or the fraction of the training documents kept aside for it, the same for every seed."""
+    """Sources for evaluation, or the fraction of the training documents that is kept aside for
+    it. The documents kept aside are the same for every seed."""
     format: Literal["text", "chat", "completion"] = "text"
-    """What a record holds: `text`; `chat`: a list of messages, each with `role` and `content`, which the tokenizer's
-    chat template puts together, trained on what the assistant says; `completion`: a prompt and what follows it, trained
-    on what follows."""
+    """What a record holds. `text`: plain text. `chat`: a list of messages, each with `role` and
+    `content`, joined by the tokenizer's chat template; only what the assistant says is trained
+    on. `completion`: a prompt and what follows it; only what follows is trained on."""
     text_key: str = "text"
-    """The key of a record that holds the text."""
+    """Key of a record that holds the text."""
     messages_key: str = "messages"
-    """The key of a `chat` record that holds the messages."""
+    """Key of a `chat` record that holds the messages."""
     prompt_key: str = "prompt"
-    """The key of a `completion` record that holds what is given."""
+    """Key of a `completion` record that holds the prompt."""
     completion_key: str = "completion"
-    """The key of a `completion` record that holds what is to be learnt."""
+    """Key of a `completion` record that holds what follows the prompt."""
     streaming: bool = False
-    """Read and tokenise while training, for what is too large to do it before; sources may then be URLs."""
+    """Read and tokenise during training, for data that is too large to tokenise first. Sources
+    may then be URLs."""
 
     @model_validator(mode="after")
     def _two_keys(self) -> Self:
@@ -67,44 +73,51 @@ class MixedSourceConfig(SourceConfig):
     """One of several sources."""
 
     train: list[PathText] = Field(min_length=1)
-    """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and `.txt`, also compressed
-    (`.gz`, `.zst`), or a token file (relative to the run file)."""
+    """Sources: `python-stdlib`, or files, directories and globs of `.jsonl`, `.parquet` and
+    `.txt`, also compressed (`.gz`, `.zst`), or a token file (relative to the run file)."""
     weight: Positive = 1.0
-    """How much of it is in every batch, in samples, relative to the weights of the others."""
+    """Share of this source in every batch, counted in samples, relative to the weights of the
+    other sources."""
     repeat: bool = True
-    """Begin again where it ends; otherwise the others go on without it."""
+    """Start this source again when it ends. Otherwise training continues with the others."""
 
 
 class DataConfig(SourceConfig):
-    """What to train on: one source, described right here, or several, as `data.sources.NAME`."""
+    """The training data: one source, described in this table, or several, as
+    `data.sources.NAME`."""
 
     sources: dict[str, MixedSourceConfig] = {}
-    """The sources of a mixture, each a table under its name."""
+    """Sources of a mixture, each a table under its name."""
     form: Literal["packed", "padded"] = "packed"
-    """`packed`: documents one after another, cut into full sequences; `padded`: one document per sample."""
+    """`packed` joins documents and cuts them into full sequences. `padded` makes one sample of
+    each document; pads are not trained on."""
     documents: Literal["joined", "separate"] = "joined"
-    """Whether a token of packed documents sees those before its own (`joined`), or positions begin anew with each
-    document and attention does not cross them (`separate`)."""
+    """For packed documents. `joined`: a token sees the documents before its own. `separate`:
+    positions start again with each document, and attention does not cross documents."""
     sequence_length: Count = 1024
-    """Tokens per sample."""
+    """Number of tokens per sample."""
     pad_to_multiple_of: Count | None = None
-    """Padded batches are as wide as their longest sample, rounded up to this; left out: as `sequence_length`."""
+    """Padded batches are as wide as their longest sample, rounded up to a multiple of this
+    number of tokens. Left out: as wide as `sequence_length`."""
     group_by_length: Count | None = None
-    """The samples of so many steps are sorted by length among each other, so that fewer pads are computed; with
-    `pad_to_multiple_of`."""
+    """Number of steps whose samples are sorted by length among each other, so that fewer pads
+    are computed. Needs `pad_to_multiple_of`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer of all sources."""
     on_bad_record: Literal["fail", "skip"] = "fail"
-    """What to do with a record that is broken or lacks a key, or a `.txt` that is not UTF-8; `skip` counts them."""
+    """What happens to a record that is broken or lacks a key, or to a `.txt` file that is not
+    UTF-8. `skip` leaves it out and counts it."""
     shuffle: bool = True
-    """Visit the samples of an epoch in a seeded random order."""
+    """Visit the samples of an epoch in a random order that depends on the seed."""
     shuffle_buffer: Count = 1024
-    """So many samples of a streaming source are shuffled among each other; held in memory."""
+    """Number of samples of a streaming source that are shuffled among each other. They are held
+    in memory."""
     drop_last: bool = True
-    """Leave out the samples of an epoch that do not fill a global batch; otherwise untrained rows fill it."""
+    """Leave out the samples of an epoch that do not fill a global batch. Otherwise untrained
+    rows fill it."""
     cache_directory: Annotated[PathText, AfterValidator(expanduser), Field(validate_default=True)] = (
         "~/.cache/meshtrain"
-    )
-    """Where token files and trained tokenizers are kept."""
+    """Directory for token files and trained tokenizers."""
 
     @property
     def named_sources(self) -> dict[str, MixedSourceConfig]:

@@ -53,16 +53,19 @@ REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in FSDP_AXES)
 
 
 class MeshPlan(Words):
-    """How many ways each axis of the mesh splits the work; their product is the number of processes."""
+    """Number of ways in which each axis of the mesh splits the work. Their product is the
+    number of processes."""
 
     pp: Degree = 1
     """Pipeline stages held by different processes."""
     dp_replicate: Degree = 1
-    """Copies of the model that see different samples (as DDP does)."""
+    """Copies of the model, each of which sees different samples, as in DDP."""
     dp_shard: Annotated[int, Field(le=LARGEST_DEGREE)] = -1
-    """Processes that see different samples and share one copy of the model (FSDP2); -1: whatever is left."""
+    """Processes that share one copy of the model and see different samples (FSDP2). -1 takes
+    all processes that the other axes leave."""
     tp: Degree = 1
-    """Processes that share every layer (tensor parallel); the innermost axis, keep it inside one machine."""
+    """Processes that share every layer (tensor parallel). This is the innermost axis: keep it
+    inside one machine."""
 
     @field_validator(DP_SHARD)
     @classmethod

@@ -42,69 +42,85 @@ PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class PipelinePlan(Words):
-    """How the model is cut into stages and in what order the stages work."""
+    """How the model is cut into pipeline stages, and in what order the stages work."""
 
     schedule: ScheduleName = "1F1B"
-    """The order of forward and backward passes; torch's own names."""
+    """Order of the forward and backward passes. The names are those of torch."""
     stages_per_rank: Degree = 1
-    """Stages held by one process: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV, any number for the rest."""
+    """Stages held by one process: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV, any
+    number for the others."""
     layers_per_stage: Literal["balanced", "even"] | list[NotNegative] = "balanced"
-    """`balanced`: the slowest stage is as fast as can be, by FLOPs; `even`: same number of layers; or the numbers."""
+    """`balanced` makes the slowest stage as fast as possible, counted in FLOPs. `even` gives
+    each stage the same number of layers. A list gives the number of layers of each stage."""
     split_at: list[str] | None = None
-    """Instead of `layers_per_stage`: the name of the first layer of each stage but the first."""
+    """Names of the first layer of each stage, without the first stage. Replaces
+    `layers_per_stage`."""
 
 
 class TensorPlan(Words):
-    """How single modules are sharded over the tp axis."""
+    """How modules are sharded over the tp axis."""
 
     sequence_parallel: bool = False
-    """Between attention and MLP each process keeps only its part of the sequence."""
+    """Keep only this process's part of the sequence between attention and MLP. `tp` must divide
+    the sequence length."""
     loss_parallel: bool = True
-    """The logits stay sharded over the vocabulary; the loss is computed on the shards."""
+    """Keep the logits sharded over the vocabulary, and compute the loss on the shards."""
     experts: Literal["tensor", "expert"] = "tensor"
-    """How derived rules cut experts: each expert over tp, or whole experts for each process."""
+    """How derived rules cut experts: `tensor` shards each expert over tp, `expert` gives each
+    process whole experts."""
     auto: bool = False
-    """Complete these rules for the model at hand; those that match nothing are for other variants of the family."""
+    """Derive the rules that are missing for this model. A rule that matches nothing then
+    belongs to another variant of the family, and is no error."""
     styles: dict[str, Style] = {}
-    """Module pattern -> style; `*` stands for one layer number. Every parameter needs exactly one rule when tp > 1.
-    Without any the rules are those of the model's family, else they are derived from the model's own plan."""
+    """Module pattern -> style. `*` stands for one layer number. Every parameter needs exactly
+    one rule when tp > 1. Without any rule, those of the shipped family are used; without a
+    family, they are derived from the plan that the model has in transformers."""
     fused: dict[str, list[str] | dict[str, int | str]] = {}
-    """Pattern of a fused projection (GPT-2's `c_attn`) or of stacked experts -> names of its equal parts; or part ->
-    its share, a number or the name of one in the model's configuration."""
+    """Pattern of a fused projection (such as GPT-2's `c_attn`) or of stacked experts -> names
+    of its equal parts. Parts of different sizes are a table: part -> its share, as a number or
+    as the name of one in the model's configuration."""
     local_attributes: dict[str, list[str]] = {}
-    """Module pattern -> attributes that hold a whole width and must count only this process's part."""
+    """Module pattern -> attributes that hold a whole width, and must hold only the width of
+    this process's part."""
     local_inputs: dict[str, list[str]] = {}
-    """Module pattern -> inputs that hold something for every attention head (ALiBi): each process takes its heads."""
+    """Module pattern -> inputs that hold one value for each attention head, such as ALiBi. Each
+    process takes those of its heads."""
 
 
 class ShardPlan(Words):
     """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free gathered parameters after each forward; `auto`: always, but never with a pipeline or without sharding."""
+    """Whether gathered parameters are freed after each forward pass. `auto` is `never` with a
+    pipeline or without sharding, and `always` otherwise."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: parameters, gradients and optimizer state stay in host memory, and the optimizer works there; a layer's
-    parameters are on the GPU only while they are used. Without an accelerator it changes nothing."""
+    """`cpu` keeps parameters, gradients and optimizer state in host memory, where the optimizer
+    also runs. The parameters of a layer are on the GPU only while they are used. Without an
+    accelerator this changes nothing."""
 
 
 class LossScalePlan(Words):
-    """Dynamic loss scaling for `compute` = "float16": small gradients would round to zero without it.
+    """Dynamic loss scaling for `compute` = "float16". Without it, small gradients would round
+    to zero.
 
-    A step whose gradients overflow changes no parameter and counts for neither the learning rate nor AdamW.
+    A step whose gradients overflow changes no parameter. It counts neither for the learning
+    rate nor for AdamW.
     """
 
     initial: Positive = 65536.0
-    """The loss is multiplied by it, and the gradients are divided by it again before they are used."""
+    """Initial scale. The loss is multiplied by the scale, and the gradients are divided by it
+    before they are used."""
     growth_interval: Count = 2000
-    """Steps without an overflow after which the scale grows."""
+    """Number of steps without an overflow after which the scale grows."""
     growth_factor: Annotated[float, Field(gt=1.0, le=LARGEST, allow_inf_nan=False)] = 2.0
-    """By how much it grows."""
+    """Factor by which the scale grows."""
     backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.5
-    """What an overflow multiplies it with."""
+    """Factor by which the scale is multiplied after an overflow."""
     hysteresis: Count = 2
-    """How many overflows since the scale last grew it takes to lower it; after them, every one lowers it again."""
+    """Number of overflows since the scale last grew that are needed to lower it. Each further
+    overflow lowers it again."""
     minimum: Positive = 1.0
-    """It is never lower; an overflow there stops the run."""
+    """Lowest scale. An overflow at this scale stops the run."""
 
     @model_validator(mode="after")
     def _starts_in_its_range(self) -> Self:
@@ -114,16 +130,18 @@ class LossScalePlan(Words):
 
 
 class PrecisionPlan(Words):
-    """The number formats."""
+    """Number formats of parameters, of the computation and of the reduction of gradients."""
 
     parameters: Dtype = "float32"
-    """Parameters and optimizer state."""
+    """Number format of parameters and optimizer state."""
     compute: ComputeDtype = "float32"
-    """Forward and backward; "float16" always works with dynamic loss scaling."""
+    """Number format of the forward and backward passes. `float16` always uses dynamic loss
+    scaling."""
     reduce: Dtype = "float32"
-    """Gradients, while they are summed over microbatches and over the dp axes."""
+    """Number format in which gradients are summed over microbatches and over the data-parallel
+    axes."""
     loss_scale: LossScalePlan = LossScalePlan()
-    """For `compute` = "float16" only."""
+    """Dynamic loss scaling, for `compute` = "float16" only."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -145,31 +163,33 @@ class PrecisionPlan(Words):
 
 
 class RecomputePlan(Words):
-    """Activations that are thrown away in the forward pass and computed again in the backward pass."""
+    """Activations that are dropped in the forward pass and computed again in the backward pass."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """`full`: keep only the input of a layer; `selective`: and the results of its matrix products, its attention and
-    its collectives (with tp also the partial sums before them, so it saves less memory there)."""
+    """`full` keeps only the input of a layer. `selective` also keeps the results of its matrix
+    products, of its attention and of its collectives. With tp it keeps the partial sums before
+    the collectives too, and so saves less memory."""
     every: Count = 1
-    """Recompute every k-th layer; the others keep everything."""
+    """Recompute every k-th layer. The other layers keep all activations."""
 
 
 class CompilePlan(Words):
-    """torch.compile, layer by layer."""
+    """Compilation of each layer with torch.compile."""
 
     enabled: bool = False
     """Compile every decoder layer."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """`aot_eager` traces but generates no code: quick, for tests."""
+    """Backend of torch.compile. `aot_eager` traces and generates no code; it is quick, for
+    tests."""
 
 
 class ParallelPlan(Words):
-    """Everything about how a model is parallelised. One TOML file under `parallel_plans/`."""
+    """Everything about how a model is parallelised, in one TOML file."""
 
     model_types: list[str] = []
-    """The Hugging Face model types this plan is written for; empty: any."""
+    """Hugging Face model types that this plan is written for. Empty: any."""
     model_config_has: dict[str, bool | int | str] = {}
-    """Values of the model's configuration this plan is written for; empty: any."""
+    """Values of the model's configuration that this plan is written for. Empty: any."""
     mesh: MeshPlan = MeshPlan()
     pipeline: PipelinePlan = PipelinePlan()
     tensor: TensorPlan = TensorPlan()

@@ -43,25 +43,30 @@ def _checked_duration(text: str) -> str:
 
 
 class ModelConfig(Words):
-    """Which model: an existing one (`path`), or a new one (`type` and `config`)."""
+    """The model: an existing one (`path`), or a new one (`type` and `config`)."""
 
     path: PathText | None = None
-    """A local Hugging Face directory or a checkpoint, a `step-N` directory (relative to the run file), or a hub id."""
+    """A local Hugging Face directory, a checkpoint (a `step-N` directory), or a hub id. A local
+    path is relative to the run file."""
     type: str | None = None
-    """A Hugging Face model type (`gpt2`, `llama`, ...) for a model described here."""
+    """A Hugging Face model type, such as `gpt2` or `llama`, for a new model."""
     config: dict[str, Any] = {}
-    """Values of the Hugging Face configuration that differ from its defaults (or from `path`)."""
+    """Values of the Hugging Face configuration that differ from the defaults of `type`, or from
+    those of `path`."""
     weights: Literal["random", "pretrained"] = "random"
-    """`pretrained`: start from the weights that `path` holds."""
+    """`pretrained` starts from the weights at `path`. `random` draws new ones from `seed`, the
+    same bits on every mesh."""
     enlarge_vocabulary: bool = False
-    """Where the tokenizer (`data.tokenizer.path`) has more tokens than the pretrained model, as after
-    `data.tokenizer.special_tokens`: give the new ones rows in embedding and head, the mean of the others."""
+    """Add rows to embedding and head for tokens that the tokenizer has and the pretrained model
+    has not, for example after `data.tokenizer.special_tokens`. A new row is the mean of the
+    other rows."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """The attention implementation of transformers."""
+    """Attention implementation of transformers."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Allow Python code that comes with the model to run."""
     prove_unknown_class: bool = True
-    """Prove the plan on a tiny copy before the first run of a class that no shipped family is written for; kept."""
+    """Prove the plan on a tiny copy of the model before the first run of a class that no
+    shipped family is written for. The result is kept, so each plan and class is proven once."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -81,106 +86,129 @@ class ModelConfig(Words):
 
 
 class OptimizerConfig(Words):
-    """AdamW."""
+    """The optimizer, AdamW."""
 
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
+    """Highest learning rate; `[learning_rate]` says how it changes over the run."""
     beta1: Fraction = 0.9
+    """Decay rate of the mean of the gradients."""
     beta2: Fraction = 0.95
+    """Decay rate of the mean of the squared gradients."""
     epsilon: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1e-8
+    """Added to the denominator, against division by zero."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)] = 0.1
-    """Applies to matrices only: norms and biases are left out."""
+    """Decoupled weight decay. It applies to matrices only, not to norms and biases."""
     max_gradient_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradients are scaled down to this norm; `inf`: never."""
+    """Largest norm of the gradients of the whole model; larger gradients are scaled down. `inf`
+    only measures."""
 
 
 class LearningRateConfig(Words):
-    """How the learning rate changes over the run: a schedule of transformers.get_scheduler."""
+    """How the learning rate changes over the run: a schedule of `transformers.get_scheduler`."""
 
     name: ScheduleName = "cosine"
+    """Name of the schedule. All schedules that depend on the step only are available."""
     warmup_steps: NotNegative = 0
+    """Number of steps over which the learning rate rises from 0."""
     arguments: dict[str, Any] = {}
-    """Further arguments of the schedule, under transformers' own names (`num_cycles`, `min_lr_rate`, ...)."""
+    """Further arguments of the schedule, under the names of transformers, such as `num_cycles`
+    or `min_lr_rate`."""
 
 
 class EvaluationConfig(Words):
-    """Loss on the validation data while training."""
+    """The loss on the validation data during training."""
 
     every: Count | None = None
-    """Steps between evaluations; left out: only at the end."""
+    """Number of steps between evaluations. Left out: only at the end."""
     max_batches: Count | None = None
-    """Global batches per evaluation, and per source if there are several; left out: all of them."""
+    """Number of global batches per evaluation, and per source if there are several. Left out:
+    all of them."""
 
 
 class CheckpointConfig(Words):
-    """Saving, so that the run can go on after a stop."""
+    """Checkpoints, from which a run resumes."""
 
     directory: PathText | None = None
-    """Where they go: a directory (relative to the run file) or a URL that fsspec knows (`s3://bucket/run`, `gs://...`);
-    left out: `checkpoints` in the run directory. Every machine must see the same one."""
+    """Where checkpoints are written: a directory (relative to the run file), or a URL that
+    fsspec knows, such as `s3://bucket/run`. Left out: `checkpoints` in the run directory. Every
+    machine must see the same directory."""
     every: Count | None = None
-    """Steps between checkpoints; left out: only at the end."""
+    """Number of steps between checkpoints. Left out: only at the end."""
     keep: Count = 3
-    """The newest so many are kept."""
+    """Number of the newest checkpoints that are kept."""
     keep_every: Count | None = None
-    """Also those whose step is a multiple of this are kept, for ever."""
+    """Checkpoints whose step is a multiple of this number of steps are kept as well, for ever."""
     keep_best: NotNegative = 0
-    """Also so many of those with the lowest evaluation loss are kept."""
+    """Number of checkpoints with the lowest evaluation loss that are kept as well."""
     in_background: bool = False
-    """Train on while a copy of the state in host memory is written; needs memory for that copy."""
+    """Continue training while a copy of the state in host memory is written. The copy needs
+    host memory."""
 
 
 class LoggingConfig(Words):
-    """What is shown and written."""
+    """What is shown on the screen and written for TensorBoard."""
 
     every: Count = 1
-    """Steps between lines on a terminal that cannot draw a progress bar."""
+    """Number of steps between lines where no progress bar can be drawn, such as in a log file."""
     tensorboard: bool = True
     """Write TensorBoard events into the run directory."""
 
 
 class WatchdogConfig(Words):
-    """When somebody is called stuck: the run then ends, and says who it is and what all the others were doing."""
+    """When the watchdog reports a hang. The run then ends, and names the process that hangs and
+    what all others did."""
 
     first_step_seconds: Seconds = 1800.0
-    """The longest that the start, each of the first three steps, an evaluation or a checkpoint may take."""
+    """Longest time in seconds for the start, for each of the first three steps, for an
+    evaluation and for a checkpoint."""
     minimum_seconds: Seconds = 60.0
-    """The longest that any other step may take,"""
+    """Longest time in seconds for any other step, unless `factor` allows more."""
     factor: Annotated[float, Field(ge=2.0, le=LARGEST, allow_inf_nan=False)] = 10.0
-    """or so many times the median of the latest steps, whichever is longer."""
+    """A step may also take this many times the median of the latest steps, if that is longer
+    than `minimum_seconds`."""
 
 
 class BadStepsConfig(Words):
-    """What to do about a step whose loss or gradient norm is not finite, or a spike."""
+    """What happens after a bad step: its loss or gradient norm is not finite, or is a spike."""
 
     policy: Literal["stop", "skip", "rewind"] = "stop"
-    """`stop` ends the run; `skip` leaves the parameters as they are; `rewind` goes back to the newest checkpoint, and
-    on from there without the batch of that step."""
+    """`stop` ends the run. `skip` leaves the parameters as they are and continues with the next
+    batch. `rewind` goes back to the newest checkpoint, and continues from there without the
+    batch of that step."""
     spike_z_score: Positive | None = None
-    """A loss or norm so many robust standard deviations above the median is a spike; left out: nothing is."""
+    """A loss or norm this many robust standard deviations above the median is a spike. Left
+    out: nothing is a spike."""
     window: Annotated[int, Field(ge=10, le=LARGEST)] = 100
-    """Good steps that the median is taken over; before there were so many, nothing is a spike."""
+    """Number of good steps over which the median is taken. Until there were so many, nothing is
+    a spike."""
     max_skips: Count = 10
-    """`skip` ends the run when more steps than these are bad in a row."""
+    """`skip` ends the run when more steps than this are bad in a row."""
     max_rewinds: Count = 3
-    """`rewind` ends the run when it would go back more often than this, restarts included."""
+    """`rewind` ends the run when it would go back more often than this number of times,
+    restarts included."""
 
 
 class RunConfig(Words):
-    """A training run. One TOML file."""
+    """A training run, in one TOML file."""
 
     run_directory: PathText
-    """Where checkpoints, metrics and the resolved configuration go (relative to the run file)."""
+    """Directory for checkpoints, metrics and the resolved configuration (relative to the run
+    file)."""
     seed: int = 0
+    """Seed of the initial weights, of the order of the samples and of dropout. Weights and order are
+    the same on every mesh."""
     steps: Count | None = None
-    """The length of the run in optimizer steps; or `epochs`."""
+    """Length of the run in optimizer steps. Give this or `epochs`."""
     epochs: Count | None = None
-    """The length of the run in passes over the training data; or `steps`."""
+    """Length of the run in passes over the training data. Give this or `steps`."""
     stop_after: Annotated[str, AfterValidator(_checked_duration)] | None = None
-    """Save and stop at the first step that ends so long after the start, such as "3h30m", for queues with a limit."""
+    """Save and stop at the first step that ends this long after the start, such as "3h30m",
+    "90m" or "45s". Use it in queues with a time limit. Left out: never."""
     global_batch_size: Count
-    """Sequences per optimizer step, over all processes."""
+    """Number of sequences per optimizer step, over all processes."""
     micro_batch_size: Count = 1
-    """Sequences that pass through the model at once."""
+    """Number of sequences that pass through the model at once. Gradient accumulation follows
+    from it and is printed."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -191,10 +219,12 @@ class RunConfig(Words):
     watchdog: WatchdogConfig = WatchdogConfig()
     bad_steps: BadStepsConfig = BadStepsConfig()
     self_checks: bool = True
-    """At the start, and after a resume, check that all processes hold the parameters, inputs and gradients that they
-    must, and write down a checksum of the parameters that is the same on every mesh."""
+    """Check at the start and after a resume that all processes hold the parameters, inputs and
+    gradients that they must. A checksum of the parameters is written down; it is the same on
+    every mesh."""
     plan: ParallelPlan = ParallelPlan()
-    """How the model is parallelised: `plan = "name"` or `[plan] extends = "name"` and keys that differ."""
+    """How the model is parallelised: `plan = "name"`, or a table with `extends = "name"` and
+    the keys that differ."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
