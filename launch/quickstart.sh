@@ -60,6 +60,6 @@ What to try next
   meshtrain plan $run --world-size 4 --toml              the resolved plan as a file
   meshtrain train $run --processes 2 run_directory=$out steps=500 plan.mesh.pp=1
                                                          go on from the last step, on another mesh
-  your own text: data.train='["my/*.jsonl"]', and the README for everything else
+  your own text: data.train='["my/*.jsonl"]', and docs for everything else
 The environment: source .venv/bin/activate
 NEXT

@@ -168,7 +168,10 @@ def plan(
 
 @app.command()
 def schema(
-    kind: Annotated[Literal["run", "plan", "corpus"], typer.Argument(metavar="run|plan|corpus", show_default=False)],
+    kind: Annotated[
+        Literal["run", "plan", "corpus"],
+        typer.Argument(metavar="run|plan|corpus", help="The kind of file.", show_default=False),
+    ],
 ) -> None:
     """Show a JSON schema. With it, editors complete run, plan and corpus files."""
     from meshtrain.config.schema import described_schema

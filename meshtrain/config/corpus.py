@@ -48,8 +48,8 @@ class DownloadConfig(Words):
     """Seconds before the second attempt. The wait doubles for each further one; a Retry-After
     header may ask for more."""
     longest_wait_seconds: Seconds = 60.0
-    """A site that asks for a longer wait than this (Retry-After, or Crawl-delay in robots.txt)
-    is not fetched."""
+    """A site that asks for a wait of more seconds than this (Retry-After, or Crawl-delay in
+    robots.txt) is not fetched."""
     max_redirects: NotNegative = 5
     """Number of redirects followed for one page."""
     respect_robots: bool = True

@@ -117,6 +117,7 @@ class DataConfig(SourceConfig):
     rows fill it."""
     cache_directory: Annotated[PathText, AfterValidator(expanduser), Field(validate_default=True)] = (
         "~/.cache/meshtrain"
+    )
     """Directory for token files and trained tokenizers."""
 
     @property

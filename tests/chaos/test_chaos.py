@@ -1,4 +1,4 @@
-"""The scripts of misfortune, small. Their large versions are run by hand, see the README."""
+"""The scripts of misfortune, small. Their large versions are run by hand; docs/guides/checkpoints.md and launching.md say how."""
 
 import sys
 from pathlib import Path

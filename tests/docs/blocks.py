@@ -1,0 +1,55 @@
+"""The code blocks of README.md and of the pages, and the messages that they show."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+LANGUAGES = {"python", "toml", "bash", "console", "text"}
+_BLOCK = re.compile(r"(?:<!-- toml: (?P<kind>[a-z ]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language, and for TOML which file it is, or is part of."""
+
+    place: str
+    language: str
+    kind: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Return the blocks of all pages in some languages, or in any."""
+    found = []
+    for page in PAGES:
+        content = page.read_text()
+        for match in _BLOCK.finditer(content):
+            line = content.count("\n", 0, match.start()) + 1
+            place = f"{page.relative_to(ROOT)}:{line}"
+            found.append(Block(place, match["language"], match["kind"] or "", match["text"]))
+    return [block for block in found if not languages or block.language in languages]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Return the commands of a block as words, without comments, variables in front, and redirections."""
+    text = block.text.replace("\\\n", " ")
+    lines = text.splitlines()
+    if block.language != "bash":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    found = []
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        words = words[: words.index(">")] if ">" in words else words
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            found.append(words)
+    return found
+
+
+def output_lines(block: Block) -> list[str]:
+    """Return the lines that a command has printed."""
+    return [line for line in block.text.splitlines() if not line.startswith("$ ")]

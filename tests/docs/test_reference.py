@@ -1,0 +1,149 @@
+"""The generated references hold everything that the code knows, and the hand-written tables too."""
+
+import importlib
+import re
+from typing import Any, Literal, get_args
+
+import pytest
+from mkdocs.exceptions import PluginError
+
+import meshtrain
+import mkdocs_hooks
+from docs.generate import commands, configuration, coverage
+from meshtrain.config.plan import Style
+from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
+from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.training.directory import FREE
+from tests.docs.blocks import ROOT
+
+KINDS: tuple[Literal["run", "plan", "corpus"], ...] = ("run", "plan", "corpus")
+UNITS = re.compile(
+    r"seconds|steps?\b|sequences|samples|tokens|megabytes|GB\b|fraction|factor|number of|copies|processes|stages|layer"
+    r"|times|overflows|tasks|probability|rate\b|norm\b|similarity|standard deviations|scale\b|decay|share|denominator"
+    r"|seed",
+    flags=re.IGNORECASE,
+)
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def keys(kind: Literal["run", "plan", "corpus"]) -> list[str]:
+    """Return every key that a file may have and that its page describes itself."""
+    names = (".".join(key) for key in keys_of(described_schema(kind)))
+    return [name for name in names if not (kind == "run" and name.startswith("plan."))]
+
+
+def of_sources(schema: Schema) -> list[str]:
+    tables = subschema(schema, ("data", "sources"))
+    assert tables is not None
+    return [f"data.sources.NAME.{name}" for name in resolved(schema, tables["additionalProperties"])["properties"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_is_on_its_page_with_type_default_and_meaning(kind: Literal["run", "plan", "corpus"]) -> None:
+    text = configuration.page(kind)
+    expected = keys(kind) + (of_sources(described_schema("run")) if kind == "run" else [])
+    anchors = re.findall(r"\{ #([\w.-]+) \}", text)
+    assert set(expected) == set(anchors) - {"data.sources.NAME"}
+    assert len(anchors) == len(set(anchors))
+    for entry in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        name, facts, meaning = entry.partition("\n## ")[0].split("\n\n", 2)
+        assert "Type: " in facts, name
+        assert "Default: " in facts or "**Required**" in facts or name.startswith("`plan`"), name
+        assert meaning.strip().endswith("."), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_allowed_value_is_on_the_page(kind: Literal["run", "plan", "corpus"]) -> None:
+    text, schema = configuration.page(kind), described_schema(kind)
+    for key in keys(kind):
+        part: Any = subschema(schema, tuple(key.split(".")))
+        for form in part.get("anyOf", [part]):
+            for word in form.get("enum", ()):
+                assert f'`"{word}"`' in text, f"{key}: {word}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_says_its_unit(kind: Literal["run", "plan", "corpus"]) -> None:
+    schema = described_schema(kind)
+    for key in keys(kind):
+        part: Any = subschema(schema, tuple(key.split(".")))
+        forms = {form.get("type") for form in part.get("anyOf", [part])}
+        if forms & {"integer", "number"}:
+            assert UNITS.search(part["description"]), f"{key}: {part['description']}"
+
+
+def test_every_command_is_described_with_all_it_takes() -> None:
+    text = commands.page()
+    found = list(commands.all_commands())
+    assert {"meshtrain train", "meshtrain checkpoint verify", "meshtrain tokenizer train"} <= {
+        name for name, _ in found
+    }
+    for name, command in found:
+        (section,) = re.findall(rf"^## `{name}` .*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+        for param in command.params:
+            shown = param.opts[0] if param.param_type_name == "option" else param.metavar
+            assert f"`{shown}`\n:   " in section, f"{name}: {shown}"
+            assert param.help, f"{name} {shown} has no help"
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    shown = re.findall(r"^::: meshtrain\.(\w+)$", page("reference/api.md"), flags=re.MULTILINE)
+    assert sorted(set(shown) - {"errors"}) == sorted(meshtrain.__all__)
+    assert all(getattr(meshtrain, name).__doc__ for name in meshtrain.__all__)
+
+
+def test_every_style_and_schedule_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", page("guides/plan.md"), flags=re.MULTILINE)
+    assert set(get_args(Style)) <= set(rows)
+    assert SCHEDULES.keys() <= set(rows)
+
+
+def test_every_shipped_plan_has_a_row() -> None:
+    shipped = {path.stem for path in (ROOT / "parallel_plans").glob("*.toml")}
+    assert shipped <= set(re.findall(r"^\| `([\w-]+)` \|", page("guides/plan.md"), flags=re.MULTILINE))
+
+
+def test_the_keys_that_a_resumed_run_may_change_are_listed() -> None:
+    sentence = re.search(r"other values of these keys:\n\n(.*?)\.\n\n", page("guides/checkpoints.md"), flags=re.DOTALL)
+    assert sentence is not None
+    assert sorted(re.findall(r"`([\w.]+)`", sentence[1])) == sorted(FREE)
+
+
+def test_every_kind_of_error_is_in_the_api_reference() -> None:
+    errors = importlib.import_module("meshtrain.errors")
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert kinds - {"MeshtrainError", "NoAttribute"} <= set(re.findall(r"\w+", page("reference/api.md")))
+
+
+def test_the_coverage_page_has_every_row_of_the_table() -> None:
+    table = (ROOT / "parallel_plans" / "coverage.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    html = coverage.page(table)
+    assert html.count("<tr>") == len(rows) + 1
+    assert "<script" not in coverage.page("# T\n\n| a | b |\n|---|---|\n| <script> | proven |\n")
+    with pytest.raises(ValueError, match="a row of the coverage table has 1 cells, its header 2"):
+        coverage.rows_of("| a | b |\n|---|---|\n| c |\n")
+
+
+def test_a_place_that_nothing_generates_is_refused() -> None:
+    with pytest.raises(PluginError, match="nothing generates 'nothing'"):
+        mkdocs_hooks.on_page_markdown("<!-- generated: nothing -->")
+
+
+def test_what_a_page_loads_from_another_host_is_found() -> None:
+    html = '<script src="https://a.example/x.js"></script><a href="https://b.example">b</a><img src="x.svg">'
+    assert mkdocs_hooks.foreign_resources(html) == ["https://a.example/x.js"]
+    assert mkdocs_hooks.foreign_resources('<link rel="stylesheet" href="//c.example/x.css">') == ["//c.example/x.css"]
+    assert mkdocs_hooks.foreign_resources(
+        "@import 'https://d.example/f.css'; a { b: url(https://e.example/g.woff) }"
+    ) == [
+        "https://d.example/f.css",
+        "https://e.example/g.woff",
+    ]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
