@@ -13,7 +13,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-COLUMNS = 120
+COLUMNS = 112
 BASIC = [
     (0, 0, 0),
     (170, 0, 0),
@@ -36,7 +36,7 @@ FONT = 'font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans
 def draw(output: str, theme: TerminalTheme) -> str:
     """Return the output of a terminal as SVG, without anything from another host."""
     console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(output), soft_wrap=True)
+    console.print(Text.from_ansi(output), overflow="fold")
     svg = console.export_svg(title="meshtrain", theme=theme, unique_id="terminal")
     svg = WEB_FONT.sub("", svg).replace("font-family: Fira Code, monospace", FONT)
     return re.sub(r"font-family: (?!ui-monospace)[^;]+;", f"{FONT};", svg)
