@@ -1,4 +1,4 @@
-"""The scripts of misfortune, small. Their large versions are run by hand; docs/guides/checkpoints.md and launching.md say how."""
+"""The scripts of misfortune, small. docs/guides/checkpoints.md says how their large versions are run."""
 
 import sys
 from pathlib import Path

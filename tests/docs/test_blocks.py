@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from meshtrain.cli import app
 from meshtrain.config.toml import load_corpus, load_plan, load_run
 from meshtrain.config.words import Words
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands, output_lines
-from tests.docs.messages import fits_a_message, is_message
+from tests.docs.messages import fits_a_message, is_message, templates
 
 ROWS_OF_MESSAGES = re.compile(r"^\| (`{1,2}) ?(.+?) ?\1 \|", re.MULTILINE)
 COMMAND = typer.main.get_command(app)
 FOREIGN = {"cd", "kill", "kubectl", "pkill", "scontrol", "tensorboard"}
 """Programs whose arguments are not looked at."""
+SAID = ("error: ", "rank ", "Damaged: ", "Resumed from ", "Stopped by ", "Validation loss ", "global batch ")
+"""Lines of output that begin so are compared with the code."""
 BASE = """
 run_directory = "out"
 steps = 10
@@ -146,11 +149,15 @@ def check_pip(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("text", "console"), ids=shown)
-def test_shown_errors_are_messages_of_the_code(block: Block) -> None:
-    for line in output_lines(block):
-        if line.startswith(("error: ", "rank ")):
+def test_shown_lines_and_tables_are_those_of_the_code(block: Block) -> None:
+    lines = output_lines(block)
+    for line in lines:
+        if line.startswith(SAID):
             message = re.sub(r"^(error: |rank \d+ stops: |rank \d+: )", "", line).removesuffix(" ...")
             assert fits_a_message(message), line
+    for header, rule in pairwise(lines):
+        if set(rule) == {"─"}:
+            assert [cell for cell in re.split(r" {2,}", header.strip()) if cell not in templates()] == []
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
