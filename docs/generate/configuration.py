@@ -1,6 +1,7 @@
 """The reference of run, plan and corpus files, from the docstrings under the fields of their classes."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -56,15 +57,20 @@ def _entry(key: str, part: Schema, field: Schema, *, required: bool) -> str:
     meaning = field.get("description") or part["description"]
     if key in REPEATED:
         line, meaning = "Type: a name or a table", f"{meaning} Its keys: {REPEATED[key]}."
-    return f'### `{key}` {{ #{key} }}\n\n<div class="facts" markdown>{line}</div>\n\n{meaning}'
+    label = key.rpartition(".")[2]
+    return f'### `{key}` {{ #{key} data-toc-label="{label}" }}\n\n<div class="facts" markdown>{line}</div>\n\n{meaning}'
 
 
 def expected(part: Schema) -> str:
     """Return in Markdown what a value must be: its type, limits and allowed values."""
     words = [_code(word) for form in part.get("anyOf", [part]) for word in form.get("enum", ())]
     others = [form for form in part.get("anyOf", [part]) if "enum" not in form and form.get("type") != "null"]
-    phrases = [_table_words(form) or expectation(form) for form in others]
-    return " or ".join([", ".join(words)] * bool(words) + phrases)
+    phrases = [_table_words(form) or _with_limits(expectation(form)) for form in others]
+    return ", or ".join([", ".join(words)] * bool(words) + phrases)
+
+
+def _with_limits(phrase: str) -> str:
+    return re.sub(r"((?:from|above) \S+) below", r"\1 and below", phrase)
 
 
 def _table_words(form: Schema) -> str | None:
@@ -75,7 +81,7 @@ def _table_words(form: Schema) -> str | None:
         return "a table"
     if "$ref" in inside:
         return "tables, each under a name of your choice"
-    return f"a table of {expected(inside)}"
+    return f"a table, each value {'one of ' if 'enum' in inside else ''}{expected(inside)}"
 
 
 def _default(field: Schema) -> str:

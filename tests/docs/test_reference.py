@@ -45,7 +45,7 @@ def of_sources(schema: Schema) -> list[str]:
 def test_every_key_is_on_its_page_with_type_default_and_meaning(kind: Literal["run", "plan", "corpus"]) -> None:
     text = configuration.page(kind)
     expected = keys(kind) + (of_sources(described_schema("run")) if kind == "run" else [])
-    anchors = re.findall(r"\{ #([\w.-]+) \}", text)
+    anchors = re.findall(r"\{ #([\w.-]+) ", text)
     assert set(expected) == set(anchors) - {"data.sources.NAME"}
     assert len(anchors) == len(set(anchors))
     for entry in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
@@ -126,6 +126,16 @@ def test_the_coverage_page_has_every_row_of_the_table() -> None:
     assert "<script" not in coverage.page("# T\n\n| a | b |\n|---|---|\n| <script> | proven |\n")
     with pytest.raises(ValueError, match="a row of the coverage table has 1 cells, its header 2"):
         coverage.rows_of("| a | b |\n|---|---|\n| c |\n")
+
+
+def test_the_pages_give_the_numbers_of_the_coverage_table() -> None:
+    table = (ROOT / "parallel_plans" / "coverage.md").read_text()
+    (pipeline, total), (tensor, _) = re.findall(r"proven are (\d+) of (\d+) model types", table)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{pipeline} of {total} model types proven under pp x dp, {tensor} under tp" in readme
+    assert f"{tensor} of {total} model types proven, GPT-2 included" in readme
+    verify = " ".join(page("guides/verify.md").split())
+    assert re.search(rf"Of {total} types \(\d+ classes\), {pipeline} are proven .* Under tp 2, {tensor} are", verify)
 
 
 def test_a_place_that_nothing_generates_is_refused() -> None:
