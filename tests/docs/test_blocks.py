@@ -107,9 +107,6 @@ def check_meshtrain(arguments: list[str], scratch: Path) -> None:
         name, *rest = rest
         assert name in command.commands, f"meshtrain has no command {name}"
         command = command.commands[name]
-    if not any("--processes" in param.opts for param in command.params) and "--processes" in rest:
-        at = rest.index("--processes")
-        rest = rest[:at] + rest[at + 2 :]
     context = command.make_context(command.name, list(rest))
     overrides = context.params.get("overrides") or []
     if (run := context.params.get("run")) is not None:
