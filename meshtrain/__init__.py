@@ -3,17 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.runtime.garbage import NEVER, rare_collections
+from meshtrain.runtime.garbage_collection import NEVER, rare_collections
 
 if TYPE_CHECKING:
+    from meshtrain.api.building import build_mesh, build_model, clip_grad_norm, initialize, load_weights
+    from meshtrain.api.checkpoints import load_checkpoint, save_checkpoint
+    from meshtrain.api.generation import generate
+    from meshtrain.api.parallelize import parallelize
+    from meshtrain.api.rebind import rebind
+    from meshtrain.api.saving import save_parallelized, save_pretrained
+    from meshtrain.api.train import train
     from meshtrain.config.toml import load_plan, load_run
-    from meshtrain.library.generation import generate
-    from meshtrain.library.parallelize import parallelize
-    from meshtrain.library.pieces import build_mesh, build_model, clip_grad_norm, initialize, load_weights
-    from meshtrain.library.rebind import rebind
-    from meshtrain.library.saving import save_parallelized, save_pretrained
-    from meshtrain.library.state import load_checkpoint, save_checkpoint
-    from meshtrain.library.train import train
     from meshtrain.training.hooks import Hook
     from meshtrain.training.state import TrainState
 
@@ -40,21 +40,21 @@ __all__ = [
 _HOMES = {
     "Hook": "meshtrain.training.hooks",
     "TrainState": "meshtrain.training.state",
-    "build_mesh": "meshtrain.library.pieces",
-    "build_model": "meshtrain.library.pieces",
-    "clip_grad_norm": "meshtrain.library.pieces",
-    "generate": "meshtrain.library.generation",
-    "initialize": "meshtrain.library.pieces",
-    "load_checkpoint": "meshtrain.library.state",
+    "build_mesh": "meshtrain.api.building",
+    "build_model": "meshtrain.api.building",
+    "clip_grad_norm": "meshtrain.api.building",
+    "generate": "meshtrain.api.generation",
+    "initialize": "meshtrain.api.building",
+    "load_checkpoint": "meshtrain.api.checkpoints",
     "load_plan": "meshtrain.config.toml",
     "load_run": "meshtrain.config.toml",
-    "load_weights": "meshtrain.library.pieces",
-    "parallelize": "meshtrain.library.parallelize",
-    "rebind": "meshtrain.library.rebind",
-    "save_checkpoint": "meshtrain.library.state",
-    "save_parallelized": "meshtrain.library.saving",
-    "save_pretrained": "meshtrain.library.saving",
-    "train": "meshtrain.library.train",
+    "load_weights": "meshtrain.api.building",
+    "parallelize": "meshtrain.api.parallelize",
+    "rebind": "meshtrain.api.rebind",
+    "save_checkpoint": "meshtrain.api.checkpoints",
+    "save_parallelized": "meshtrain.api.saving",
+    "save_pretrained": "meshtrain.api.saving",
+    "train": "meshtrain.api.train",
 }
 
 

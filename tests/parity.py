@@ -31,11 +31,11 @@ from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize, replicas
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import build_mesh
+from meshtrain.verify.case import Rows, Trace, make_batches, with_noise
 from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import fill as fill_parameters
 from meshtrain.verify.parallel import local_part, train_pipeline
 from meshtrain.verify.reference import build_stock, copy_weights, load_weights, train_model
-from meshtrain.verify.subject import Rows, Trace, make_batches, with_noise
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshtrain import cli, console
-from meshtrain.checkpoint.directory import list_checkpoints
+from meshtrain.checkpoint.storage.directory import list_checkpoints
 from meshtrain.models.layout import local_tensor
 from tests.ranks import run_on_ranks
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, read_checkpoint, steps_of, write_text

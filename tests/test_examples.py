@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from meshtrain import cli
-from tests.library.folders import byte_tokenizer, write_llama
+from tests.api.folders import byte_tokenizer, write_llama
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "launch" / "examples"

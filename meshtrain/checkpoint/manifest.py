@@ -6,9 +6,9 @@ from typing import Literal
 import xxhash
 from pydantic import Field, ValidationError
 
-from meshtrain.checkpoint.directory import MANIFEST_NAME, USE_ANOTHER, step_named
-from meshtrain.checkpoint.location import Location, SavedFile, errors_of, reason_of, write_hashed
-from meshtrain.config.words import Words
+from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
+from meshtrain.checkpoint.storage.location import Location, SavedFile, errors_of, reason_of, write_hashed
+from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.models.fused import FusedParameter
 
@@ -20,7 +20,7 @@ class FormatError(CheckpointError):
     """A checkpoint of another version of meshtrain: whole perhaps, but not for this one."""
 
 
-class SavedLossScale(Words):
+class SavedLossScale(Settings):
     """Where dynamic loss scaling stood."""
 
     value: float
@@ -31,7 +31,7 @@ class SavedLossScale(Words):
     """Overflows until one lowers the scale."""
 
 
-class SavedHistory(Words):
+class SavedHistory(Settings):
     """What a run remembers of its steps."""
 
     bad_steps: int = 0
@@ -46,7 +46,7 @@ class SavedHistory(Words):
     """Gradient norms of the same steps."""
 
 
-class SavedGroup(Words):
+class SavedGroup(Settings):
     """A group of parameters of an optimizer."""
 
     options: str
@@ -55,7 +55,7 @@ class SavedGroup(Words):
     """Their FQNs, sorted."""
 
 
-class SavedOptimizer(Words):
+class SavedOptimizer(Settings):
     """The optimizer of a program of its own; a run's is known from its configuration."""
 
     name: str
@@ -68,7 +68,7 @@ class SavedOptimizer(Words):
     """Those of the scalars that are numbers of Python and no tensors."""
 
 
-class Manifest(Words):
+class Manifest(Settings):
     """What the tensors of a checkpoint belong to."""
 
     format_version: int = FORMAT_VERSION

@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.checkpoint.description import Tokenizer, write_description
-from meshtrain.checkpoint.directory import step_named
+from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, save_folder
+from meshtrain.checkpoint.huggingface.description import Tokenizer, write_description
+from meshtrain.checkpoint.huggingface.pretrained import original_dtype, owned_tensors
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.pretrained import original_dtype, owned_tensors
-from meshtrain.checkpoint.store import MODEL_PREFIX, save_folder
+from meshtrain.checkpoint.storage.directory import step_named
 from meshtrain.config.toml import plan_hash
 from meshtrain.models.build import stock_class
 from meshtrain.parallel.pipeline import Pipeline

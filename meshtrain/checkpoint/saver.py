@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.dcp.planner import Block, block_of
+from meshtrain.checkpoint.dcp.store import HuggingFace, save_blocks
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.planner import Block, block_of
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import HuggingFace, save_blocks
-from meshtrain.runtime.stuck import SAVING_THREAD
+from meshtrain.checkpoint.storage.location import Location
+from meshtrain.checkpoint.storage.publishing import Retention
+from meshtrain.runtime.hang import SAVING_THREAD
 
 
 @dataclass(frozen=True)

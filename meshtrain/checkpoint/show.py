@@ -1,11 +1,11 @@
 """What `meshtrain checkpoint list` and `meshtrain checkpoint verify` say."""
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import find_checkpoints, is_checkpoint
-from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
-from meshtrain.checkpoint.publishing import foreign_files
+from meshtrain.checkpoint.storage.directory import find_checkpoints, is_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage
+from meshtrain.checkpoint.storage.location import Location, shown_location
+from meshtrain.checkpoint.storage.publishing import foreign_files
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError, Problem, name_some
 

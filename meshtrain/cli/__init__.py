@@ -21,7 +21,9 @@ from collections.abc import Iterable
 import typer
 
 from meshtrain import console
-from meshtrain.cli import runs, text, weights
+from meshtrain.cli import data_commands as text
+from meshtrain.cli import model_commands as weights
+from meshtrain.cli import run_commands as runs
 from meshtrain.cli.app import app
 from meshtrain.errors import UserError
 from meshtrain.runtime.exit_codes import BUG, INTERRUPTED, USER_MISTAKE
@@ -34,7 +36,7 @@ SECONDS_FOR_RANK_0 = 5.0
 def main() -> None:
     """Run the command line."""
     from meshtrain.runtime.environment import rank_from_environment
-    from meshtrain.runtime.garbage import rare_collections
+    from meshtrain.runtime.garbage_collection import rare_collections
     from meshtrain.runtime.lifetime import end_with_torchrun
 
     end_with_torchrun()

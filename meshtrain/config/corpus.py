@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from meshtrain.config.path_rules import PathText
-from meshtrain.config.words import Count, Fraction, NotNegative, Positive, Seconds, Words
+from meshtrain.config.settings import Count, Fraction, NotNegative, Positive, Seconds, Settings
 
 STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
 """In the order of the chain."""
 
 
-class UrlsConfig(Words):
+class UrlsConfig(Settings):
     """Selection of links. Malformed, too short, repeated and blacklisted links are dropped."""
 
     lists: list[PathText] = Field(min_length=1)
@@ -25,7 +25,7 @@ class UrlsConfig(Words):
     """A file with one file ending per line, such as `.pdf`, that replaces the built-in list."""
 
 
-class DownloadConfig(Words):
+class DownloadConfig(Settings):
     """Download of pages and extraction of their text."""
 
     user_agent: str = Field(default="meshtrain", min_length=1)
@@ -63,7 +63,7 @@ class DownloadConfig(Words):
     and one task visits a host."""
 
 
-class CleanConfig(Words):
+class CleanConfig(Settings):
     """Repair of documents, and selection of documents by language and length."""
 
     fix_text: bool = True
@@ -83,7 +83,7 @@ class CleanConfig(Words):
     Left out: words are counted, and characters in languages without spaces between words."""
 
 
-class DeduplicateConfig(Words):
+class DeduplicateConfig(Settings):
     """Removal of near duplicates. MinHash finds candidates, an exact comparison decides, one
     document of a group stays."""
 
@@ -99,7 +99,7 @@ class DeduplicateConfig(Words):
     allow."""
 
 
-class ShuffleConfig(Words):
+class ShuffleConfig(Settings):
     """A random order of all documents."""
 
     seed: int = 0
@@ -108,7 +108,7 @@ class ShuffleConfig(Words):
     """About this many megabytes of text are sorted in memory at once, by each worker."""
 
 
-class SplitConfig(Words):
+class SplitConfig(Settings):
     """Documents that are kept aside. The choice depends on their text alone, so it stays when
     documents are added."""
 
@@ -124,7 +124,7 @@ class SplitConfig(Words):
         return self
 
 
-class SlurmConfig(Words):
+class SlurmConfig(Settings):
     """How Slurm runs the tasks, with the names of datatrove."""
 
     time: str
@@ -145,7 +145,7 @@ class SlurmConfig(Words):
     """Number of tasks that one job of Slurm runs one after another."""
 
 
-class RayConfig(Words):
+class RayConfig(Settings):
     """How Ray runs the tasks, with the names of datatrove."""
 
     address: str = "auto"
@@ -158,7 +158,7 @@ class RayConfig(Words):
     """Number of tasks that one job of Ray runs one after another."""
 
 
-class CorpusConfig(Words):
+class CorpusConfig(Settings):
     """The preparation of a corpus, in one TOML file. The tables of steps in the file make up
     the chain."""
 

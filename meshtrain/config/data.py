@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from meshtrain.config.path_rules import PathText
-from meshtrain.config.words import LARGEST, Count, Fraction, Positive, Words
+from meshtrain.config.settings import LARGEST, Count, Fraction, Positive, Settings
 
 
-class TokenizerConfig(Words):
+class TokenizerConfig(Settings):
     """The tokenizer: an existing one (`path`), or a byte-level BPE that is trained on the data
     (`vocab_size`)."""
 
@@ -35,7 +35,7 @@ class TokenizerConfig(Words):
         return self
 
 
-class SourceConfig(Words):
+class SourceConfig(Settings):
     """Where the text comes from, and what its files hold."""
 
     train: list[PathText] = Field(default=["python-stdlib"], min_length=1)

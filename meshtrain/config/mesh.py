@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from meshtrain.config.words import Words
+from meshtrain.config.settings import Settings
 
 LARGEST_DEGREE = 10**6
 Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
@@ -52,7 +52,7 @@ FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in DATA_AXES)
 REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in FSDP_AXES)
 
 
-class MeshPlan(Words):
+class MeshPlan(Settings):
     """Number of ways in which each axis of the mesh splits the work. Their product is the
     number of processes."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshtrain.config.arguments import check_strings
 from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.problems import problem, shortened
-from meshtrain.config.settings import Setting, Source, Table, as_table
+from meshtrain.config.tables import Setting, SettingSource, Table, as_table
 
 FORM = "expected key=value, as in plan.mesh.tp=4"
 QUOTING = """quote lists and tables for the shell, as in 'data.train=["a.jsonl"]'"""
@@ -24,7 +24,7 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
         ConfigError: for what is no list of strings.
     """
     check_strings("overrides", lines, "a list of strings, such as ['mesh.tp=4']")
-    source = Source("command line", Path.cwd())
+    source = SettingSource("command line", Path.cwd())
     tables = []
     for line in lines:
         try:

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.config.settings import Key
+from meshtrain.config.tables import Key
 
 DEEPEST = 30
 _BITS_64 = range(-(2**63), 2**63)

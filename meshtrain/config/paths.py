@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtrain.config.path_rules import path_problem
 from meshtrain.config.reading import absolute
-from meshtrain.config.settings import Key, Table
+from meshtrain.config.tables import Key, Table
 
 PATHS = (
     ("run_directory",),

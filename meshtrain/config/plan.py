@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshtrain.config.mesh import Degree, MeshPlan
-from meshtrain.config.words import LARGEST, Count, NotNegative, Positive, Words
+from meshtrain.config.settings import LARGEST, Count, NotNegative, Positive, Settings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -41,7 +41,7 @@ PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-class PipelinePlan(Words):
+class PipelinePlan(Settings):
     """How the model is cut into pipeline stages, and in what order the stages work."""
 
     schedule: ScheduleName = "1F1B"
@@ -57,7 +57,7 @@ class PipelinePlan(Words):
     `layers_per_stage`."""
 
 
-class TensorPlan(Words):
+class TensorPlan(Settings):
     """How modules are sharded over the tp axis."""
 
     sequence_parallel: bool = False
@@ -87,7 +87,7 @@ class TensorPlan(Words):
     process takes those of its heads."""
 
 
-class ShardPlan(Words):
+class ShardPlan(Settings):
     """Sharding of parameters, gradients and optimizer state over dp_shard (FSDP2)."""
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -99,7 +99,7 @@ class ShardPlan(Words):
     accelerator this changes nothing."""
 
 
-class LossScalePlan(Words):
+class LossScalePlan(Settings):
     """Dynamic loss scaling for `compute` = "float16". Without it, small gradients would round
     to zero.
 
@@ -129,7 +129,7 @@ class LossScalePlan(Words):
         return self
 
 
-class PrecisionPlan(Words):
+class PrecisionPlan(Settings):
     """Number formats of parameters, of the computation and of the reduction of gradients."""
 
     parameters: Dtype = "float32"
@@ -162,7 +162,7 @@ class PrecisionPlan(Words):
         return self
 
 
-class RecomputePlan(Words):
+class RecomputePlan(Settings):
     """Activations that are dropped in the forward pass and computed again in the backward pass."""
 
     mode: Literal["none", "full", "selective"] = "none"
@@ -173,7 +173,7 @@ class RecomputePlan(Words):
     """Recompute every k-th layer. The other layers keep all activations."""
 
 
-class CompilePlan(Words):
+class CompilePlan(Settings):
     """Compilation of each layer with torch.compile."""
 
     enabled: bool = False
@@ -183,7 +183,7 @@ class CompilePlan(Words):
     tests."""
 
 
-class ParallelPlan(Words):
+class ParallelPlan(Settings):
     """Everything about how a model is parallelised, in one TOML file."""
 
     model_types: list[str] = []

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from meshtrain.config.schema import Schema, choices, expectation, keys_of, subschema
-from meshtrain.config.settings import Key, Setting, Source, Table, leaves, walk
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, leaves, walk
 from meshtrain.errors import printable
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -27,7 +27,7 @@ def _quoted(name: str) -> str:
     return f'"{shortened(printable(name), LONGEST_NAME)}"'
 
 
-def problem(source: Source, key: Key, message: str) -> str:
+def problem(source: SettingSource, key: Key, message: str) -> str:
     """Write one line: the file that set the key, the key as it stands in that file, and what is wrong."""
     own_key = key[len(source.inside) :] if is_inside(key, source.inside) else key
     return f"{source.label}: {dotted(own_key)}: {message}" if own_key else f"{source.label}: {message}"
@@ -76,7 +76,7 @@ class Explainer:
         is_whole: every file could be read; otherwise nothing can be called missing.
     """
 
-    def __init__(self, table: Table, schema: Schema, *, asked: Source, is_whole: bool) -> None:
+    def __init__(self, table: Table, schema: Schema, *, asked: SettingSource, is_whole: bool) -> None:
         self._table = table
         self._schema = schema
         self._asked = asked
@@ -138,11 +138,11 @@ class Explainer:
         together = replace(sources[0], label=", ".join(source.label for source in sources))
         return problem(together, key, message)
 
-    def _speaker(self, node: Table | Setting) -> Source:
+    def _speaker(self, node: Table | Setting) -> SettingSource:
         return next(_speakers(node), self._asked)
 
 
-def _speakers(node: Table | Setting) -> Iterator[Source]:
+def _speakers(node: Table | Setting) -> Iterator[SettingSource]:
     if isinstance(node, Setting):
         yield node.source
     else:

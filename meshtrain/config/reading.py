@@ -12,7 +12,7 @@ from typing import Any
 from meshtrain.config.parsing import parse_json, parse_toml, unusable_values
 from meshtrain.config.path_rules import path_problem
 from meshtrain.config.problems import did_you_mean, problem, syntax_problem
-from meshtrain.config.settings import Key, Setting, Source, Table, as_table, merge
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge
 
 PLAN: Key = ("plan",)
 
@@ -128,12 +128,12 @@ class Reader:
 
     @contextmanager
     def _opened(self, path: Path, inside: Key) -> Iterator[Table]:
-        source = Source(shown(path), path.parent, inside)
+        source = SettingSource(shown(path), path.parent, inside)
         self._open.append(path.resolve())
         yield as_table(self._parsed(path, source), source)
         self._open.pop()
 
-    def _parsed(self, path: Path, source: Source) -> dict[str, Any]:
+    def _parsed(self, path: Path, source: SettingSource) -> dict[str, Any]:
         try:
             text = path.read_bytes().decode()
             values = parse_json(text) if path.suffix == ".json" else parse_toml(text)

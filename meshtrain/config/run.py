@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from meshtrain.config.data import DataConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.words import LARGEST, Count, Fraction, NotNegative, Positive, Seconds, Words
+from meshtrain.config.settings import LARGEST, Count, Fraction, NotNegative, Positive, Seconds, Settings
 
 ScheduleName = Literal[
     "constant",
@@ -42,7 +42,7 @@ def _checked_duration(text: str) -> str:
     return text
 
 
-class ModelConfig(Words):
+class ModelConfig(Settings):
     """The model: an existing one (`path`), or a new one (`type` and `config`)."""
 
     path: PathText | None = None
@@ -85,7 +85,7 @@ class ModelConfig(Words):
         return self
 
 
-class OptimizerConfig(Words):
+class OptimizerConfig(Settings):
     """The optimizer, AdamW."""
 
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
@@ -103,7 +103,7 @@ class OptimizerConfig(Words):
     only measures."""
 
 
-class LearningRateConfig(Words):
+class LearningRateConfig(Settings):
     """How the learning rate changes over the run: a schedule of `transformers.get_scheduler`."""
 
     name: ScheduleName = "cosine"
@@ -115,7 +115,7 @@ class LearningRateConfig(Words):
     or `min_lr_rate`."""
 
 
-class EvaluationConfig(Words):
+class EvaluationConfig(Settings):
     """The loss on the validation data during training."""
 
     every: Count | None = None
@@ -125,7 +125,7 @@ class EvaluationConfig(Words):
     all of them."""
 
 
-class CheckpointConfig(Words):
+class CheckpointConfig(Settings):
     """Checkpoints, from which a run resumes."""
 
     directory: PathText | None = None
@@ -145,7 +145,7 @@ class CheckpointConfig(Words):
     host memory."""
 
 
-class LoggingConfig(Words):
+class LoggingConfig(Settings):
     """What is shown on the screen and written for TensorBoard."""
 
     every: Count = 1
@@ -154,7 +154,7 @@ class LoggingConfig(Words):
     """Write TensorBoard events into the run directory."""
 
 
-class WatchdogConfig(Words):
+class WatchdogConfig(Settings):
     """When the watchdog reports a hang. The run then ends, and names the process that hangs and
     what all others did."""
 
@@ -168,7 +168,7 @@ class WatchdogConfig(Words):
     than `minimum_seconds`."""
 
 
-class BadStepsConfig(Words):
+class BadStepsConfig(Settings):
     """What happens after a bad step: its loss or gradient norm is not finite, or is a spike."""
 
     policy: Literal["stop", "skip", "rewind"] = "stop"
@@ -188,7 +188,7 @@ class BadStepsConfig(Words):
     restarts included."""
 
 
-class RunConfig(Words):
+class RunConfig(Settings):
     """A training run, in one TOML file."""
 
     run_directory: PathText

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
-from meshtrain.config.settings import Key
-from meshtrain.config.words import Words, field_docstrings
+from meshtrain.config.settings import Settings, field_docstrings
+from meshtrain.config.tables import Key
 
 Schema = dict[str, Any]
 FAR = 10**6
@@ -46,14 +46,14 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
 def described_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     """Return the JSON schema of a file with a description of every key: the docstring under the field."""
     schema = copy.deepcopy(json_schema(kind))
-    kinds = {words.__name__: words for words in _derived_from(Words)}
+    kinds = {words.__name__: words for words in _derived_from(Settings)}
     for table in (schema, *schema["$defs"].values()):
         for name, docstring in field_docstrings(kinds[table["title"]]).items():
             table["properties"][name].setdefault("description", docstring)
     return schema
 
 
-def _derived_from(words: type[Words]) -> Iterator[type[Words]]:
+def _derived_from(words: type[Settings]) -> Iterator[type[Settings]]:
     for kind in words.__subclasses__():
         yield kind
         yield from _derived_from(kind)

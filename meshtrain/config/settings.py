@@ -1,73 +1,42 @@
-"""What files and the command line say, before it is checked: tables of values that know who set them."""
+"""What every group of words in a file has in common."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Union
+import ast
+import inspect
+from functools import cache
+from itertools import pairwise
+from typing import Annotated
 
-Key = tuple[str, ...]
-Table = dict[str, Union["Table", "Setting"]]
+from pydantic import BaseModel, ConfigDict, Field
 
-
-@dataclass(frozen=True)
-class Source:
-    """A file, or the command line."""
-
-    label: str
-    """As a person sees it."""
-    directory: Path
-    """What its relative paths are relative to."""
-    inside: Key = ()
-    """The table of the run that it fills: ("plan",) for a plan file that a run names."""
+# More than anybody means: a number above it is a mistake, such as a lost minus in an exponent.
+LARGEST = 10**12
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+NotNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e8, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One value that somebody set; None (which TOML does not have) takes the key away again."""
+class Settings(BaseModel):
+    """A table of a TOML file: frozen, no unknown keys, a docstring under each field.
 
-    value: Any
-    source: Source
+    The docstrings become the JSON schema, so editors show them while a file is written.
+    """
 
-
-def as_table(values: dict[str, Any], source: Source) -> Table:
-    """Note on every value who set it."""
-    return {
-        name: as_table(value, source) if isinstance(value, dict) else Setting(value, source)
-        for name, value in values.items()
-    }
+    # Without `use_attribute_docstrings`: it would read the sources of all words at every start.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-def plain(table: Table) -> dict[str, Any]:
-    """Return the values alone."""
-    values = {name: plain(node) if isinstance(node, dict) else node.value for name, node in table.items()}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def merge(base: Table, top: Table) -> None:
-    """Lay `top` over `base`: tables merge key by key, anything else (a list too) is replaced."""
-    for name, node in top.items():
-        below = base.get(name)
-        if isinstance(node, dict) and isinstance(below, dict):
-            merge(below, node)
-        else:
-            base[name] = node
-
-
-def walk(table: Table, key: Key) -> Iterator[tuple[Key, Table | Setting]]:
-    """Yield what lies on the way to `key`, as far as it exists, the table itself first."""
-    node: Table | Setting = table
-    yield (), node
-    for depth, name in enumerate(key, start=1):
-        if isinstance(node, Setting) or name not in node:
-            return
-        node = node[name]
-        yield key[:depth], node
-
-
-def leaves(table: Table, above: Key = ()) -> Iterator[tuple[Key, Setting]]:
-    """Yield every setting with its key."""
-    for name, node in table.items():
-        if isinstance(node, Setting):
-            yield (*above, name), node
-        else:
-            yield from leaves(node, (*above, name))
+@cache
+def field_docstrings(words: type[Settings]) -> dict[str, str]:
+    """Return field -> the docstring under it, for a class of words and those that it is derived from."""
+    found = {}
+    for kind in reversed(words.__mro__):
+        if issubclass(kind, Settings):
+            (definition,) = ast.parse(inspect.getsource(kind)).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in pairwise(definition.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = inspect.cleandoc(text)
+    return found

@@ -20,11 +20,11 @@ from meshtrain.config.problems import Explainer, problem
 from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
-from meshtrain.config.settings import Key, Source, Table, as_table, merge, plain
-from meshtrain.config.words import Words
+from meshtrain.config.settings import Settings
+from meshtrain.config.tables import Key, SettingSource, Table, as_table, merge, plain
 from meshtrain.errors import ConfigError
 
-W = TypeVar("W", bound=Words)
+W = TypeVar("W", bound=Settings)
 FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
 PLAN_FILE = "a .toml or .json file, or the name of a shipped plan, such as 'families/gpt2'"
 
@@ -42,7 +42,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every problem of all files and overrides.
 
-    Source: TOML 1.0 (toml.io); the words are those of transformers, torch and torchtitan.
+    SettingSource: TOML 1.0 (toml.io); the words are those of transformers, torch and torchtitan.
     """
     named = path_text("load_run: path", path, wanted="a .toml or .json file")
     file = absolute(named, Path.cwd())
@@ -67,7 +67,7 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigError: with every problem of all files and overrides.
 
-    Source: TOML 1.0 (toml.io); the styles are transformers' tensor-parallel plans, the schedules torch's.
+    SettingSource: TOML 1.0 (toml.io); the styles are transformers' tensor-parallel plans, the schedules torch's.
     """
     if path_or_name is None:
         return _overridden(ParallelPlan, "plan", {}, Path.cwd() / "plan", overrides, [])
@@ -91,12 +91,12 @@ def read_plan(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> ParallelPl
         return plan
     if not isinstance(plan, Mapping):
         return load_plan(path_text("plan", plan, wanted=f'a table such as {{"mesh": {{"tp": 4}}}}, {PLAN_FILE}'))
-    reader, source = Reader(), Source("plan", Path.cwd())
+    reader, source = Reader(), SettingSource("plan", Path.cwd())
     table = reader.lay_over_named(as_table(_as_written(plan, source), source))
     return _checked(ParallelPlan, "plan", table, Path.cwd() / "plan", reader.problems)
 
 
-def _as_written(value: Any, source: Source, above: Key = ()) -> Any:
+def _as_written(value: Any, source: SettingSource, above: Key = ()) -> Any:
     """Return a table of a program's as a file would give it: in dicts with strings for keys, lists and plain integers.
 
     Raises:
@@ -144,7 +144,9 @@ def _overridden(
 def _checked(
     words_of: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
 ) -> W:
-    explainer = Explainer(table, json_schema(kind), asked=Source(shown(file), file.parent), is_whole=not problems)
+    explainer = Explainer(
+        table, json_schema(kind), asked=SettingSource(shown(file), file.parent), is_whole=not problems
+    )
     problems = problems + explainer.explain_removals()
     try:
         paths = CORPUS_PATHS if kind == "corpus" else PATHS
@@ -187,7 +189,7 @@ def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
 
 
-def dump_toml(words: Words) -> str:
+def dump_toml(words: Settings) -> str:
     """Write a run or a plan with every value; `load_run` and `load_plan` read an equal one."""
     return tomli_w.dumps(words.model_dump(exclude_none=True))
 

@@ -12,10 +12,10 @@ from meshtrain.config.arguments import wrong
 from meshtrain.config.mesh import FSDP_AXES, MODEL_AXES, TP
 from meshtrain.errors import UserError
 from meshtrain.inference.agreement import agree
-from meshtrain.inference.staged import as_one_model
-from meshtrain.parallel.collectives import gather_vocabulary
+from meshtrain.inference.pipelined import as_one_model
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
+from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import axis_size
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 from transformers import PretrainedConfig
 
-from meshtrain.models.per_layer import config_of_layer
+from meshtrain.models.layer_config import config_of_layer
 
 
 def matmul_parameters(module: nn.Module) -> float:

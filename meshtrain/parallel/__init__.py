@@ -23,18 +23,18 @@ from meshtrain.models.adapters import (
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.compile import apply_compile
-from meshtrain.parallel.cut import Stage, cut
-from meshtrain.parallel.longest import LongestSequence
+from meshtrain.parallel.cut.stage import Stage, cut
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss, find_formula
-from meshtrain.parallel.rules import TensorRules, resolve_rules
-from meshtrain.parallel.schedules import stage_owners
+from meshtrain.parallel.schedule.schedules import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
+from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
 
@@ -115,7 +115,7 @@ def parallelize(
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         router_loss=router_loss,
-        longest=LongestSequence(tuple(stages), mesh, device),
+        longest=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
 

@@ -14,10 +14,10 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
-from meshtrain.parallel.anatomy import examine, find_layers
-from meshtrain.parallel.cut import Stage, cut
-from meshtrain.parallel.rules import resolve_rules
-from meshtrain.parallel.schedules import stage_owners
+from meshtrain.parallel.cut.probe import find_layers, probe_structure
+from meshtrain.parallel.cut.stage import Stage, cut
+from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.tensor.rules import resolve_rules
 
 ADAM_STATES = 2
 
@@ -82,7 +82,7 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     Of a model that cannot be cut only the head is known.
     """
     try:
-        anatomy = examine(model)
+        anatomy = probe_structure(model)
     except ModelError:
         return 0.0, flops_of_modules([model.get_output_embeddings()])
     before, after = (flops_of_modules(map(model.get_submodule, names)) for names in (anatomy.before, anatomy.after))

@@ -3,7 +3,7 @@
 from torch import nn
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.stage import Stage
 
 
 def apply_compile(stage: Stage, plan: ParallelPlan) -> None:

@@ -19,18 +19,18 @@ from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.fused import FusedParameter
-from meshtrain.parallel.borders import Borders
-from meshtrain.parallel.collectives import shard_width
-from meshtrain.parallel.cut import Stage
-from meshtrain.parallel.longest import LongestSequence
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
+from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss
+from meshtrain.parallel.schedule.forward_only import ForwardMessages
 from meshtrain.parallel.shard import defer_reduction, reshard
+from meshtrain.parallel.tensor.collectives import shard_width
 from meshtrain.parallel.tensor.region import stream_in_parts
 from meshtrain.parallel.tied import TiedCopies
+from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size
-from meshtrain.runtime.place import Place
 
 NOTHING_TRAINS = "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some"
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -72,9 +72,9 @@ class Pipeline:
     replicas: Replicas
     streams: ForwardStreams
     router_loss: RouterLoss
-    longest: LongestSequence
+    longest: RotaryLength
     peers: dist.ProcessGroup | None
-    place: Place = field(default_factory=Place)
+    place: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
     @property
@@ -268,7 +268,7 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
 class _WatchedStage(StaticStage):
     """A stage that says what it computes."""
 
-    def __init__(self, place: Place, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, place: Activity, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._place = place
 
@@ -335,7 +335,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
     """
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
-    borders = Borders(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, PP))
+    borders = ForwardMessages(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, PP))
     for stage in pipeline.stages:
         for microbatch, targets in microbatches:
             arguments = dict(microbatch)

@@ -7,7 +7,7 @@ from torch import nn
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.initialize import restore_buffers
-from meshtrain.models.weights import load_weights
+from meshtrain.models.weights.load import load_weights
 from meshtrain.parallel.pipeline import Pipeline
 
 

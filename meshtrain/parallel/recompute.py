@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshtrain.compat.operators import EXPENSIVE
 from meshtrain.compat.transformers import set_checkpoint
 from meshtrain.config.plan import RecomputePlan
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
 
 

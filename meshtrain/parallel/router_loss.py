@@ -24,8 +24,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from meshtrain.compat.transformers import checkpoint_of, named_function, router_recorder, set_checkpoint
 from meshtrain.errors import ModelError
-from meshtrain.parallel.anatomy import asks_for_router_loss
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.probe import asks_for_router_loss
+from meshtrain.parallel.cut.stage import Stage
 
 
 @dataclass(frozen=True)

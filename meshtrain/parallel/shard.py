@@ -14,7 +14,7 @@ from meshtrain.compat.fsdp import (
     gathered_parameters,
 )
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.runtime.mesh import fsdp_mesh
 
 _GATHERED = "meshtrain_gathered"

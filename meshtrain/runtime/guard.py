@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshtrain import console
 from meshtrain.errors import UserError
+from meshtrain.runtime.activity import Activity, HangLimits
 from meshtrain.runtime.failure import (
     FAILURE_NAME,
     PEER_FAILED,
@@ -34,10 +35,9 @@ from meshtrain.runtime.failure import (
     message_of,
     trace_of,
 )
-from meshtrain.runtime.flight import forget_recorders, write_recorder
+from meshtrain.runtime.flight_recorder import forget_recorders, write_recorder
+from meshtrain.runtime.hang import describe, hang_failure, innermost_frames, is_waiting
 from meshtrain.runtime.lifetime import do_last_acts
-from meshtrain.runtime.place import Limits, Place
-from meshtrain.runtime.stuck import describe, innermost_frames, is_waiting, stuck_failure
 
 POLL_SECONDS = 0.5
 STORE_SECONDS = 10.0
@@ -93,11 +93,11 @@ class Guard:
         world_size: int,
         *,
         directory: Path,
-        limits: Limits,
+        limits: HangLimits,
         hosts_store: bool,
         is_stopping: Callable[[], bool],
     ) -> None:
-        self.place = Place()
+        self.place = Activity()
         self._is_stopping = is_stopping
         self._store, self._rank, self._world_size = store, rank, world_size
         self._directory, self._limits, self._hosts_store = directory, limits, hosts_store
@@ -127,7 +127,7 @@ class Guard:
             self._is_over.set()
             self._thread.join(STORE_SECONDS)
 
-    def follow(self, place: Place) -> None:
+    def follow(self, place: Activity) -> None:
         """Take from now on another place for that of the main thread; what an earlier failure left is removed."""
         self.place = place
         if self._rank == 0:
@@ -269,7 +269,7 @@ class Guard:
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(POLL_SECONDS / 5)
         reports = [self._report_of(rank) for rank in range(self._world_size)]
-        self._end(self._publish(stuck_failure(reports, reports[self._rank], seconds, limit)))
+        self._end(self._publish(hang_failure(reports, reports[self._rank], seconds, limit)))
 
     def _answer(self) -> None:
         if not self._has_answered and self._store.check([ASK]):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshtrain.compat.distributed import default_store, device_types, set_timeouts
 from meshtrain.errors import ConfigError
+from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.environment import (
     is_launched,
     local_rank_from_environment,
@@ -22,11 +23,10 @@ from meshtrain.runtime.environment import (
     rank_from_environment,
     world_size_from_environment,
 )
-from meshtrain.runtime.flight import switch_on_recorder
+from meshtrain.runtime.flight_recorder import switch_on_recorder
 from meshtrain.runtime.guard import Guard
 from meshtrain.runtime.hosts import check_hosts
 from meshtrain.runtime.lifetime import end_with_torchrun
-from meshtrain.runtime.place import Limits
 from meshtrain.runtime.signals import StopRequest, catch_stop_signals, tell_of_crashes
 from meshtrain.runtime.store import hosts_store, open_store
 
@@ -72,7 +72,7 @@ def check_devices() -> None:
 
 
 @contextmanager
-def run_process(directory: Path, limits: Limits) -> Iterator[Process]:
+def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
     """Join the process group, watch over it, and leave it when the block ends well.
 
     Tensors on either device can be reduced: gloo serves the CPU, NCCL the GPU. Started without torchrun, the process

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
-from meshtrain.checkpoint.location import Location, children, shown_location, told_in_a_line
+from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
+from meshtrain.checkpoint.storage.location import Location, children, shown_location, told_in_a_line
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError

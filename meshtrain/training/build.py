@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshtrain import console
-from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.dataset import Dataset
 from meshtrain.parallel import parallelize

@@ -6,7 +6,7 @@ RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and e
 RUN/tensorboard/        the same for TensorBoard
 RUN/failure.json        why the run ended, if it failed; gone once it trains again
 RUN/flight_recorder/    the latest collectives of every process, if one was gone or stuck
-RUN/checkpoints/step-N  see meshtrain.checkpoint.directory; elsewhere, if checkpoint.directory says so
+RUN/checkpoints/step-N  see meshtrain.checkpoint.storage.directory; elsewhere, if checkpoint.directory says so
 RUN/.lock-TOKEN         who writes here now; beside RUN, if it was new when the run began; see meshtrain.runtime.lock
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
-from meshtrain.checkpoint.location import Location, open_location
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
+from meshtrain.checkpoint.storage.location import Location, open_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig

@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.export import list_stock_tensors
-from meshtrain.checkpoint.folder_layout import saved_tensors_of
-from meshtrain.checkpoint.location import Location, as_local, shown_location, told_in_a_line
+from meshtrain.checkpoint.dcp.reading import read_metadata
+from meshtrain.checkpoint.huggingface.export import list_stock_tensors
+from meshtrain.checkpoint.huggingface.layout import saved_tensors_of
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
-from meshtrain.checkpoint.reading import read_metadata
+from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
+from meshtrain.checkpoint.storage.location import Location, as_local, shown_location, told_in_a_line
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown
 from meshtrain.config.run import ModelConfig, RunConfig

@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
-from meshtrain.checkpoint.location import Location, shown_location
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.location import Location, shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.runtime.agreement import raise_together

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.checkpoint.location import shown_location
+from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.config.reading import shown
 from meshtrain.console import TrainingProgress
 from meshtrain.training.directory import METRICS_NAME, SAVED_KEY

@@ -15,7 +15,7 @@ from meshtrain.data.samples.loader import Batch
 from meshtrain.data.samples.order import place_in_data
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
-from meshtrain.runtime.garbage import set_aside
+from meshtrain.runtime.garbage_collection import freeze_objects
 from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.batches import evaluation_batches, train_batches
 from meshtrain.training.build import Run
@@ -132,7 +132,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
     if is_first:
         _show_without_gradient(result.without_gradient)
         # After the first step, which compiles and builds objects that stay.
-        set_aside()
+        freeze_objects()
     run.pipeline.place.enter("metrics")
     largest = _agree(run)
     if largest.has_problem:

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from meshtrain.config.mesh import TP
 from meshtrain.data.samples.rows import IGNORE_INDEX
-from meshtrain.parallel.collectives import max_over_shards, shard_width, sum_over_shards
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.tensor.collectives import max_over_shards, shard_width, sum_over_shards
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from meshtrain.checkpoint.manifest import SavedLossScale
 from meshtrain.config.plan import LossScalePlan, PrecisionPlan
-from meshtrain.config.words import LARGEST
+from meshtrain.config.settings import LARGEST
 
 UNSCALED = LossScalePlan(initial=1.0, minimum=1.0, growth_interval=LARGEST)
 """A scale that is 1 for ever: nothing is tolerated, and nothing grows."""

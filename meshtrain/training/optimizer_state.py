@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from meshtrain.checkpoint.dcp.reading import tensor_entries
 from meshtrain.checkpoint.manifest import SavedOptimizer
-from meshtrain.checkpoint.reading import tensor_entries
 from meshtrain.parallel.local_parameter import laid_out_as, whole_of
 
 OPTIMIZER_PREFIX = "optimizer."

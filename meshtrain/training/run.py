@@ -14,9 +14,9 @@ from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.errors import ConfigError, DataError, name_some
 from meshtrain.parallel.account import account
+from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.runtime.place import Limits
 from meshtrain.runtime.process import Process, check_devices, lift_timeouts, run_process
 from meshtrain.training.build import Run, build_run
 from meshtrain.training.directory import check_directory, write_resolved
@@ -60,7 +60,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
     check_directory(config)
     with locked_run(config) as lock:
         identity, feed, num_steps = _resolve(config)
-        with run_process(Path(config.run_directory), Limits(**config.watchdog.model_dump())) as process:
+        with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:
             if config.stop_after is not None:
                 process.stop.deadline = started + duration_seconds(config.stop_after)
             _agree_on_data(identity.data)

@@ -4,10 +4,10 @@ import time
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import MANIFEST_NAME
-from meshtrain.checkpoint.integrity import newest_whole_checkpoint
-from meshtrain.checkpoint.location import Location, shown_location
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
+from meshtrain.checkpoint.storage.integrity import newest_whole_checkpoint
+from meshtrain.checkpoint.storage.location import Location, shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.order import place_in_data
 from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped

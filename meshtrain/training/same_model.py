@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from meshtrain.checkpoint.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.location import Location, as_local, told_in_a_line
 from meshtrain.checkpoint.manifest import Manifest
+from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
+from meshtrain.checkpoint.storage.location import Location, as_local, told_in_a_line
 from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import failing_together, raise_together

@@ -4,16 +4,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from meshtrain.checkpoint.description import write_description
-from meshtrain.checkpoint.directory import USE_ANOTHER, is_checkpoint, step_of
-from meshtrain.checkpoint.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
-from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.dcp.reading import tensor_entries
+from meshtrain.checkpoint.dcp.store import read_table, save_checkpoint
+from meshtrain.checkpoint.huggingface.description import write_description
+from meshtrain.checkpoint.huggingface.pretrained import original_dtype
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
-from meshtrain.checkpoint.named_folder import locked_together
-from meshtrain.checkpoint.pretrained import original_dtype
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.reading import tensor_entries
-from meshtrain.checkpoint.store import read_table, save_checkpoint
+from meshtrain.checkpoint.storage.directory import USE_ANOTHER, is_checkpoint, step_of
+from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.location import Location
+from meshtrain.checkpoint.storage.named_folder import locked_together
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together

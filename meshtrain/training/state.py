@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.location import Location
+from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, load_checkpoint, read_table
 from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
-from meshtrain.checkpoint.store import MODEL_PREFIX, load_checkpoint, read_table
+from meshtrain.checkpoint.storage.location import Location
 from meshtrain.compat.operators import norms
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor

@@ -15,13 +15,13 @@ from meshtrain.config.plan import ParallelPlan, TensorPlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
+from meshtrain.verify.case import ProofCase
 from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropout
 from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
-from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import Subject
 from meshtrain.verify.tiny import default_config
 from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, words_of
+from meshtrain.verify.verify_run import make_subject
 
 # Each mesh proves one ability; the first two together, as every cut model is sharded too.
 TENSOR = MeshPlan(dp_shard=1, tp=2)
@@ -206,7 +206,7 @@ def _result(proof: Proof | DropoutProof) -> str:
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 
-def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> Subject:
+def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
     return make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshtrain.verify.subject import Trace
+from meshtrain.verify.case import Trace
 
 TOLERANCE = 1e-12
 # A tensor whose largest element is this much smaller than that of all is measured at this scale: the gradient of a key

@@ -23,9 +23,9 @@ from meshtrain.parallel.randomness import has_dropout, stream_key
 from meshtrain.runtime.ranks import RankError, run_on_ranks
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, train_step
+from meshtrain.verify.case import ProofCase, with_noise
 from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_part, without_warnings
 from meshtrain.verify.reference import given_weights
-from meshtrain.verify.subject import Subject, with_noise
 
 RATE, STEPS = 0.2, 5
 SMALL_STEP = 1e-6
@@ -61,7 +61,7 @@ def drops_attention(config: PretrainedConfig) -> bool:
     return any(name.rpartition(".")[2] in ATTENTION_NAMES for name in _rates(config.get_text_config().to_dict()))
 
 
-def dropped(subject: Subject) -> Subject:
+def dropped(subject: ProofCase) -> ProofCase:
     """Return a subject that drops wherever its configuration says how much."""
     config = subject.hf_config
     values = _filled(config.to_dict())
@@ -73,7 +73,7 @@ def dropped(subject: Subject) -> Subject:
     return replace(subject, hf_config=new)
 
 
-def prove_dropout(subject: Subject) -> DropoutProof:
+def prove_dropout(subject: ProofCase) -> DropoutProof:
     """Train a subject on its ranks, with dropout wherever it can be.
 
     Raises:
@@ -92,7 +92,7 @@ def prove_dropout(subject: Subject) -> DropoutProof:
 
 
 @without_warnings()
-def measure(subject: Subject) -> float:
+def measure(subject: ProofCase) -> float:
     """Do on a rank what `prove_dropout` does, and return the error of the derivative."""
     weights = with_noise(given_weights(subject))
     pipeline = build_on_ranks(subject, subject.plan)
@@ -109,7 +109,7 @@ def measure(subject: Subject) -> float:
     return error
 
 
-def _without_padding(subject: Subject) -> dict[str, Tensor]:
+def _without_padding(subject: ProofCase) -> dict[str, Tensor]:
     """Return a global batch without the token of padding, whose embedding gets no gradient though the loss has one."""
     # The configuration of CodeGen has no such name.
     batch, padding = subject.batches()[0], getattr(subject.hf_config.get_text_config(), "pad_token_id", None)

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.errors import ModelError
-from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.cut.probe import find_layers
 
 Kind = tuple[str | None, frozenset[str], frozenset[str]]
 """What the configuration calls the layer, the classes of its modules, the names of its parameters without numbers."""

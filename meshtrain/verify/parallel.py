@@ -20,7 +20,7 @@ from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import parallelize, replicas
-from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
 from meshtrain.training.loss import build_loss
@@ -28,11 +28,11 @@ from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, evaluate, train_step
+from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, ProofCase, Trace, with_noise
 from meshtrain.verify.reference import keep_outputs, widen
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, Subject, Trace, with_noise
 
 
-def initial_weights(subject: Subject) -> dict[str, Tensor]:
+def initial_weights(subject: ProofCase) -> dict[str, Tensor]:
     """Return the random initialisation of the whole model in one process, under the stock names."""
     layers = len(find_layers(_build(subject))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
@@ -55,7 +55,7 @@ def without_warnings() -> Iterator[None]:
 
 
 @without_warnings()
-def train_plan(subject: Subject, initial: dict[str, Tensor]) -> Trace:
+def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """Train the plan on these ranks for a few steps.
 
     Args:
@@ -154,7 +154,7 @@ def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace
     trace.gradients.append(join_parts(gradients, pipeline.fused))
 
 
-def _build(subject: Subject) -> PreTrainedModel:
+def _build(subject: ProofCase) -> PreTrainedModel:
     model = build_model(
         subject.hf_config,
         dtype=torch.float64,
@@ -165,7 +165,7 @@ def _build(subject: Subject) -> PreTrainedModel:
     return model
 
 
-def build_on_ranks(subject: Subject, plan: ParallelPlan) -> Pipeline:
+def build_on_ranks(subject: ProofCase, plan: ParallelPlan) -> Pipeline:
     """Build the pipeline of a subject under a plan, with memory for its parameters but no values yet."""
     return parallelize(
         _build(subject),

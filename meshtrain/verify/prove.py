@@ -18,10 +18,10 @@ from meshtrain import console
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import ModelError, TrainingStopped, UserError
 from meshtrain.runtime.ranks import RankError, preload, run_on_ranks
+from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import TOLERANCE, Finding, are_watched, compare, first_divergent_layer
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import given_weights, train_stock
-from meshtrain.verify.subject import Subject, Trace
 
 SECONDS = 300.0
 VERBOSITY = "TRANSFORMERS_VERBOSITY"
@@ -77,7 +77,7 @@ def quiet_ranks() -> Iterator[None]:
 
 
 @quiet_ranks()
-def prove(subject: Subject) -> Proof:
+def prove(subject: ProofCase) -> Proof:
     """Train both sides and compare them.
 
     Raises:
@@ -102,7 +102,7 @@ def prove(subject: Subject) -> Proof:
         raise ModelError(f"{subject.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
 
 
-def prove_together(subjects: Sequence[Subject]) -> list[Proof]:
+def prove_together(subjects: Sequence[ProofCase]) -> list[Proof]:
     """Prove several subjects on the same mesh in the same processes, one after the other.
 
     Raises:
@@ -141,7 +141,7 @@ def write_json(proofs: Sequence[Proof], path: Path) -> None:
     path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
 
 
-def _one_device(subjects: Sequence[Subject]) -> list[tuple[dict[str, Tensor], Trace]]:
+def _one_device(subjects: Sequence[ProofCase]) -> list[tuple[dict[str, Tensor], Trace]]:
     found = []
     for subject in subjects:
         initial = given_weights(subject) if subject.pretrained else initial_weights(subject)
@@ -150,8 +150,8 @@ def _one_device(subjects: Sequence[Subject]) -> list[tuple[dict[str, Tensor], Tr
 
 
 def _train_each(
-    train: Callable[[Subject, dict[str, Tensor]], Trace],
-    subjects: Sequence[Subject],
+    train: Callable[[ProofCase, dict[str, Tensor]], Trace],
+    subjects: Sequence[ProofCase],
     initials: Sequence[dict[str, NDArray[Any]]],
 ) -> list[Trace]:
     return [

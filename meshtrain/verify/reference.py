@@ -10,16 +10,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
-from meshtrain.parallel.anatomy import find_layers
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, OPTIMIZER, SEED, Subject, Trace, with_noise
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, ProofCase, Trace, with_noise
 
 
-def given_weights(subject: Subject) -> dict[str, Tensor]:
+def given_weights(subject: ProofCase) -> dict[str, Tensor]:
     """Return what transformers itself initialises the model with: as good as any weights that are given."""
     return copy_weights(_build(subject))
 
 
-def train_stock(subject: Subject, initial: dict[str, Tensor]) -> Trace:
+def train_stock(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """Train the stock model for a few steps.
 
     Args:
@@ -122,7 +122,7 @@ def build_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
 
 
-def _build(subject: Subject) -> PreTrainedModel:
+def _build(subject: ProofCase) -> PreTrainedModel:
     return build_stock(subject.hf_config, attention=subject.attention, trust_remote_code=subject.trust_remote_code)
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from meshtrain.errors import UserError
 from meshtrain.models.build import build_model
 from meshtrain.models.rotary import probed
-from meshtrain.parallel.anatomy import MISFITS, PROBE_LENGTH, no_router_logits, probe_ids, probe_mask
+from meshtrain.parallel.cut.probe import MISFITS, PROBE_LENGTH, no_router_logits, probe_ids, probe_mask
 from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
 
 Values = Mapping[str, Any]

@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.dcp.store import load_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
-from meshtrain.checkpoint.store import load_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.models.layout import local_tensor
 from meshtrain.training.state import saved_tensors
 from tests.benchmarks.bare import CONFIG, SMALL

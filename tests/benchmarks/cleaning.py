@@ -15,7 +15,7 @@ import ftfy
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CleanConfig
-from meshtrain.corpus.steps.step import clean
+from meshtrain.corpus.steps import clean
 from meshtrain.corpus.steps.text_repair import fix_text
 from tests.benchmarks.duplicates_corpus import python_documents
 

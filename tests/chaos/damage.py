@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
+from meshtrain.checkpoint.dcp.store import save_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.reading import read_metadata, tensor_entries
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.publishing import Retention
 from tests.ranks import run_on_ranks
 
 DAMAGES = ("flipped bit", "truncation", "deletion", "file of another step")

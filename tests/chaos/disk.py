@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshtrain.checkpoint.directory import list_checkpoints
-from meshtrain.checkpoint.integrity import find_damage
+from meshtrain.checkpoint.storage.directory import list_checkpoints
+from meshtrain.checkpoint.storage.integrity import find_damage
 from meshtrain.config.run import CheckpointConfig
 from meshtrain.config.toml import dump_toml
 from tests.training.runs import build_plan, build_run, steps_of

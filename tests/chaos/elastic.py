@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.run import CheckpointConfig
 from meshtrain.config.toml import dump_toml

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.run import CheckpointConfig, LoggingConfig, OptimizerConfig, RunConfig
 from meshtrain.config.toml import dump_toml

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.state import load_state, saved_tensors

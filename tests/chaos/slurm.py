@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.recording import read_samples

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from meshtrain.checkpoint.convert import convert
-from meshtrain.checkpoint.integrity import find_damage
-from meshtrain.checkpoint.location import open_location
+from meshtrain.checkpoint.huggingface.convert import convert
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.storage.integrity import find_damage
+from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.errors import CheckpointError, ModelError, UserError
 from tests.models.gpt2 import GPT2

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.directory import find_checkpoint, list_checkpoints
-from meshtrain.checkpoint.location import hash_file
 from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from meshtrain.checkpoint.publishing import Retention, prune_checkpoints, publish_checkpoint
-from meshtrain.config.words import field_docstrings
+from meshtrain.checkpoint.storage.directory import find_checkpoint, list_checkpoints
+from meshtrain.checkpoint.storage.location import hash_file
+from meshtrain.checkpoint.storage.publishing import Retention, prune_checkpoints, publish_checkpoint
+from meshtrain.config.settings import field_docstrings
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of

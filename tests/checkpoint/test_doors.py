@@ -9,9 +9,9 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from meshtrain import cli
-from meshtrain.checkpoint.location import open_location
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.storage.location import open_location
+from meshtrain.checkpoint.storage.publishing import Retention
 from tests.checkpoint.stages import build_plain, manifest_of
 from tests.models.gpt2 import GPT2, TIED
 

@@ -27,11 +27,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshtrain.checkpoint import export
-from meshtrain.checkpoint.export import ORIGINAL, export_checkpoint
+from meshtrain.checkpoint.dcp.store import HuggingFace, save_checkpoint
+from meshtrain.checkpoint.huggingface import export
+from meshtrain.checkpoint.huggingface.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import HuggingFace, save_checkpoint
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
 from meshtrain.models.fused import FusedParameter
 from tests.checkpoint.stages import manifest_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.dcp.reading import read_metadata
 from meshtrain.checkpoint.manifest import read_manifest, write_manifest
-from meshtrain.checkpoint.reading import read_metadata
 from meshtrain.checkpoint.show import verify_checkpoints
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
 from meshtrain.errors import CheckpointError
 from tests.chaos.damage import DAMAGES, damage_at_random
 from tests.checkpoint.stages import build_stage, manifest_of

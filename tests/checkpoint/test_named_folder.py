@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.named_folder import check_new, draft_of, publish_folder, written_whole
+from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, publish_folder, written_whole
 from meshtrain.errors import CheckpointError
 
 

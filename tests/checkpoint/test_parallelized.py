@@ -12,11 +12,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from meshtrain import cli
-from meshtrain.checkpoint.export import merge
+from meshtrain.checkpoint.huggingface.export import merge
+from meshtrain.checkpoint.huggingface.pretrained import owned_tensors, save_pretrained
 from meshtrain.checkpoint.manifest import read_manifest
-from meshtrain.checkpoint.named_folder import locked_folder
 from meshtrain.checkpoint.parallelized import save_parallelized
-from meshtrain.checkpoint.pretrained import owned_tensors, save_pretrained
+from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from meshtrain.checkpoint.folder_layout import layout_of, plan_files
-from meshtrain.checkpoint.pretrained import save_pretrained
+from meshtrain.checkpoint.huggingface.layout import layout_of, plan_files
+from meshtrain.checkpoint.huggingface.pretrained import save_pretrained
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_like

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.checkpoint import saver as saver_module
-from meshtrain.checkpoint.directory import find_checkpoint, list_checkpoints
-from meshtrain.checkpoint.integrity import find_damage, newest_whole_checkpoint
-from meshtrain.checkpoint.location import Location, open_location
+from meshtrain.checkpoint.dcp.planner import BlockSavePlanner
+from meshtrain.checkpoint.dcp.store import load_checkpoint, save_checkpoint
 from meshtrain.checkpoint.manifest import read_manifest
-from meshtrain.checkpoint.planner import BlockSavePlanner
-from meshtrain.checkpoint.publishing import Retention
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.show import show_checkpoints
-from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
+from meshtrain.checkpoint.storage.directory import find_checkpoint, list_checkpoints
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor
 from tests.checkpoint.stages import build_plain, build_stage, manifest_of
@@ -46,7 +46,7 @@ class Slow(BlockSavePlanner):
 
 
 def save_and_go_on(root: Path) -> tuple[bool, list[int], list[bool]]:
-    from meshtrain.checkpoint import store
+    from meshtrain.checkpoint.dcp import store
 
     store.BlockSavePlanner = Slow  # type: ignore[misc]
     saver = Saver(root, KEEP_3, in_background=True)
@@ -196,7 +196,7 @@ def test_ranks_save_behind_a_url(tmp_path: Path) -> None:
 
 
 def die_behind_url(url: str) -> None:
-    from meshtrain.checkpoint import store
+    from meshtrain.checkpoint.dcp import store
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

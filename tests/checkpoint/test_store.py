@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshtrain.checkpoint.directory import list_checkpoints
+from meshtrain.checkpoint.dcp.planner import BlockSavePlanner
+from meshtrain.checkpoint.dcp.store import load_checkpoint, save_checkpoint
 from meshtrain.checkpoint.manifest import read_manifest
-from meshtrain.checkpoint.planner import BlockSavePlanner
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import load_checkpoint, save_checkpoint
+from meshtrain.checkpoint.storage.directory import list_checkpoints
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor
 from tests.checkpoint.stages import build_plain, build_stage, manifest_of
@@ -138,7 +138,7 @@ class Deadly(BlockSavePlanner):
 
 
 def save_and_die(root: Path) -> None:
-    from meshtrain.checkpoint import store
+    from meshtrain.checkpoint.dcp import store
 
     save_on((2, 1, 1, 1), root, 10)
     store.BlockSavePlanner = Deadly  # type: ignore[misc]

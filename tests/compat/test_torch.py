@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshtrain.compat import autograd, dcp, distributed, dtensor, fsdp, operators
 from meshtrain.compat import nn as compat_nn
-from meshtrain.models.origins import Origin
+from meshtrain.models.weights.lazy_tensor import LazyTensor
 from tests.ranks import run_on_ranks
 
 
@@ -111,7 +111,7 @@ def test_tensors() -> None:
     over = autograd.tensor_over(nn.Parameter, data := torch.zeros(2), requires_grad=True)
     assert over.data_ptr() == data.data_ptr()
     assert over.requires_grad
-    empty = autograd.tensor_without_memory(Origin, (2, 3), torch.bfloat16)
+    empty = autograd.tensor_without_memory(LazyTensor, (2, 3), torch.bfloat16)
     assert (empty.shape, empty.dtype, empty.device.type) == ((2, 3), torch.bfloat16, "cpu")
     assert len(autograd.tensors_in([x, {"a": (x, 1)}])) == 2
     assert torch.equal(autograd.map_tensors(torch.neg, [torch.ones(1), 2])[0], -torch.ones(1))

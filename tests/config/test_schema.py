@@ -10,8 +10,8 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shipped_plans
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import described_schema, json_schema
+from meshtrain.config.settings import field_docstrings
 from meshtrain.config.toml import dump_toml, load_run
-from meshtrain.config.words import field_docstrings
 
 RUN = 'run_directory = "out"\nsteps = 3\nglobal_batch_size = 8\nmodel.type = "gpt2"\n'
 LAUNCH_RUNS = shipped_plans().parent / "launch" / "runs"

@@ -8,10 +8,11 @@ import pytest
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SlurmConfig
+from meshtrain.corpus.steps import executors
 from meshtrain.corpus.steps.executors import counted, run_stage
 from meshtrain.corpus.steps.shard_pass import ShardPass
 from meshtrain.corpus.steps.shards import list_shards, write_shard
-from meshtrain.corpus.steps.step import CountShards, executors
+from meshtrain.corpus.steps.step import CountShards
 from meshtrain.errors import UserError
 
 # Slurm as datatrove sees it: sbatch runs the tasks of the array one after another, in the background.

@@ -5,8 +5,8 @@ import random
 import ftfy
 import pytest
 
+from meshtrain.corpus.steps import text_repair
 from meshtrain.corpus.steps.boilerplate import is_boilerplate, without_boilerplate
-from meshtrain.corpus.steps.step import text_repair
 from meshtrain.corpus.steps.text_repair import fix_text
 from meshtrain.data.text.sources import find_files
 

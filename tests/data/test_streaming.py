@@ -14,10 +14,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from meshtrain.config.data import DataConfig, MixedSourceConfig, TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
+from meshtrain.data.samples import stream_rows
 from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.data.samples.loader import build_loader
 from meshtrain.data.samples.order import FILLER
-from meshtrain.data.samples.rows import stream_rows
 from meshtrain.data.samples.stream import StreamSamples
 from meshtrain.data.samples.stream_rows import Cursor, StreamReader
 from meshtrain.errors import DataError

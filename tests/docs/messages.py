@@ -23,7 +23,7 @@ def templates() -> tuple[str, ...]:
 
 def _strings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+        if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp, ast.Call)):
             text = _template(node)
             if text.strip(GAP):
                 yield text
@@ -37,6 +37,8 @@ def _template(node: ast.AST) -> str:
             return "".join(_template(part) for part in parts)
         case ast.BinOp(left=left, right=right):
             return _template(left) + _template(right)
+        case ast.Call(func=ast.Name(id="Problem"), args=[found, advice]):
+            return f"{_template(found)}; {_template(advice)}"
     return GAP
 
 

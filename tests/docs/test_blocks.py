@@ -15,8 +15,8 @@ from torch.distributed.run import get_args_parser
 
 import meshtrain
 from meshtrain.cli import app
+from meshtrain.config.settings import Settings
 from meshtrain.config.toml import load_corpus, load_plan, load_run
-from meshtrain.config.words import Words
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands, output_lines
 from tests.docs.messages import fits_a_message, is_message, templates
 
@@ -67,7 +67,7 @@ def test_toml_is_loaded(block: Block, tmp_path: Path) -> None:
         missing = [line for line in needed if line.partition(" ")[0].partition(".")[0] not in own]
         text = "\n".join([*missing, text])
     (tmp_path / "file.toml").write_text(text)
-    assert isinstance(load[kind](tmp_path / "file.toml"), Words)
+    assert isinstance(load[kind](tmp_path / "file.toml"), Settings)
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("bash", "console", "text") if commands(block)], ids=shown)

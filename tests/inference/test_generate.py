@@ -15,10 +15,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from meshtrain import cli
-from meshtrain.checkpoint.convert import convert
+from meshtrain.checkpoint.huggingface.convert import convert
 from meshtrain.config.toml import load_plan
 from meshtrain.errors import ConfigError, ModelError, UserError
-from meshtrain.inference.generate import Decoding, generate_texts
+from meshtrain.inference.prompts import Decoding, generate_texts
 from tests.ranks import RankError, run_on_ranks
 
 PROMPT = "def f"

@@ -14,8 +14,8 @@ from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, Preci
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize
-from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import axis_rank, build_mesh
 from tests.parallel.families import VOCABULARY, Family, Float64, copy_buffers

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.flops import flops_of_modules, layer_flops_per_token, matmul_parameters
-from meshtrain.parallel.anatomy import find_layers
+from meshtrain.parallel.cut.probe import find_layers
 from tests.parity import LLAMA, MODELS
 
 SEQUENCE = 16

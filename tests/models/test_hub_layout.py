@@ -19,7 +19,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_like
-from meshtrain.models.weights import load_weights
+from meshtrain.models.weights.load import load_weights
 from tests.models.gpt2 import GPT2
 from tests.models.test_weights import LLAMA
 

@@ -18,7 +18,7 @@ from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
-from meshtrain.parallel.cut import cut
+from meshtrain.parallel.cut.stage import cut
 from tests.parity import GPT2, LLAMA
 from tests.ranks import run_on_ranks
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from meshtrain.errors import ModelError
-from meshtrain.models.block_reader import BlockReader
-from meshtrain.models.safetensors_files import DTYPES, read_header
+from meshtrain.models.weights.block_reader import BlockReader
+from meshtrain.models.weights.safetensors_files import DTYPES, read_header
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 

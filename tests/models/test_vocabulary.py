@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM, LlamaForC
 
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_like
-from meshtrain.models.weights import load_weights
+from meshtrain.models.weights.load import load_weights
 from tests.models.gpt2 import GPT2
 from tests.models.test_weights import LLAMA
 from tests.ranks import run_on_ranks

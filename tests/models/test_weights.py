@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtrain.errors import ModelError
-from meshtrain.models.block_reader import BOUNCE_BYTES
 from meshtrain.models.build import stock_like
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.layout import local_tensor
-from meshtrain.models.safetensors_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
-from meshtrain.models.weights import load_weights
+from meshtrain.models.weights.block_reader import BOUNCE_BYTES
+from meshtrain.models.weights.load import load_weights
+from meshtrain.models.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tests.models.gpt2 import FUSED, GPT2
 from tests.ranks import run_on_ranks
 

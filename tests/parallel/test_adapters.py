@@ -19,13 +19,13 @@ from meshtrain.models.adapters import is_adapter_parameter, stock_name, take_off
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.parallel.rules import resolve_rules
 from meshtrain.parallel.tensor.adapters import check_adapters
+from meshtrain.parallel.tensor.rules import resolve_rules
 from meshtrain.runtime.mesh import build_mesh
+from meshtrain.verify.case import SEQUENCE, Trace
 from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_step_context, train_pipeline
 from meshtrain.verify.reference import build_stock, load_weights, train_model
-from meshtrain.verify.subject import SEQUENCE, Trace
 from tests.casts import lift_float32_casts
 from tests.parallel.steps import take_step
 from tests.parallel.test_dropout import watched_dropout

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
+from meshtrain.parallel.cut.balance import balanced_layers, even_layers, layers_split_at
 
 
 def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:

@@ -23,7 +23,7 @@ from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, execution, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.verify.tiny import shrink, tiny_config
 from tests.parity import DYNAMIC, GPT2, LLAMA
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshtrain.parallel.collectives import (
+from meshtrain.parallel.tensor.collectives import (
     copy_to_shards,
     gather_sequence,
     gather_vocabulary,

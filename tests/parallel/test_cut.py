@@ -14,10 +14,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
 from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel.anatomy import examine, find_layers
-from meshtrain.parallel.balance import even_layers
-from meshtrain.parallel.cut import Stage, check_cut, cut
-from meshtrain.parallel.stubs import LayerStub
+from meshtrain.parallel.cut.balance import even_layers
+from meshtrain.parallel.cut.probe import find_layers, probe_structure
+from meshtrain.parallel.cut.stage import Stage, check_cut, cut
+from meshtrain.parallel.cut.stubs import LayerStub
 from meshtrain.verify.tiny import tiny_config
 from tests.parity import DYNAMIC, GPT2, LLAMA, LONGROPE
 
@@ -459,7 +459,7 @@ def test_a_class_that_cannot_be_cut_is_refused_by_name(kind: type[Toy]) -> None:
 
 def test_the_simplest_class_can_be_cut() -> None:
     check_cut(toy(Toy))
-    assert examine(toy(Toy)).after == ("norm", "lm_head")
+    assert probe_structure(toy(Toy)).after == ("norm", "lm_head")
 
 
 # Two hidden states between layers; a frozen table for every layer.

@@ -20,11 +20,11 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import Streams, stream_key
 from meshtrain.training.step import evaluate
+from meshtrain.verify.case import SEQUENCE, ProofCase
 from meshtrain.verify.dropout import dropped, measure
 from meshtrain.verify.parallel import build_step_context
-from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import SEQUENCE, Subject
 from meshtrain.verify.tiny import default_config
+from meshtrain.verify.verify_run import make_subject
 from tests.parallel.steps import start, take_step
 from tests.parity import GPT2, MODELS, Case, batches, smallest_part
 from tests.ranks import run_on_ranks
@@ -345,7 +345,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def subject_of(way: str) -> Subject:
+def subject_of(way: str) -> ProofCase:
     model_type, values, switches = WAYS[way]
     config = default_config(model_type)
     config.update(values)
@@ -355,7 +355,7 @@ def subject_of(way: str) -> Subject:
     return dropped(make_subject(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
 
 
-def measure_all(subjects: list[Subject]) -> list[float]:
+def measure_all(subjects: list[ProofCase]) -> list[float]:
     return [measure(subject) for subject in subjects]
 
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from meshtrain.parallel import replicas
+from meshtrain.verify.case import Trace
 from meshtrain.verify.parallel import train_pipeline
-from meshtrain.verify.subject import Trace
 from tests.casts import lift_float32_casts
 from tests.parity import Case, assert_equal_to_reference, batches, build, fill, reference, stock_weights
 from tests.ranks import RankError, run_on_ranks

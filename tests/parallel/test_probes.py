@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from meshtrain.parallel.probes import has_place_for_none, looks_up_rows
+from meshtrain.parallel.tensor.probes import has_place_for_none, looks_up_rows
 
 
 @pytest.mark.parametrize(

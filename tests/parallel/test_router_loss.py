@@ -21,11 +21,11 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.step import evaluate, train_step
+from meshtrain.verify.case import MICRO_BATCH_SIZE, STEPS, ProofCase, Rows, Trace, with_noise
 from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import build_step_context, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
-from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import MICRO_BATCH_SIZE, STEPS, Rows, Subject, Trace, with_noise
+from meshtrain.verify.verify_run import make_subject
 from tests.casts import lift_float32_casts
 from tests.parallel.families import Family, resolve_family
 from tests.parity import fill
@@ -50,7 +50,7 @@ class Case:
     tables: dict[str, Any] = field(default_factory=dict)
     rows: Rows = "padded"
 
-    def subject(self) -> Subject:
+    def subject(self) -> ProofCase:
         config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
         plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
         # Two samples in a microbatch, which no mean of one-sample losses gives; one batch for every mesh.

@@ -13,24 +13,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.reading import read_metadata, tensor_entries
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
+from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.plan import PipelinePlan, ScheduleName
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel import borders
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.parallel.schedules import SCHEDULES, stage_owners
+from meshtrain.parallel.schedule import forward_only
+from meshtrain.parallel.schedule.schedules import SCHEDULES, stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
+from meshtrain.verify.case import Trace
 from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_part
-from meshtrain.verify.subject import Trace
 from tests.checkpoint.stages import manifest_of
 from tests.parallel.steps import moments
 from tests.parity import (
@@ -342,7 +342,7 @@ def listen() -> list[tuple[float, list[Message]]]:
         messages.append(("to", group_dst))
         return dist.isend(tensor, group=group, group_dst=group_dst)
 
-    borders.dist = SimpleNamespace(recv=recv, isend=isend)  # type: ignore[assignment]
+    forward_only.dist = SimpleNamespace(recv=recv, isend=isend)  # type: ignore[assignment]
     heard = []
     for case in EVALUATED:
         pipeline: Pipeline = build(case)

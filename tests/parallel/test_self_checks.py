@@ -12,8 +12,9 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.fused import join_parts
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel import parallelize, rules
+from meshtrain.parallel import parallelize
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.tensor import rules
 from meshtrain.runtime.mesh import build_mesh, data_rank
 from meshtrain.verify.parallel import build_step_context, initialize_pipeline
 from tests.parallel.steps import take_step

@@ -10,8 +10,8 @@ from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model
 from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.parallel.derive import with_derived_rules
 from meshtrain.parallel.pipeline import full_tensor
+from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.families import Family, errors_of, resolve_family

@@ -18,10 +18,10 @@ from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.training.state import saved_tensors
 from meshtrain.training.step import train_step
+from meshtrain.verify.case import OPTIMIZER, SEQUENCE
 from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_step_context, local_part
 from meshtrain.verify.reference import build_adamw
-from meshtrain.verify.subject import OPTIMIZER, SEQUENCE
 from tests.casts import lift_float32_casts
 from tests.parallel.steps import steps_done
 from tests.parity import GLOBAL_BATCH, MODELS, VOCABULARY, Case, fill

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshtrain
-from meshtrain.runtime.garbage import NEVER, RARELY, rare_collections
+from meshtrain.runtime.garbage_collection import NEVER, RARELY, rare_collections
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run

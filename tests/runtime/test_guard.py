@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from meshtrain.errors import DataError
+from meshtrain.runtime.activity import STEPS_TO_JUDGE_BY, Activity, HangLimits
 from meshtrain.runtime.failure import (
     ECHOES,
     Failure,
@@ -21,11 +22,10 @@ from meshtrain.runtime.failure import (
     kind_of,
     message_of,
 )
-from meshtrain.runtime.place import STEPS_TO_JUDGE_BY, Limits, Place
-from meshtrain.runtime.stuck import describe, find_stuck, innermost_frames, is_waiting, stuck_failure
+from meshtrain.runtime.hang import describe, find_hang, hang_failure, innermost_frames, is_waiting
 from tests.chaos.stops import FAULTS, PATIENT, QUICK, Outcome, strike, write_run
 
-LIMITS = Limits(first_step_seconds=100.0, minimum_seconds=1.0, factor=10.0)
+LIMITS = HangLimits(first_step_seconds=100.0, minimum_seconds=1.0, factor=10.0)
 
 
 def report(rank: int, *frames: str, waiting: bool = True) -> Report:
@@ -33,7 +33,7 @@ def report(rank: int, *frames: str, waiting: bool = True) -> Report:
 
 
 def test_a_place_says_where_it_is():
-    place = Place()
+    place = Activity()
     assert place.words() == "start"
     place.begin_step(5)
     place.enter("forward", stage=0, microbatch=2)
@@ -43,7 +43,7 @@ def test_a_place_says_where_it_is():
 
 
 def test_the_limit_is_long_at_first_and_follows_the_median():
-    place = Place()
+    place = Activity()
     for step in range(STEPS_TO_JUDGE_BY):
         place.begin_step(step)
         assert place.limit_seconds(LIMITS) == 100.0
@@ -51,7 +51,7 @@ def test_the_limit_is_long_at_first_and_follows_the_median():
         place.end_step()
     place.begin_step(STEPS_TO_JUDGE_BY)
     assert 2.0 <= place.limit_seconds(LIMITS) < 20.0
-    assert place.limit_seconds(Limits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
+    assert place.limit_seconds(HangLimits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
     assert place.seconds_in_part() < 0.2
     place.excuse(60.0)
     assert place.seconds_in_part() < -59.0
@@ -94,12 +94,12 @@ def test_of_many_reports_some_are_shown():
 
 def test_who_waits_for_nobody_is_stuck():
     waits, works, silent = report(0, "torch"), report(1, "model", waiting=False), report(2, waiting=False)
-    assert find_stuck([waits, works, silent]) == [silent]
-    assert find_stuck([waits, works]) == [works]
-    assert find_stuck([waits]) == [waits]
+    assert find_hang([waits, works, silent]) == [silent]
+    assert find_hang([waits, works]) == [works]
+    assert find_hang([waits]) == [waits]
 
     def message(*reports: Report) -> str:
-        return stuck_failure(list(reports), waits, 31.0, 30.0).message
+        return hang_failure(list(reports), waits, 31.0, 30.0).message
 
     over = "it takes 31.0 s so far on rank 0, the limit is 30.0 s"
     assert message(waits, works) == f"is stuck in step 5, forward, at model: {over}"
@@ -149,7 +149,7 @@ from pathlib import Path
 import torch.distributed as dist
 from meshtrain.runtime.failure import Failure
 from meshtrain.runtime.guard import Guard
-from meshtrain.runtime.place import Limits
+from meshtrain.runtime.activity import HangLimits
 
 os.set_blocking(2, False)
 try:
@@ -157,7 +157,7 @@ try:
         os.write(2, b"x" * 4096)
 except BlockingIOError:
     os.set_blocking(2, True)
-limits = Limits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
+limits = HangLimits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
 guard = Guard(
     dist.HashStore(), 0, 2, directory=Path(sys.argv[1]), limits=limits, hosts_store=False, is_stopping=lambda: False
 )
@@ -180,10 +180,10 @@ from pathlib import Path
 import torch.distributed as dist
 from meshtrain.runtime.failure import Failure, Report
 from meshtrain.runtime.guard import Guard
-from meshtrain.runtime.place import Limits
+from meshtrain.runtime.activity import HangLimits
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-limits = Limits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
+limits = HangLimits(first_step_seconds=9.0, minimum_seconds=9.0, factor=2.0)
 guard = Guard(store, 0, 3, directory=Path(sys.argv[1]), limits=limits, hosts_store=True, is_stopping=lambda: False)
 reports = [Report(rank, "h", "step 5", ("a.py",) if rank < 2 else (), rank == 0) for rank in range(3)]
 print(store.port, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from meshtrain.runtime.pages import _advise, bring_pages
+from meshtrain.runtime.fresh_memory import _advise, populate_pages
 
 NUM_PAGES = 8192
 KNOWS_HOW = sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14)
@@ -29,14 +29,14 @@ def faults_of_filling(tensor: torch.Tensor) -> int:
 @pytest.mark.skipif(not KNOWS_HOW, reason="a Linux from 5.14 on does it")
 def test_what_was_brought_is_there() -> None:
     tensor = fresh_tensor()
-    bring_pages(tensor)
+    populate_pages(tensor)
     assert faults_of_filling(tensor) < NUM_PAGES / 100
 
 
 def test_values_stay() -> None:
     tensor = torch.arange(1000, 9000)
     for part in (tensor, tensor[3:], tensor[:0]):
-        bring_pages(part)
+        populate_pages(part)
     assert tensor.equal(torch.arange(1000, 9000))
 
 
@@ -51,6 +51,6 @@ def on_another_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("on_another_system")
 def test_another_system_is_not_asked() -> None:
     tensor = fresh_tensor()
-    bring_pages(tensor)
+    populate_pages(tensor)
     assert faults_of_filling(tensor) > 0
     assert bool((tensor == 7).all())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshtrain.errors import ConfigError
 from meshtrain.runtime import process
-from meshtrain.runtime.place import Limits
+from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.process import check_devices, join_for_script, lift_timeouts, run_process
 from tests.ranks import run_on_ranks
 
@@ -35,7 +35,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def timeouts(directory: Path) -> tuple[int, int, set[timedelta]]:
-    with run_process(directory, Limits(60.0, 60.0, 10.0)) as process:
+    with run_process(directory, HangLimits(60.0, 60.0, 10.0)) as process:
         group = dist.new_group([0, 1])
         lift_timeouts()
         backends = [each._get_backend(torch.device("cpu")) for each in (dist.group.WORLD, group)]
@@ -53,7 +53,7 @@ def train_twice(directory: Path) -> list[bool]:
     """Leave a word in the store of the process group and in the guard's; return whether the next start finds them."""
     found = []
     for _ in range(2):
-        with run_process(directory, Limits(60.0, 60.0, 10.0)) as here:
+        with run_process(directory, HangLimits(60.0, 60.0, 10.0)) as here:
             dist.barrier()
             stores = [dist.distributed_c10d._get_default_store(), here.guard._store]
             found += [store.check(["left"]) for store in stores]

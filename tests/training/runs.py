@@ -12,8 +12,8 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.qwen3 import modeling_qwen3
 
 from meshtrain import console
-from meshtrain.checkpoint.directory import find_checkpoint
-from meshtrain.checkpoint.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.storage.directory import find_checkpoint
 from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
@@ -25,7 +25,7 @@ from meshtrain.config.run import (
     OptimizerConfig,
     RunConfig,
 )
-from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook
 from tests.casts import lift_float32_casts

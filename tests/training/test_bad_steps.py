@@ -16,8 +16,8 @@ import torch.distributed as dist
 import xxhash
 from pydantic import ValidationError
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, MANIFEST_NAME, list_checkpoints
 from meshtrain.checkpoint.manifest import Manifest, SavedHistory, read_manifest
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, MANIFEST_NAME, list_checkpoints
 from meshtrain.config.data import MixedSourceConfig
 from meshtrain.config.run import BadStepsConfig, CheckpointConfig, OptimizerConfig, RunConfig
 from meshtrain.data.prepare import prepare_data

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import FAULTY, torchrun

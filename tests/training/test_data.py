@@ -23,7 +23,7 @@ from meshtrain.data.samples.rows import IGNORE_INDEX, Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.training.report import resolve_run
 from meshtrain.training.run import train
-from meshtrain.verify.trust import ensure_proven
+from meshtrain.verify.first_use import ensure_proven
 from tests.data.corpora import byte_tokenizer
 from tests.parity import LLAMA, LONGROPE
 from tests.ranks import run_on_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME, list_checkpoints
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
 from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.errors import ConfigError, TrainingStopped

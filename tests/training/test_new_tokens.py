@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from meshtrain.checkpoint.export import export_checkpoint
+from meshtrain.checkpoint.huggingface.export import export_checkpoint
 from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import CheckpointConfig, ModelConfig, RunConfig

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from meshtrain.checkpoint.publishing import Retention
-from meshtrain.checkpoint.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
 from meshtrain.errors import ConfigError
 from meshtrain.models.layout import local_tensor

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml, load_run

@@ -9,8 +9,8 @@ import pytest
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
-from meshtrain.checkpoint.directory import find_checkpoint
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.storage.directory import find_checkpoint
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig
 from tests.parity import DYNAMIC, LLAMA, LONGROPE
 from tests.ranks import run_on_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.directory import list_checkpoints
 from meshtrain.checkpoint.manifest import SavedGroup, SavedOptimizer, read_manifest
+from meshtrain.checkpoint.storage.directory import list_checkpoints
 from meshtrain.errors import CheckpointError, TrainingStopped
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import as_local
@@ -206,8 +206,8 @@ def test_options_take_the_kind_that_they_have_here() -> None:
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
     """Save as a run does, and load with an own AdamW; first without a configuration, which tells what model it is."""
-    from meshtrain.checkpoint.publishing import Retention
-    from meshtrain.checkpoint.store import save_checkpoint
+    from meshtrain.checkpoint.dcp.store import save_checkpoint
+    from meshtrain.checkpoint.storage.publishing import Retention
     from meshtrain.training.state import saved_tensors
     from tests.checkpoint.stages import manifest_of
 

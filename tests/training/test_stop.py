@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshtrain.checkpoint.directory import CHECKPOINTS_NAME
 from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.training import loop

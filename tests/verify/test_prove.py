@@ -24,11 +24,11 @@ from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import MeanLoss, TokenLoss
 from meshtrain.verify import classes, parallel, prove
+from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
-from meshtrain.verify.run import make_subject
-from meshtrain.verify.subject import Subject, Trace
+from meshtrain.verify.verify_run import make_subject
 from tests.parity import DYNAMIC, LLAMA, LONGROPE
 from tests.ranks import run_on_ranks
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -43,17 +43,17 @@ plan.mesh = { pp = 2, tp = 2, dp_shard = 1 }
 UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 
-def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> Subject:
+def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
     plan = with_family(ParallelPlan(**tables), model_type)
     return make_subject(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
 
 
-def one_device(subject: Subject) -> tuple[dict[str, Tensor], Trace]:
+def one_device(subject: ProofCase) -> tuple[dict[str, Tensor], Trace]:
     initial = initial_weights(subject)
     return initial, train_stock(subject, initial)
 
 
-def train_damaged(damage: Callable[[], None], subject: Subject, initial: dict[str, Tensor]) -> Trace:
+def train_damaged(damage: Callable[[], None], subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     damage()
     return train_plan(subject, initial)
 
@@ -128,7 +128,7 @@ def skip_strided_shards() -> None:
     gradients._sharded_axes = axes
 
 
-def findings_of(damage: Callable[[], None], subject: Subject) -> tuple[dict[str, Any], str | None]:
+def findings_of(damage: Callable[[], None], subject: ProofCase) -> tuple[dict[str, Any], str | None]:
     ((initial, expected),) = run_on_ranks(1, one_device, subject)
     mesh = subject.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
@@ -137,7 +137,7 @@ def findings_of(damage: Callable[[], None], subject: Subject) -> tuple[dict[str,
 
 
 @functools.cache
-def qwen3() -> Subject:
+def qwen3() -> ProofCase:
     return subject_of("qwen3", {"tp": 2})
 
 
@@ -200,7 +200,7 @@ def test_a_zero_bubble_schedule_with_resharding() -> None:
     )
     assert subject.plan.shard.reshard_after_forward == "never"
     resharding = subject.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
-    found, _ = findings_of(no_damage, Subject(**{**vars(subject), "plan": resharding}))
+    found, _ = findings_of(no_damage, ProofCase(**{**vars(subject), "plan": resharding}))
     assert not found["gradient"].holds
 
 
@@ -318,7 +318,7 @@ def test_a_plan_that_differs_is_not_proven(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from meshtrain.verify.trust import ensure_proven
+    from meshtrain.verify.first_use import ensure_proven
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, damage))
@@ -419,7 +419,7 @@ def break_down() -> None:
 def test_an_unknown_class_is_proven_before_its_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from meshtrain.verify.trust import ensure_proven
+    from meshtrain.verify.first_use import ensure_proven
 
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.jsonl")

@@ -11,11 +11,11 @@ from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import DTYPES, build_model
-from meshtrain.models.per_layer import values_in_layers
+from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
 from meshtrain.verify.kinds import layer_kinds
-from meshtrain.verify.run import make_subject
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
+from meshtrain.verify.verify_run import make_subject
 from tests.parity import DYNAMIC, LONGROPE
 
 

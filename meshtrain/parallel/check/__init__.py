@@ -9,9 +9,9 @@ from meshtrain.parallel.check.execution import check_recompute, check_rotary
 from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
-from meshtrain.parallel.derive import with_derived_rules, with_shared_heads
 from meshtrain.parallel.router_loss import find_formula
-from meshtrain.parallel.rules import Problems
+from meshtrain.parallel.tensor.derive import with_derived_rules, with_shared_heads
+from meshtrain.parallel.tensor.rules import Problems
 
 
 def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, world_size: int) -> ParallelPlan:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.models.rotary import most_positions
-from meshtrain.parallel.rules import Problems
+from meshtrain.parallel.tensor.rules import Problems
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import UserError
 from meshtrain.models.rotary import length_dependent
-from meshtrain.parallel.anatomy import find_layers
 from meshtrain.parallel.check.batch import BatchShape
-from meshtrain.parallel.rules import Problems
-from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.schedule.schedules import SCHEDULES
+from meshtrain.parallel.tensor.rules import Problems
 
 
 def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:

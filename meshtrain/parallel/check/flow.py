@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.flow import STREAM, Flow, follow_heads
-from meshtrain.parallel.rules import Problems, TensorRules
+from meshtrain.parallel.tensor.flow import STREAM, Flow, follow_heads
+from meshtrain.parallel.tensor.rules import Problems, TensorRules
 
 MISUSED = (
     "is not called: with this configuration the model computes with its weight elsewhere, so it cannot be cut; set "

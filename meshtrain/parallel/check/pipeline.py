@@ -8,13 +8,13 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
-from meshtrain.parallel.anatomy import find_layers
-from meshtrain.parallel.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
-from meshtrain.parallel.cut import check_cut
-from meshtrain.parallel.rules import Problems
-from meshtrain.parallel.schedules import SCHEDULES
+from meshtrain.parallel.cut.balance import balanced_layers, even_layers, layers_split_at
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.cut.stage import check_cut
+from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.parallel.shard import needs_fsdp
+from meshtrain.parallel.tensor.rules import Problems
 
 
 def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:

@@ -11,13 +11,13 @@ from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import UserError
 from meshtrain.models.fused import unfuse
+from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern
-from meshtrain.models.per_layer import values_in_layers
-from meshtrain.parallel.anatomy import asks_for_router_loss
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.flow import check_flow
+from meshtrain.parallel.cut.probe import asks_for_router_loss
 from meshtrain.parallel.router_loss import find_routers
-from meshtrain.parallel.rules import (
+from meshtrain.parallel.tensor.rules import (
     Problems,
     TensorRules,
     gives_heads,

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshtrain.config.plan import Style, TensorPlan
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
-from meshtrain.parallel.rules import TensorRules, blocks_of, name_of
 from meshtrain.parallel.tensor.adapters import shard_adapters
 from meshtrain.parallel.tensor.draws import separate_streams
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.region import Region
-from meshtrain.parallel.tensor.stream import shard_stream
-from meshtrain.parallel.tensor.styles import STYLES, Place
+from meshtrain.parallel.tensor.rules import TensorRules, blocks_of, name_of
+from meshtrain.parallel.tensor.sequence import shard_stream
+from meshtrain.parallel.tensor.styles import STYLES, ModuleContext
 
 
 def apply_tensor_parallel(
@@ -71,14 +71,14 @@ def apply_tensor_parallel(
     return summed_over_tp
 
 
-def _places(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], Place]:
+def _places(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], ModuleContext]:
     layers_prefix = name_of(stage.model, stage.layers) + "."
     outside = replace(inside, sequence_parallel=False)
     head, config = stage.model.get_output_embeddings(), stage.model.config.get_text_config()
 
-    def place_of(name: str, module: nn.Module) -> Place:
+    def place_of(name: str, module: nn.Module) -> ModuleContext:
         whole = any(True for _ in blocks_of(name, rules.styles, "whole_sequence"))
-        return Place(
+        return ModuleContext(
             name=name,
             region=inside if name.startswith(layers_prefix) and not whole else outside,
             entered=any(True for _ in blocks_of(name, rules.styles, "shared_input")),

@@ -19,11 +19,11 @@ from meshtrain.errors import PlanError
 from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.collectives import SEQUENCE_DIM
-from meshtrain.parallel.rules import TensorRules
+from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
 from meshtrain.parallel.tensor.region import Edge, Region, nothing
-from meshtrain.parallel.tensor.styles import Place, share_rotary_key
+from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.styles import ModuleContext, share_rotary_key
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
 ROWS = ("rowwise", "rowwise_split_input")
@@ -69,7 +69,7 @@ def shard_adapters(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     mesh: DeviceMesh,
-    place_of: Callable[[str, nn.Module], Place],
+    place_of: Callable[[str, nn.Module], ModuleContext],
 ) -> set[str]:
     """Shard the adapters of the modules that a stage holds, in place.
 
@@ -118,7 +118,7 @@ def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module)]
 
 
-def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: Place) -> None:
+def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: ModuleContext) -> None:
     takes_part = _cut_of(styles) == "columns" and place.entered
     layer.lora_dropout[adapter] = AdapterDropout(
         layer.lora_dropout[adapter], place.region, is_cut=[*styles] == ["rowwise"], takes_part=takes_part
@@ -126,7 +126,7 @@ def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: 
 
 
 def _beside_columns(
-    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: Place, mesh: DeviceMesh
+    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
     """Cut B by rows. The gradient of what A gives is a sum over tp."""
     up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
@@ -140,7 +140,7 @@ def _beside_columns(
     return names
 
 
-def _shard_up(up: nn.Module, base: nn.Module, place: Place, mesh: DeviceMesh) -> list[str]:
+def _shard_up(up: nn.Module, base: nn.Module, place: ModuleContext, mesh: DeviceMesh) -> list[str]:
     """Shard B, or its parts, beside the base, and return the names of its parameters whose gradients stay partial."""
     names: list[str] = []
     for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(place.name, base), strict=True):
@@ -158,7 +158,7 @@ def _shard_up(up: nn.Module, base: nn.Module, place: Place, mesh: DeviceMesh) ->
 
 
 def _beside_rows(
-    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: Place, mesh: DeviceMesh
+    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
     """Cut A by columns, and sum what it gives over tp."""
     _shard(down, 1, mesh)
@@ -166,7 +166,7 @@ def _beside_rows(
     return _names_up(adapter, up) if place.region.sequence_parallel else []
 
 
-def _beside_whole(adapter: str, up: nn.Module, style: Style, place: Place) -> list[str]:
+def _beside_whole(adapter: str, up: nn.Module, style: Style, place: ModuleContext) -> list[str]:
     if style == "mla_kv_a_proj":
         share_rotary_key(up, place)
     if style == SHARED or (style == "sequence_parallel" and place.region.sequence_parallel):

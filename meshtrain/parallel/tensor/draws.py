@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from meshtrain.config.plan import Style
-from meshtrain.parallel.cut import Stage
+from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
-from meshtrain.parallel.rules import name_of
 from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.rules import name_of
 
 # Styles whose outputs stay cut, until a row-wise projection sums them.
 CUT_OUTPUTS = ("colwise", "colwise_blocks", "replicated_heads")

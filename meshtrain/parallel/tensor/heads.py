@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.parallel.rules import TensorRules, attention_of, local_count
+from meshtrain.parallel.tensor.rules import TensorRules, attention_of, local_count
 
 
 def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, tp: int) -> None:

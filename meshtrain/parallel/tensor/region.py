@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshtrain.parallel.collectives import copy_to_shards, gather_sequence, reduce_from_shards, scatter_sequence
 from meshtrain.parallel.randomness import Streams
+from meshtrain.parallel.tensor.collectives import copy_to_shards, gather_sequence, reduce_from_shards, scatter_sequence
 
 Edge = Callable[[Tensor], Tensor]
 

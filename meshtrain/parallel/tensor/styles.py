@@ -14,7 +14,7 @@ from meshtrain.compat.dtensor import ModuleStyle
 from meshtrain.compat.nn import become
 from meshtrain.compat.transformers import leave_out_experts, loops_over_experts
 from meshtrain.config.plan import Style
-from meshtrain.parallel.collectives import (
+from meshtrain.parallel.tensor.collectives import (
     copy_to_shards,
     gather_vocabulary,
     join_sequence,
@@ -23,16 +23,16 @@ from meshtrain.parallel.collectives import (
     split_features,
     split_sequence,
 )
-from meshtrain.parallel.probes import has_place_for_none
-from meshtrain.parallel.rules import TensorRules, mla_rope_width
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, become_sharded, see_local_parameters, see_own_heads
+from meshtrain.parallel.tensor.probes import has_place_for_none
 from meshtrain.parallel.tensor.region import Edge, Region, nothing
+from meshtrain.parallel.tensor.rules import TensorRules, mla_rope_width
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleContext:
     """Where a module stands.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place:
 
 
 class _Style(ModuleStyle):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ModuleContext) -> None:
         super().__init__()
         self.place, self.region = place, place.region
 
@@ -212,7 +212,7 @@ class _MlaKvAProj(_Style):
         return module
 
 
-def share_rotary_key(module: nn.Module, place: Place) -> None:
+def share_rotary_key(module: nn.Module, place: ModuleContext) -> None:
     """Let the gradient of the last outputs of a module, the rotary key, be summed over the heads of all processes."""
     width = mla_rope_width(place.config)
     assert width is not None, "the plan is not checked"

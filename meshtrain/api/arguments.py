@@ -1,0 +1,75 @@
+"""Arguments of the public functions that only torch and transformers can tell; the others see `config.arguments`."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from upath import UPath
+
+from meshtrain.checkpoint.huggingface.layout import FLOATS
+from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.config.arguments import path_text, wrong
+from meshtrain.errors import CheckpointError, ModelError, UserError
+from meshtrain.runtime.agreement import raise_together
+
+
+def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype:
+    """Return a number format that is given itself, or by its name.
+
+    Raises:
+        kind: for anything else.
+    """
+    if isinstance(given, torch.dtype):
+        return given
+    if isinstance(given, str) and given.removeprefix("torch.") in FLOATS:
+        return FLOATS[given.removeprefix("torch.")]
+    raise wrong(asked, given, f"torch.{', torch.'.join(FLOATS)}", kind)
+
+
+def checkpoints_at(asked: str, given: object) -> Location:
+    """Return a directory for checkpoints. Collective.
+
+    Raises:
+        CheckpointError: if it is neither a path nor a URL; on all ranks alike, if it is a file on one of them.
+    """
+    text = str(given) if isinstance(given, UPath) else path_text(asked, given, CheckpointError, wanted="a path or URL")
+    location = open_location(text)
+    # Not `Path.is_file`, which fails where nobody may look.
+    is_file = isinstance(location, Path) and os.path.isfile(location)
+    advice = "give the directory of the checkpoints"
+    raise_together([f"{asked} = {text!r} is a file; {advice}"] if is_file else [], CheckpointError)
+    return location
+
+
+def new_folder(asked: str, given: object) -> Path:
+    """Return a folder to write into.
+
+    Raises:
+        CheckpointError: if it is no path of this machine.
+    """
+    text = path_text(asked, given, CheckpointError)
+    if "://" in text:
+        raise CheckpointError(f"{asked} = {text!r} is a URL; give a folder of this machine, and upload it afterwards")
+    return Path(text)
+
+
+def check_tokenizer(asked: str, given: object) -> None:
+    """Check that something is a tokenizer or a place of one, before anything is written.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    is_tokenizer = hasattr(given, "save_pretrained") and not isinstance(given, type)
+    if not (given is None or isinstance(given, str | Path) or is_tokenizer):
+        raise wrong(asked, given, "a tokenizer, or a directory that holds one", CheckpointError)
+
+
+def check_optimizer(asked: str, given: object, kind: type[UserError] = ModelError) -> None:
+    """Check that something is an optimizer of torch.
+
+    Raises:
+        kind: if not.
+    """
+    if not isinstance(given, Optimizer):
+        raise wrong(asked, given, "an optimizer, such as torch.optim.AdamW(model.parameters())", kind)

@@ -1,0 +1,152 @@
+"""What happens around every call of a parallel model without a pipeline."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from meshtrain.api.batches import check_same_batch, mask_without_cache
+from meshtrain.api.dropout import ProgramStreams
+from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.handle import Handle
+from meshtrain.api.loss import LossOfAllRanks
+from meshtrain.api.same_call import check_same_call
+from meshtrain.compat.distributed import is_inside_ddp
+from meshtrain.config.mesh import TP
+from meshtrain.errors import ModelError
+from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
+from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.sequence import join_hidden_states
+from meshtrain.parallel.tokens import check_tokens
+from meshtrain.runtime.mesh import axis_size
+
+
+class Calls:
+    """Stands around every call of the model: its forward pass itself is the stock one."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+        self._model, self._handle, self._gradients = model, handle, gradients
+        self._streams = ProgramStreams(handle)
+        self._loss = LossOfAllRanks(model, handle.pipeline.mesh)
+        self._names = [*inspect.signature(model.forward).parameters]
+        self._is_inside = self._has_gathered = False
+
+    def watch(self) -> None:
+        """Be told of every call from now on."""
+        # Before all other hooks: those of FSDP2 gather parameters, and the streams of dropout set the generators.
+        self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._model.register_forward_hook(self._after, with_kwargs=True)
+        self._model.register_forward_hook(self._leave, always_call=True)
+        ends = {"embedding": self._model.get_input_embeddings(), "head": self._model.get_output_embeddings()}
+        for what, module in ends.items():
+            if module is not None:
+                module.register_forward_pre_hook(partial(self._check_end, what), prepend=True)
+        if self._model.base_model is not self._model:
+            self._model.base_model.register_forward_pre_hook(self._check_inside, prepend=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._handle.check_values()
+        given = self._given(args, kwargs)
+        self._check_wishes(given)
+        self._gradients.recover()
+        has_labels = given.get("labels") is not None
+        if not self._handle.is_generating:
+            # What a forward pass without a backward pass has gathered may have changed since.
+            reshard(model)
+            check_tokens(self._handle.pipeline, given.get("input_ids"))
+            check_same_batch(self._handle.pipeline, given)
+        if torch.is_grad_enabled() or has_labels:
+            check_same_call(self._handle.pipeline, has_labels=has_labels)
+            self._handle.pipeline.longest.begin(given)
+        recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
+        if recomputes and "use_cache" in self._names:
+            # Computed again, a layer would find in the cache what it has put there itself.
+            mask = mask_without_cache(self._model.config, given)
+            args, kwargs = (), given | {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
+        if model.training:
+            self._streams.begin()
+        self._is_inside = True
+        return args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = self._given(args, kwargs)
+        self._loss.put_into(output, given)
+        if self._has_parts() and isinstance(output, ModelOutput):
+            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+            join_hidden_states(output, tokens.shape[1], self._handle.pipeline.mesh.get_group(TP))
+        if torch.is_grad_enabled():
+            self._gradients.watch(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, *_: Any) -> None:
+        self._is_inside = False
+        self._handle.pipeline.longest.end()
+        self._streams.end()
+        if torch.is_grad_enabled():
+            mark_gathered(self._model)
+        elif not self._handle.is_generating:
+            # No backward pass will do it, and an optimizer that is made now shall find the model's own parameters.
+            reshard(self._model)
+
+    def _has_parts(self) -> bool:
+        mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
+        return plan.tensor.sequence_parallel and axis_size(mesh, TP) > 1 and stream_in_parts()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check_end(self, what: str, *_: Any) -> None:
+        if not self._is_inside and fsdp_modules(self._model):
+            raise ModelError(
+                f"the {what} of a model over dp_shard was called by itself, but its weight is whole on a rank only "
+                "inside of a call of the model; call the model itself, with input_ids, and take its logits"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check_inside(self, *_: Any) -> None:
+        if not self._is_inside:
+            raise ModelError(
+                "a part of a parallel model was called, whose gradients nobody would add up over the ranks; call the "
+                "model itself, and take model(..., output_hidden_states=True).hidden_states[-1]"
+            )
+
+    def _check_wishes(self, given: Mapping[str, Any]) -> None:
+        """Refuse what would be silently wrong, or fail much later.
+
+        Raises:
+            ModelError: naming it.
+        """
+        if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._wants(given, "output_attentions"):
+            raise ModelError(
+                "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
+                "or use a mesh with tp = 1"
+            )
+        if is_inside_ddp():
+            raise ModelError(
+                "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time; "
+                'leave that out, dp axes of the mesh do it: {"mesh": {"dp_replicate": 2}}'
+            )
+        if torch.is_inference_mode_enabled() and not self._has_gathered and fsdp_modules(self._model):
+            raise ModelError(
+                "the first forward pass of a model over dp_shard was called under torch.inference_mode(), and what is "
+                "gathered there can never be trained; use torch.no_grad()"
+            )
+        self._has_gathered = True
+        if self._has_parts() and given.get("return_dict") is False and self._wants(given, "output_hidden_states"):
+            raise ModelError(
+                "return_dict = False with output_hidden_states = True: under tensor.sequence_parallel the hidden "
+                "states are made whole in the fields of the output, and a tuple has none; leave return_dict out"
+            )
+
+    def _wants(self, given: Mapping[str, Any], name: str) -> bool:
+        wanted = given.get(name)
+        return bool(getattr(self._model.config, name, False) if wanted is None else wanted)
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | dict(kwargs)

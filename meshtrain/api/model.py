@@ -1,0 +1,175 @@
+"""What a parallel model without a pipeline does otherwise than the stock one."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from meshtrain.api.arguments import check_tokenizer, new_folder
+from meshtrain.api.calls import Calls
+from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
+from meshtrain.api.saving import save_parallelized, save_pretrained, without_stock_keywords
+from meshtrain.checkpoint.huggingface.adapters import save_adapters
+from meshtrain.checkpoint.huggingface.description import Tokenizer
+from meshtrain.compat.nn import Unmovable, mix_in
+from meshtrain.compat.peft import replace_methods
+from meshtrain.config.mesh import DATA_AXES
+from meshtrain.errors import ModelError
+from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.mesh import axis_size, data_rank
+
+OF_PEFT = ("tokenizer", "selected_adapters", "path_initial_model_for_weight_conversion")
+
+
+class ParallelModel(Unmovable):
+    """Mixed into the class of a parallel model: refuses what would break it, and saves what lies on all ranks."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or fill them with zeros."""
+        # Where FSDP2 has parameters gathered, they stand in the place of those that have the gradients.
+        model: Any = self
+        reshard(model)
+        stock: Any = super()
+        stock.zero_grad(set_to_none)
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
+        """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
+        stock: Any = super()
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        handle = handle_of(self)
+        handle.is_generating = True
+        try:
+            return generate_on_mesh(handle.pipeline, inputs, stock=stock.generate, **options)
+        finally:
+            handle.is_generating = False
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
+        save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take what the `state_dict()` of a model with the same plan has given; no whole tensors.
+
+        Raises:
+            ModelError: if there are whole tensors where this rank keeps shards.
+        """
+        model: Any = self
+        for name, parameter in model.named_parameters():
+            value = state_dict.get(name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                raise ModelError(
+                    f"load_state_dict: {name} is a whole tensor, and every rank of this model keeps a shard of it; "
+                    "give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
+                    "folder); meshtrain.load_checkpoint(directory, state) goes on with a training"
+                )
+        stock: Any = super()
+        return stock.load_state_dict(state_dict, *args, **kwargs)
+
+    def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Do `meshtrain.save_parallelized`. Collective."""
+        save_parallelized(self, save_directory, **kwargs)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every global batch this rank reads: 0 to `num_data_ranks`, excluded."""
+        return data_rank(pipeline_of(self).mesh)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """In how many parts a global batch is read."""
+        return axis_size(pipeline_of(self).mesh, *DATA_AXES)
+
+    def check_move(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Refuse to be moved or cast, by itself or with a module around it (PeftModel).
+
+        Raises:
+            ModelError: if `change` is one.
+        """
+        model: Any = self
+        before = torch.empty(0, dtype=model.dtype, device=handle_of(self).device)
+        after = change(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise ModelError(
+                f"a parallel model cannot be moved (to {after.device}, {after.dtype}): every rank keeps its shards on "
+                "its own device, the GPU of its LOCAL_RANK where there are any; leave the call out, and choose number "
+                "formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan"
+            )
+
+    @property
+    def peft_config(self) -> Any:
+        """The configurations of the LoRA adapters that the model had when it became parallel.
+
+        Raises:
+            ModelError: if it had none: peft asks for them before it adapts a model, and then it is too late.
+        """
+        configs = vars(self).get("peft_config")
+        if configs is None:
+            _refuse_adapters()
+        return configs
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        _refuse_adapters()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        handle_of(self).__deepcopy__(memo)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the rows lie on several processes, with optimizer states beside them.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings(...) before "
+            "meshtrain.parallelize, or meshtrain.load_weights(model, folder, enlarge_vocabulary=True) for one on meta"
+        )
+
+
+def make_adapted(model: Any, pipeline: Pipeline) -> None:
+    """Let a PeftModel around a parallel model save what lies on all ranks, and load nothing into parts of it."""
+    save = partial(_save_adapters, model, pipeline)
+    # peft skips what it does not find, such as B of a fused projection, which is kept in parts.
+    replace_methods(model, save_pretrained=save, load_adapter=_refuse_loading, load_state_dict=_refuse_loading)
+
+
+def _save_adapters(
+    model: Any, pipeline: Pipeline, save_directory: str | Path, *, tokenizer: Tokenizer = None, **kwargs: Any
+) -> None:
+    if "merge_adapters" in kwargs:
+        save_pretrained(model, save_directory, tokenizer=tokenizer, **without_stock_keywords(kwargs))
+        return
+    folder = new_folder("save_pretrained: save_directory", save_directory)
+    check_tokenizer("save_pretrained: tokenizer", tokenizer)
+    save_adapters(model, pipeline, folder, tokenizer=tokenizer, **without_stock_keywords(kwargs, OF_PEFT))
+
+
+def _refuse_adapters() -> NoReturn:
+    raise ModelError(
+        "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first: "
+        "meshtrain.parallelize(peft.get_peft_model(model, config), plan)"
+    )
+
+
+def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(
+        "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before: "
+        "meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), plan); "
+        "meshtrain.load_checkpoint goes on with a training"
+    )
+
+
+def make_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+    """Let a model that `meshtrain.parallel.parallelize` has taken apart be used as the stock one is."""
+    vars(model)[ATTRIBUTE] = handle
+    mix_in(model, ParallelModel, __module__=type(model).__module__)
+    Calls(model, handle, gradients).watch()

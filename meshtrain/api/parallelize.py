@@ -1,0 +1,263 @@
+"""From a user's model to a parallel one, by the same path as every run."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from meshtrain.api.custom_code import check_own_code
+from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.handle import Handle, find_handle
+from meshtrain.api.model import make_adapted, make_parallel
+from meshtrain.api.pipelined_model import PipelinedModel
+from meshtrain.api.rebind import record_successors
+from meshtrain.api.values import check_equal_on_all, put, put_buffers, take
+from meshtrain.compat.nn import is_compiled
+from meshtrain.config.arguments import check_flag, described, whole_number, wrong
+from meshtrain.config.mesh import AXES
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.toml import read_plan, with_family
+from meshtrain.errors import ModelError, PlanError, name_some
+from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.rotary import most_positions
+from meshtrain.models.ties import check_ties
+from meshtrain.parallel import parallelize as parallelize_stock
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.agreement import check_alike, gather_objects
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.process import join_for_script
+from meshtrain.verify.first_use import ensure_model_proven
+
+AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
+WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+LONGEST_BALANCED = 1024
+"""Stages are balanced for sequences of so many tokens, or as many as the model has positions for."""
+
+
+def parallelize(
+    model: nn.Module,
+    plan: AnyPlan,
+    mesh: DeviceMesh | None = None,
+    *,
+    micro_batch_size: int = 1,
+    seed: int | None = None,
+    prove_unknown_class: bool = True,
+) -> Any:
+    """Make a parallel model of a Hugging Face model. Collective: every process of the program calls it.
+
+    Without a pipeline (pp = 1) it returns the model that was given, which is used as before:
+    `model(**batch, labels=...)` gives the stock loss and whole logits, and after `loss.backward()` every gradient is
+    whole. With data parallelism each rank gives its own part of the batch; the loss is the mean over the trained tokens
+    of all parts, and its gradient that of this mean (the auxiliary loss of routers in it is that of each part, weighted
+    by its tokens). A loss of your own, made of the logits, is added up over the parts: divide what is a mean on each
+    rank by `model.num_data_ranks`. A penalty on the parameters themselves is added up over dp_replicate only. After an
+    exception in a backward pass call `optimizer.zero_grad()`.
+
+    With a pipeline it returns a `PipelinedModel`, and the model that was given cannot be used any more.
+
+    The process group is joined if the program has not done so, and left when it ends.
+
+    Args:
+        model: any causal LM of transformers (without a pipeline also one with another head), with values that are the
+            same on every rank, or on the meta device: then follow with `initialize` or `load_weights`. Or such a model
+            with LoRA adapters of peft, as `peft.get_peft_model` returns it.
+        plan: a `ParallelPlan`, a table such as `{"mesh": {"tp": 4}}`, a .toml or .json file, or a shipped plan's name.
+            What it says of precision holds; where it says nothing, the model keeps its number format.
+        mesh: from `build_mesh`; None: as the plan says.
+        micro_batch_size: sequences that pass through a pipeline at once; without a pipeline a whole batch does.
+        seed: for dropout; None: torch's initial seed on the first rank.
+        prove_unknown_class: prove on a tiny copy, once, that the plan computes what one device does, if no shipped
+            family is written for the class.
+
+    Returns:
+        The model itself, or a `PipelinedModel`.
+
+    Raises:
+        ConfigError: if the plan is wrong, or another argument no number or flag of its kind.
+        PlanError: if it does not fit the model or the number of processes, or differs between ranks.
+        ModelError: if the model is parallel already, differs between ranks, cannot be cut or sharded, has weights tied
+            otherwise than its configuration says, or code of the program's own where it would be left behind.
+
+    What is refused for the plan, or for another model on another rank, leaves the model as it was.
+
+    Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
+    ZeRO (arXiv:1910.02054) for dp_shard.
+    """
+    micro_batch_size = whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
+    seed = None if seed is None else whole_number("parallelize: seed", seed)
+    check_flag("parallelize: prove_unknown_class", prove_unknown_class)
+    stock = _check_stock(model)
+    device = join_for_script()
+    wanted = _complete(read_plan(plan), stock, mesh)
+    _check_call(wanted, micro_batch_size, prove_unknown_class)
+    with ExitStack() as undo:
+        # What is refused leaves the model as it was.
+        adapters = take_off_adapters(stock)
+        undo.callback(put_on_adapters, stock, adapters)
+        check_ties(stock)
+        values = take(stock, adapters, undo)
+        check_equal_on_all(values)
+        resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
+        check_own_code(stock, resolved)
+        undo.pop_all()
+    _set_number_format(stock, resolved.precision, has_values=not values.is_meta)
+    training = stock.training
+    pipeline = parallelize_stock(
+        stock,
+        mesh or build_mesh(resolved.mesh, device.type),
+        resolved,
+        micro_batch_size=micro_batch_size,
+        seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],
+        device=device,
+        stock_loss=resolved.mesh.pp == 1,
+        adapters=adapters,
+    )
+    for stage in pipeline.stages:
+        stage.model.train(training)
+        restore_buffers(stage.model)
+    put_buffers(values, pipeline)
+    record_successors(put(values, pipeline))
+    adapted = None if model is stock else model
+    handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta, adapted=adapted)
+    if resolved.mesh.pp > 1:
+        # What was given stays whole, on meta: it knows how its adapters are saved.
+        put_on_adapters(stock, adapters)
+        return PipelinedModel(handle)
+    make_parallel(stock, handle, WholeGradients(pipeline))
+    if adapted is not None:
+        make_adapted(adapted, pipeline)
+    return model
+
+
+def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_values: bool) -> None:
+    if has_values:
+        # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
+        stock.config.dtype = stock.dtype
+    for parameter in stock.parameters():
+        # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
+        parameter.data = parameter.data.to(getattr(torch, precision.parameters))
+
+
+def _check_stock(model: nn.Module) -> PreTrainedModel:
+    if find_handle(model) is not None:
+        raise ModelError(
+            "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
+            "(model.save_pretrained) and load it anew, or build it again"
+        )
+    _check_no_wrapper(model)
+    if hasattr(model, "get_base_model"):
+        model = _inside_of_adapter(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"{described(model)} is no model of transformers; give one, such as GPT2LMHeadModel")
+    if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
+        what = "is quantised" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
+        raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
+    return model
+
+
+def _check_no_wrapper(model: object) -> None:
+    if is_compiled(model):
+        raise ModelError(
+            "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was "
+            'given, and {"compile": {"enabled": True}} in the plan'
+        )
+    if isinstance(model, WRAPPERS):
+        raise ModelError(
+            f"a {type(model).__name__} has copies or shards of its own; give the model inside (model.module), the plan "
+            'does the same: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
+        )
+
+
+def _inside_of_adapter(model: Any) -> Any:
+    kinds = {str(config.peft_type.value): config for config in model.peft_config.values()}
+    if others := [kind for kind in kinds if kind != "LORA"]:
+        raise ModelError(
+            f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the whole model"
+        )
+    if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
+        raise ModelError(
+            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
+            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases that shall train'
+        )
+    return model.get_base_model()
+
+
+def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | None) -> ParallelPlan:
+    """Fill in what the mesh and the model say."""
+    if mesh is not None:
+        plan = _with_mesh(plan, mesh)
+    if "precision" not in plan.model_fields_set:
+        plan = plan.model_copy(update={"precision": _precision_of(model)})
+    return with_family(plan, model.config.model_type)
+
+
+def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool) -> None:
+    """Check that all ranks ask for the same: others would wait for messages that never come. Collective."""
+    given: dict[str, object] = {"micro_batch_size": micro_batch_size, "prove_unknown_class": prove_unknown_class}
+    for table, values in plan.model_dump().items():
+        keys = values if isinstance(values, dict) else {"": values}
+        given |= {f"{table}.{key}".removesuffix("."): value for key, value in keys.items()}
+    check_alike("parallelize", given, PlanError)
+
+
+def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, *, prove: bool) -> ParallelPlan:
+    # Before the proof: what contradicts itself at its real size is a mistake, and said first.
+    resolved = resolve_plan(plan, model, _any_batch(plan, model, micro_batch_size), dist.get_world_size())
+    if prove and dist.get_world_size() > 1:
+        ensure_model_proven(model, plan)
+    if resolved.mesh.pp > 1:
+        return resolved
+    # Whoever calls the model looks at its logits.
+    tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
+    return resolved.model_copy(update={"tensor": tensor})
+
+
+def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
+    if not isinstance(mesh, DeviceMesh):
+        raise wrong("parallelize: mesh", mesh, "what meshtrain.build_mesh(plan) returns, or None")
+    if mesh.mesh_dim_names != AXES:
+        raise PlanError(
+            f"the mesh has the axes {mesh.mesh_dim_names}, a plan needs {AXES}; build it with meshtrain.build_mesh"
+        )
+    degrees = dict(zip(AXES, mesh.shape, strict=True))
+    for axis in plan.mesh.model_fields_set:
+        asked = getattr(plan.mesh, axis)
+        if asked not in (-1, degrees[axis]):
+            raise PlanError(f"mesh.{axis} = {asked} in the plan, but the mesh that is given has {degrees[axis]} there")
+    return plan.model_copy(update={"mesh": plan.mesh.model_copy(update=degrees)})
+
+
+def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
+    # Adapters keep a number format of their own: peft makes float32 of them beside a bfloat16 model.
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
+    name = str(next(iter(dtypes))).removeprefix("torch.")
+    if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ModelError(
+            f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or say what you want in the "
+            'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'
+        )
+    reduce = "float32" if name == "bfloat16" else name
+    return PrecisionPlan.model_validate({"parameters": name, "compute": name, "reduce": reduce})
+
+
+def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int) -> BatchShape:
+    """Return a batch that every plan can run: the real ones are known when they come."""
+    rows = dist.get_world_size() * plan.mesh.pp * plan.pipeline.stages_per_rank * micro_batch_size
+    length = min(most_positions(model.config) or LONGEST_BALANCED, LONGEST_BALANCED)
+    tp = plan.mesh.tp
+    return BatchShape(rows, micro_batch_size, max(tp, length // tp * tp))
+
+
+def _source(model: PreTrainedModel) -> str | None:
+    path = getattr(model, "name_or_path", "") or model.config.name_or_path
+    return path if path and Path(path).is_dir() else None

@@ -1,0 +1,220 @@
+"""Whole batches for a pipeline: what is wrong with one is said on all ranks alike, before a stage computes.
+
+A rank that found it out by itself would leave the others waiting for its messages.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from meshtrain.api.batches import compare_batches, mask_without_cache, other_batch
+from meshtrain.config.mesh import DATA_AXES
+from meshtrain.data.samples.rows import IGNORE_INDEX
+from meshtrain.errors import DataError, Problem
+from meshtrain.parallel.check.batch import BatchShape
+from meshtrain.parallel.check.pipeline import check_microbatches
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.tokens import check_tokens
+from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
+from meshtrain.training.loss import count_trained_tokens
+
+TOKENS = (torch.int64, torch.int32)
+AS_IT_IS = {"use_cache": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
+"""What a program may say of a training pass that is so anyway."""
+INSTEAD = {
+    "inputs_embeds": "only the first stage could use them; give input_ids",
+    "shift_labels": "the ranks of a pipeline shift labels themselves; give labels, unshifted",
+    "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
+}
+MOST_OFFSET = 2
+"""OPT and BART keep so many rows before those of their positions."""
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch that fits.
+
+    Attributes:
+        inputs: for the stages, on their device; `labels` are shifted.
+        num_tokens: () int64, how many labels count on all data ranks.
+        trains: whether any parameter of the model is not frozen.
+    """
+
+    inputs: dict[str, Tensor]
+    num_tokens: Tensor
+    trains: bool
+
+
+class WholeBatches:
+    """Takes the batches of one model.
+
+    Args:
+        pipeline: that is to compute them.
+        device: where.
+    """
+
+    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
+        self._pipeline, self._device = pipeline, device
+        self._num_positions = _learned_positions(pipeline)
+        names = inspect.signature(type(pipeline.stages[0].model).forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in names.values())
+        self._known = None if takes_any else {*names, "labels"}
+
+    def take(self, batch: Mapping[str, Any]) -> WholeBatch:
+        """Check a batch. Collective over all ranks; as many messages as it takes to compare and to count.
+
+        Raises:
+            DataError: on all ranks alike, if it is wrong on one.
+        """
+        inputs: dict[str, Tensor] = {}
+        problems: tuple[Problem, ...] = ()
+        try:
+            inputs = _tensors_of(batch)
+            self._check(inputs)
+            mask = mask_without_cache(self._pipeline.stages[0].model.config, batch)
+            inputs |= {} if mask is None else {"attention_mask": mask}
+        except DataError as error:
+            problems = error.problems
+        trains_here = any(True for _ in self._pipeline.trainable_parameters())
+        ties = self._pipeline.tied_copies
+        is_same, (is_wrong, trains, trained_ties) = compare_batches(
+            self._pipeline, inputs, bool(problems), trains_here, ties.trained_originals()
+        )
+        ties.freeze_copies(trained_ties)
+        labels = torch.empty(0) if problems else _shifted(inputs["labels"])
+        counted = count_trained_tokens(labels.cpu())
+        message = torch.stack([counted, torch.tensor(int(is_wrong or not is_same))])
+        num_tokens, num_wrong = all_reduce_over(message, self._pipeline.mesh, DATA_AXES)
+        if num_wrong:
+            _raise_first(problems, None if is_same else other_batch(inputs))
+        inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
+        # torch's stages want the strides of a whole tensor, which columns cut off a wider one do not have.
+        placed = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
+        return WholeBatch(placed, num_tokens.to(self._device), bool(trains))
+
+    def _check(self, inputs: Mapping[str, Tensor]) -> None:
+        if unknown := [name for name in inputs if self._known is not None and name not in self._known]:
+            kind = type(self._pipeline.stages[0].model).__name__
+            raise DataError(f"{unknown[0]} is no input of {kind}; leave it out of the batch")
+        for name in ("input_ids", "labels"):
+            _check_tokens_are_rows(name, inputs[name])
+        self._check_shapes(inputs)
+        self._check_schedule(*inputs["input_ids"].shape)
+        check_tokens(self._pipeline, inputs["input_ids"])
+        check_tokens(self._pipeline, inputs["labels"][inputs["labels"] != IGNORE_INDEX], what="labels")
+        self._check_positions(inputs)
+
+    def _check_shapes(self, inputs: Mapping[str, Tensor]) -> None:
+        rows, width = shape = tuple(inputs["input_ids"].shape)
+        if other := [name for name, value in inputs.items() if value.shape[:1] != (rows,)]:
+            raise DataError(
+                f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: every tensor of "
+                "a batch is cut into microbatches along its first dimension; give all as many rows"
+            )
+        if inputs["labels"].shape != shape:
+            raise DataError(
+                f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}; give a label for "
+                "every token, -100 where none shall count"
+            )
+        if other := [name for name, value in inputs.items() if value.dim() > 1 and value.shape[-1] != width]:
+            raise DataError(
+                f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: its last dimension "
+                f"goes over the {width} tokens of a row; give as many"
+            )
+
+    def _check_schedule(self, rows: int, width: int) -> None:
+        plan, micro = self._pipeline.plan, self._pipeline.micro_batch_size
+        if rows % micro:
+            raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
+        if not rows * width:
+            raise DataError(f"input_ids has the shape {(rows, width)}, there is nothing to compute; leave such out")
+        if plan.tensor.sequence_parallel and width % plan.mesh.tp:
+            raise DataError(
+                f"tensor.sequence_parallel splits the {width} tokens of a row over tp = {plan.mesh.tp}, which does not "
+                "divide them; pad with pad_to_multiple_of, or set sequence_parallel = false"
+            )
+        shape = BatchShape(rows * axis_size(self._pipeline.mesh, *DATA_AXES), micro, width)
+        if problems := list(check_microbatches(plan, shape)):
+            raise DataError(problems)
+
+    def _check_positions(self, inputs: Mapping[str, Tensor]) -> None:
+        if self._num_positions is None:
+            return
+        ids, given = inputs["input_ids"], inputs.get("position_ids")
+        low, high = (0, ids.shape[1] - 1) if given is None else (int(bound) for bound in given.aminmax())
+        if low < 0 or high >= self._num_positions:
+            what = f"rows of {ids.shape[1]} tokens" if given is None else f"position_ids from {low} to {high}"
+            raise DataError(
+                f"{what}, but the model has learned 0 to {self._num_positions - 1} as positions; give shorter rows "
+                "(truncation=True, max_length=... of the tokenizer)"
+            )
+
+
+def _learned_positions(pipeline: Pipeline) -> int | None:
+    """Return how many positions the first stage has a table for; None elsewhere, and where they are computed."""
+    if not pipeline.has_first_stage:
+        return None
+    model: Any = pipeline.stages[0].model
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    tokens = model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens)
+    is_learned = any(0 <= table.num_embeddings - positions <= MOST_OFFSET for table in tables)
+    return positions if is_learned else None
+
+
+def _tensors_of(batch: Any) -> dict[str, Tensor]:
+    """Return what is in a batch, without what changes nothing."""
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the batch is a {type(batch).__name__}; give a mapping with input_ids and labels, as a tokenizer returns "
+            'it with return_tensors="pt"'
+        )
+    given = {name: value for name, value in batch.items() if value is not None and value is not AS_IT_IS.get(name)}
+    if missing := [name for name in ("input_ids", "labels") if name not in given]:
+        raise DataError(
+            f"the batch has no {missing[0]}, it has {', '.join(map(str, given)) or 'nothing'}; the ranks of a pipeline "
+            "take input_ids and labels, and compute the loss themselves"
+        )
+    for name, value in given.items():
+        if name in INSTEAD:
+            raise DataError(f"{name} is in the batch: {INSTEAD[name]}")
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"{name} in the batch is a {type(value).__name__}, and a pipeline cuts tensors into microbatches; "
+                "give a tensor with as many rows as input_ids, or leave it out"
+            )
+    return given
+
+
+def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
+    if ids.dim() != 2 or ids.dtype not in TOKENS:
+        raise DataError(
+            f"{name} is {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; give token ids (rows, seq), int64"
+        )
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """Return what a stock loss makes of labels (rows, seq): each token predicts the next."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
+
+
+def _raise_first(problems: tuple[Problem, ...], other: str | None) -> NoReturn:
+    """Raise what the first rank has found that has found something. Collective over all ranks.
+
+    A rank whose batch is whole knows of those it shares a model with only that theirs is another.
+    """
+    answers = gather_objects((problems, () if other is None else (other,)))
+    own = [found for found, _ in answers]
+    if len(set(own)) == 1 and own[0]:
+        raise DataError(own[0])
+    for rank, found in enumerate(own):
+        if found:
+            raise DataError([f"rank {rank}: {problem}" for problem in found])
+    raise DataError(next(others for _, others in answers if others))

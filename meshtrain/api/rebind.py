@@ -1,0 +1,179 @@
+"""Optimizers that were made for a model before it became a parallel one."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from meshtrain.api.arguments import check_optimizer
+from meshtrain.api.values import Successors
+from meshtrain.compat.dtensor import local_part
+from meshtrain.errors import ModelError
+from meshtrain.models.layout import local_tensor
+from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels
+from meshtrain.parallel.shard import is_gathered
+
+# Element by element, so that what lies on this process is all they need to see.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+SUCCESSORS = "meshtrain_heirs"
+HAS_ALL = "meshtrain_has_all"
+"""On a parameter of a parallel model: whether all of the others are on this process too, be it in part."""
+_WATCHED: list[RemovableHandle] = []
+
+
+def rebind(optimizer: Optimizer) -> None:
+    """Let an optimizer that was made before `meshtrain.parallelize` go on with the parameters that there are now.
+
+    Its groups stay one by one, so a scheduler that was made for it goes on too, and what it has remembered of a
+    parameter (moments) is cut as the parameter was. An optimizer that was made afterwards, from `model.parameters()`,
+    may be given as well: it then works on what lies on this process, with torch's fused kernels.
+
+    The optimizers of torch that compute element by element get `LocalParameter`s; any other gets the DTensors
+    themselves, by which torch knows the whole matrix: Muon computes with them, torch's Adafactor does not and fails at
+    its first step over tp or dp_shard. Such optimizers see a projection that the stock model fuses (GPT-2's `c_attn`)
+    as the matrices that it is kept in (query, key, value), so they do another step than in one process.
+
+    With float16 take `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its
+    `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out. Clip with
+    `meshtrain.clip_grad_norm(model, ...)`, as what the optimizer holds afterwards has the norm of what lies on this
+    process. Both of torch's are an error with `LocalParameter`s.
+
+    Args:
+        optimizer: changed in place.
+
+    Raises:
+        ModelError: if it remembers something that cannot be cut, holds no parameter of a parallel model, or is LBFGS,
+            whose parameters cannot be changed.
+
+    Source: ZeRO (arXiv:1910.02054): an optimizer needs to see nothing but the shards that lie on its process.
+    """
+    check_optimizer("rebind: optimizer", optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            "rebind: LBFGS has a list of its parameters that cannot be changed; make it after meshtrain.parallelize, "
+            "on a mesh with tp = 1 and pp = 1"
+        )
+    held = _held(optimizer)
+    if held and not any(map(_is_of_parallel_model, held)):
+        raise ModelError(
+            f"rebind: this {type(optimizer).__name__} holds {len(held)} parameters, and none of a parallel model; call "
+            "it after meshtrain.parallelize, with the optimizer of that model"
+        )
+    local = type(optimizer) in ELEMENTWISE
+    for group in optimizer.param_groups:
+        followed: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            for heir, state in _inherited(parameter, optimizer.state.pop(parameter, {})):
+                bound = as_local(heir) if local else heir
+                followed.append(bound)
+                if state:
+                    optimizer.state[bound] = _local_state(state) if local else state
+        group["params"] = followed
+    if local:
+        choose_kernels(optimizer)
+
+
+def _held(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_of_parallel_model(parameter: nn.Parameter) -> bool:
+    # What was gathered is told more of at the first step.
+    known = hasattr(parameter, SUCCESSORS) or hasattr(parameter, HAS_ALL) or is_gathered(parameter)
+    return known or isinstance(parameter, (LocalParameter, DTensor))
+
+
+def _check_sees_all(optimizer: Optimizer, held: Sequence[nn.Parameter]) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    # Over tp torch cannot join its gradients, of which some are cut; over pp each rank would go a way of its own.
+    num_cut = sum(isinstance(parameter, DTensor) for parameter in held)
+    if 0 < num_cut < len(held) or not all(getattr(parameter, HAS_ALL, True) for parameter in held):
+        raise ModelError(
+            "LBFGS computes with all parameters at once, which no rank has over tp or pp; take a mesh with tp = 1 and "
+            "pp = 1, or an optimizer such as torch.optim.AdamW"
+        )
+
+
+def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tuple[nn.Parameter, dict[str, object]]]:
+    heirs = getattr(parameter, SUCCESSORS, None)
+    if heirs is None:
+        return [(parameter, dict(state))]
+    inherited: dict[nn.Parameter, dict[str, object]] = {heir: {} for heir in heirs}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == heirs.shape and value.dim() > 0:
+            for heir, part in heirs.shards(value):
+                inherited[heir][key] = part.clone().to(local_tensor(heir.detach()).device)
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            raise ModelError(
+                f"the optimizer remembers {key!r} of {heirs.name} in the shape {tuple(value.shape)}, which cannot be "
+                f"cut as the parameter is ({tuple(heirs.shape)}); make the optimizer after meshtrain.parallelize"
+            )
+        else:
+            for heir in heirs:
+                inherited[heir][key] = value.clone() if isinstance(value, Tensor) else value
+    return list(inherited.items())
+
+
+def _local_state(state: Mapping[str, object]) -> dict[str, object]:
+    """Return what an optimizer remembers of a whole DTensor, as of the part of it that lies here."""
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def record_successors(heirs: Mapping[nn.Parameter, Successors]) -> None:
+    """Note on every old parameter what it has become, so that an optimizer that still holds it can be told."""
+    has_all = all(any(True for _ in found) for found in heirs.values())
+    for old, found in heirs.items():
+        setattr(old, SUCCESSORS, found)
+        for heir in found:
+            setattr(heir, HAS_ALL, has_all)
+    if not _WATCHED:
+        _WATCHED.append(register_optimizer_step_pre_hook(_check_bound))
+
+
+def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Refuse a step of an optimizer that holds parameters which nothing computes with any more.
+
+    They have no gradients, so the step would change nothing, without a word.
+
+    Raises:
+        ModelError: naming one of them; or if they are gathered ones, or the model's parameters have left the memory
+            that they shared with it.
+    """
+    held = _held(optimizer)
+    _check_sees_all(optimizer, held)
+    lost = [parameter for parameter in held if getattr(parameter, SUCCESSORS, None) is not None]
+    if lost:
+        raise ModelError(
+            f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
+            f"({getattr(lost[0], SUCCESSORS).name}), which train nothing; call meshtrain.rebind(optimizer) after it"
+        )
+    if gathered := [parameter for parameter in held if is_gathered(parameter)]:
+        raise ModelError(
+            f"this {type(optimizer).__name__} was made between a forward pass and its backward pass, and holds "
+            f"{len(gathered)} parameters as they were gathered for these two, which train nothing; make it before the "
+            "forward pass, or after the backward pass"
+        )
+    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.whole).data_ptr()]
+    if moved:
+        raise ModelError(
+            f"{len(moved)} parameters of this {type(optimizer).__name__} do not lie any more where they lay when it "
+            "was bound, so its step would train nothing: a part of the model was cast or moved since; do that before "
+            "meshtrain.parallelize"
+        )

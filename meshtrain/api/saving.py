@@ -1,0 +1,168 @@
+"""Weights out of a parallel model: as an ordinary Hugging Face folder, or as they lie on the ranks."""
+
+import inspect
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshtrain.api.arguments import check_tokenizer, dtype_named, new_folder
+from meshtrain.api.handle import Handle, handle_of
+from meshtrain.checkpoint.huggingface.adapters import save_adapters
+from meshtrain.checkpoint.huggingface.description import Tokenizer
+from meshtrain.checkpoint.huggingface.layout import MAX_SHARD_SIZE
+from meshtrain.checkpoint.huggingface.pretrained import save_pretrained as write_pretrained
+from meshtrain.checkpoint.parallelized import save_parallelized as write_parallelized
+from meshtrain.config.arguments import check_flag, described, whole_number
+from meshtrain.config.problems import did_you_mean
+from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.models.adapters import is_adapter_parameter
+
+# Of stock `save_pretrained`, of transformers and of peft: keyword -> values with which it changes nothing
+# here (None: any), what is written instead.
+STOCK_KEYWORDS: Mapping[str, tuple[tuple[object, ...] | None, str]] = {
+    "is_main_process": (None, ""),
+    "token": (None, ""),
+    "safe_serialization": ((True, None), "safetensors only; leave it out"),
+    "state_dict": ((None,), "the values that it has; leave it out"),
+    "push_to_hub": ((False, None), "a folder; upload that afterwards, with huggingface_hub.upload_folder"),
+    "variant": ((None, ""), "files with their usual names; leave it out, and rename them"),
+    "save_embedding_layers": (("auto", False), "adapters alone; leave it out"),
+    "save_peft_format": ((True, None), "adapters as peft does; leave it out"),
+    "save_original_format": ((True, None), "the layout of the hub; leave it out"),
+    "distributed_checkpoint": ((False, None), "that with meshtrain.save_parallelized(model, folder)"),
+}
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    tokenizer: Tokenizer = None,
+    merge_adapters: bool = False,
+) -> None:
+    """Write a parallel model as a Hugging Face folder, which stock `from_pretrained` loads bit for bit. Collective.
+
+    The folder is the one that stock `save_pretrained` would write, whatever the mesh (but that shards of a model with
+    experts may be cut between other tensors): safetensors in the layout of the
+    hub, an index if there are several files, config.json, generation_config.json and the tokenizer. It appears when it
+    is complete. Tensors are gathered one by one, on the rank that writes them: the first rank of every pipeline stage
+    needs host memory for the largest tensor (for experts, which the hub keeps apart, twice that), the others for their
+    own part of one.
+
+    Of a model with LoRA adapters these alone are written, as peft writes them: `PeftModel.from_pretrained` loads them.
+
+    Args:
+        model: what `parallelize` returned.
+        folder: must not exist, or be empty; every machine must see the same one.
+        dtype: number format of the weights, such as `torch.bfloat16`, or its name; None: the original one, in which
+            `parallelize` was given the values, or `model.config.dtype` of a model from meta; not that in which the plan
+            trains. What transformers keeps in float32 whatever the rest is in stays so.
+        max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
+        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
+            loaded from, if it was one.
+        merge_adapters: write the whole model, with its active LoRA adapters added to the weights as peft adds them.
+
+    Raises:
+        ModelError: if the model is not parallel, has no values yet, has no adapters to merge, or trains something
+            beside adapters that would not be saved with them.
+        CheckpointError: on all ranks alike: the folder has something in it, cannot be written or is not the same on
+            all machines, there is no tokenizer where one should be, or tensors are missing or do not belong to the
+            model; those are listed.
+
+    Source: the layout of the hub, transformers.core_model_loading.revert_weight_conversion.
+    """
+    handle, call = _ready(model), "save_pretrained"
+    folder = new_folder(f"{call}: folder", folder)
+    dtype = None if dtype is None else dtype_named(f"{call}: dtype", dtype, CheckpointError)
+    check_tokenizer(f"{call}: tokenizer", tokenizer)
+    check_flag(f"{call}: merge_adapters", merge_adapters)
+    if not isinstance(max_shard_size, str):
+        whole_number(f"{call}: max_shard_size", max_shard_size, CheckpointError, least=1, wanted="'5GB', or bytes")
+    has_adapters = any(map(is_adapter_parameter, handle.pipeline.parameter_names))
+    if merge_adapters and not has_adapters:
+        raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
+    if has_adapters and not merge_adapters:
+        if dtype is not None:
+            raise ModelError("dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True")
+        save_adapters(handle.adapted, handle.pipeline, folder, tokenizer=tokenizer)
+        return
+    write_pretrained(
+        handle.pipeline,
+        folder,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+        origin=source_of(handle),
+    )
+
+
+def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = None) -> None:
+    """Write the weights of a parallel model as they lie on the ranks, a file for each; nothing is gathered. Collective.
+
+    `load_weights(model, folder)` loads them again on any mesh; `meshtrain merge FOLDER OUT` makes an ordinary model of
+    them, on one process without an accelerator; `meshtrain checkpoint verify FOLDER` compares every file with its
+    hash. Copies of the model over dp are written once.
+
+    Args:
+        model: what `parallelize` returned.
+        folder: must not exist, or be empty; appears when it is complete. Every machine must see the same one.
+        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
+            loaded from, if it was one.
+
+    Raises:
+        ModelError: if the model is not parallel, or has no values yet.
+        CheckpointError: on all ranks alike: the folder has something in it or cannot be written.
+
+    Source: OSLO's `save_parallelized`; the files are those of torch.distributed.checkpoint.
+    """
+    handle = _ready(model)
+    folder = new_folder("save_parallelized: folder", folder)
+    check_tokenizer("save_parallelized: tokenizer", tokenizer)
+    if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):
+        raise ModelError(
+            "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained(model, folder), for "
+            "the whole model with merge_adapters=True, or meshtrain.save_checkpoint"
+        )
+    write_parallelized(handle.pipeline, folder, tokenizer=tokenizer, origin=source_of(handle))
+
+
+def without_stock_keywords(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """Return keywords without those of stock `save_pretrained` that change nothing here.
+
+    Args:
+        given: as a program for one process gives them.
+        own: what is taken beside them; nothing: what `save_pretrained` takes.
+
+    Raises:
+        CheckpointError: for those that change something, and for what is no keyword.
+    """
+    parameters = inspect.signature(save_pretrained).parameters.values()
+    own = own or [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for name, value in given.items():
+        if name in STOCK_KEYWORDS:
+            _check_stock_keyword(name, value)
+        elif name not in own:
+            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}{did_you_mean(name, [*own], 'it takes')}")
+    return {name: value for name, value in given.items() if name not in STOCK_KEYWORDS}
+
+
+def _check_stock_keyword(name: str, value: object) -> None:
+    values, instead = STOCK_KEYWORDS[name]
+    # By type too: 0 and 1 are no flags, and a dict of tensors is not to be compared.
+    if values is not None and not any(type(value) is type(one) and value == one for one in values):
+        raise CheckpointError(f"save_pretrained: {name} is {described(value)}, and a parallel model writes {instead}")
+
+
+def source_of(handle: Handle) -> Path | None:
+    """Return the directory that a model came from, where its tokenizer may lie."""
+    return None if handle.source is None else Path(handle.source)
+
+
+def _ready(model: Any) -> Handle:
+    handle = handle_of(model)
+    handle.check_values()
+    return handle

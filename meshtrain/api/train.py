@@ -1,0 +1,48 @@
+"""The training of a run file from a program of one's own."""
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from meshtrain import console
+from meshtrain.config.arguments import wrong
+from meshtrain.config.run import RunConfig
+from meshtrain.errors import ConfigError
+from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.training.hooks import Hook, check_hooks
+from meshtrain.training.run import Ending
+from meshtrain.training.run import train as train_run
+from meshtrain.verify.first_use import ensure_proven
+
+
+def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
+    """Train a run, or go on with it where its newest checkpoint is: what `meshtrain train` does, with hooks of yours.
+
+    Every process that torchrun has started calls it; without torchrun the process is alone. It joins the process group
+    and leaves it.
+
+    Args:
+        config: as `load_run` reads it.
+        hooks: objects of subclasses of `Hook`, told of everything after the built-in ones. A run that has nothing left
+            to do tells nothing.
+
+    Returns:
+        Why it has ended: `Ending.DONE`, or asked to stop (by a signal, by `stop_after` or by a hook) with all saved.
+
+    Raises:
+        ConfigError: if the program has joined a process group before, or a hook is none or would not be called.
+        UserError: for what else a person can mend; the message has a line for each problem.
+
+    Source: the loop of torchtitan (arXiv:2410.06511), with the hooks of Colossal-AI and transformers.TrainerCallback.
+    """
+    if not isinstance(config, RunConfig):
+        raise wrong("train: config", config, "what meshtrain.load_run(path) returns")
+    if dist.is_initialized():
+        raise ConfigError(
+            "train joins the process group by itself, and this program has joined one already; call it in a program of "
+            "its own, or leave that group with torch.distributed.destroy_process_group()"
+        )
+    own = check_hooks(hooks)
+    console.configure(rank=rank_from_environment())
+    ensure_proven(config)
+    return train_run(config, own)

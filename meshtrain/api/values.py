@@ -1,0 +1,200 @@
+"""The values of a user's model: taken off it before it is cut, and put into the shards afterwards."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from meshtrain.compat.autograd import has_gradient_hooks
+from meshtrain.compat.nn import buffer_table, parameter_table
+from meshtrain.errors import ModelError
+from meshtrain.models.adapters import adapter_parameters
+from meshtrain.models.fused import FusedParameter, split_parts
+from meshtrain.models.layout import local_ranges, local_tensor
+from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
+from meshtrain.parallel.local_parameter import laid_out_as
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.digest import tensor_digest
+
+SAMPLED = 1024
+"""So many elements of a tensor tell whether two processes brought the same."""
+
+
+@dataclass
+class Values:
+    """What lay in a model before it became a parallel one.
+
+    Attributes:
+        parameters: stock FQN -> the parameter, a tied one once; `put` takes the values out of them, one by one.
+        buffers: FQN -> values.
+        is_meta: whether there are none.
+        scalings: stock FQN -> name of an adapter there -> its factor.
+        grown_length: for how many tokens its rotary frequencies have been made, 0: they are as in the beginning; None:
+            they do not depend on it.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    is_meta: bool
+    scalings: dict[str, dict[str, float]] = field(default_factory=dict)
+    grown_length: int | None = None
+
+
+def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -> Values:
+    """Move a model to the meta device in place, and return what it held.
+
+    Args:
+        model: a stock model.
+        adapters: that were taken off it, likewise.
+        undo: is told how to put everything back.
+
+    Raises:
+        ModelError: if part of it is on meta, or has hooks on gradients.
+    """
+    parameters = dict(model.named_parameters()) | adapter_parameters(adapters)
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if on_meta and len(on_meta) < len(parameters):
+        raise ModelError(
+            f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
+            "values; build the whole model on meta, or none of it"
+        )
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
+    if hooked:
+        raise ModelError(
+            f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would see that of one rank "
+            "at best; change parameter.grad after loss.backward() instead"
+        )
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
+        own, own_buffers = parameter_table(module), buffer_table(module)
+        for name, parameter in own.items():
+            if parameter is not None:
+                if parameter not in replaced:
+                    empty = torch.empty_like(parameter, device="meta")
+                    replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                undo.callback(own.__setitem__, name, parameter)
+                own[name] = replaced[parameter]
+        for name, buffer in own_buffers.items():
+            undo.callback(own_buffers.__setitem__, name, buffer)
+            own_buffers[name] = None if buffer is None else buffer.to("meta")
+    layers: Mapping[str, Any] = adapters
+    scalings = {name: dict(layer.scaling) for name, layer in layers.items()}
+    grown = grown_length(model) if length_dependent(model) else None
+    return Values(parameters, buffers, is_meta=bool(on_meta), scalings=scalings, grown_length=grown)
+
+
+def check_equal_on_all(values: Values) -> None:
+    """Check that every process brought the same model. Collective.
+
+    A sample of every tensor is compared: a model that each process drew for itself differs everywhere. So are what is
+    frozen, for the processes reduce the gradients of the others together, the gradients that are there, and the scaling
+    of adapters.
+
+    Raises:
+        ModelError: on all processes alike, if not.
+    """
+    mine = {name: _describe(parameter) for name, parameter in values.parameters.items()}
+    mine |= {f"the scaling of {name}": str(scaling) for name, scaling in values.scalings.items()}
+    if values.grown_length is not None:
+        mine["the longest sequence of its rotary frequencies"] = f"{values.grown_length} tokens"
+    # A few bytes of every rank; all there is to say only where they differ.
+    if len(set(gather_objects(xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())))) == 1:
+        return
+    first, *others = gather_objects(mine)
+    for rank, other in enumerate(others, start=1):
+        if different := [name for name in first | other if first.get(name) != other.get(name)]:
+            name = different[0]
+            raise ModelError(
+                f"ranks 0 and {rank} bring different models in {len(different)} of {len(first)} places: {name} is "
+                f"{first.get(name, 'missing')} and {other.get(name, 'missing')}; load the same weights on every rank, "
+                "freeze and adapt them alike, forget gradients (model.zero_grad()), call torch.manual_seed(0) before a "
+                "new model is built, or build it on meta and call meshtrain.initialize"
+            )
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    use = "trained" if parameter.requires_grad else "frozen"
+    described = f"{dtype} {tuple(parameter.shape)} {use}, hash {tensor_digest(parameter, most_elements=SAMPLED)}"
+    if parameter.grad is None:
+        return described
+    return f"{described}, gradient {tensor_digest(parameter.grad, most_elements=SAMPLED)}"
+
+
+@dataclass(frozen=True)
+class Successors:
+    """What a parameter of the stock model has become on this process.
+
+    Attributes:
+        name: stock FQN.
+        shape: of the whole.
+        entry: how it is kept in parts, if it is.
+        parameters: name of a part (or its own) -> what lies here of it: nothing, one, or both ends of a tied weight.
+    """
+
+    name: str
+    shape: torch.Size
+    entry: FusedParameter | None
+    parameters: Mapping[str, Sequence[nn.Parameter]]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (heir for heirs in self.parameters.values() for heir in heirs)
+
+    def shards(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every heir with the view of its own part of a tensor of the whole parameter's shape."""
+        parts = split_parts({self.name: whole}, [self.entry] if self.entry else [])
+        for part, heirs in self.parameters.items():
+            for heir in heirs:
+                yield heir, parts[part][tuple(local_ranges(heir))]
+
+
+@torch.no_grad()
+def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Successors]:
+    """Copy values and gradients into the shards of this process, and free what they are copied from as it goes.
+
+    Returns:
+        Old parameter -> what it has become here.
+    """
+    fused = {entry.name: entry for entry in pipeline.fused}
+    here = _by_canonical_name(pipeline)
+    heirs = {}
+    for name, old in values.parameters.items():
+        entry = fused.get(name)
+        parts = entry.parts if entry else (name,)
+        heirs[old] = Successors(name, old.shape, entry, {part: here.get(part, ()) for part in parts})
+        if not values.is_meta:
+            for heir, value in heirs[old].shards(old.detach()):
+                local_tensor(heir.detach()).copy_(value)
+            if old.grad is not None:
+                for heir, part in heirs[old].shards(old.grad):
+                    heir.grad = laid_out_as(part.to(heir.device, heir.dtype, copy=True), heir)
+                old.grad = None
+            # An optimizer may hold it for ever.
+            old.data = old.data.new_empty(0)
+    return heirs
+
+
+def put_buffers(values: Values, pipeline: Pipeline) -> None:
+    """Copy the buffers, which every stage has whole."""
+    for stage in pipeline.stages:
+        if values.grown_length:
+            see_sequence(stage.model, values.grown_length)
+        for name, buffer in stage.model.named_buffers():
+            if name in values.buffers:
+                buffer.copy_(values.buffers[name])
+
+
+def _by_canonical_name(pipeline: Pipeline) -> dict[str, list[nn.Parameter]]:
+    canonical = pipeline.canonical_names()
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in pipeline.named_parameters():
+        found.setdefault(canonical[name], []).append(parameter)
+    return found

@@ -1,0 +1,111 @@
+"""Read tensors out of a checkpoint: on one process, without a process group."""
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from meshtrain.checkpoint.dcp.planner import BlockLoadPlanner
+from meshtrain.checkpoint.storage.directory import USE_ANOTHER
+from meshtrain.checkpoint.storage.location import Location, LocationSystem, errors_of, reason_of
+from meshtrain.compat.dcp import TABLE_PARTS, memory_format, reader_at
+from meshtrain.errors import CheckpointError, Problem
+
+METADATA_NAME = ".metadata"
+# What a broken pickle may raise, as far as Python's documentation says, and what it was seen to raise.
+_BROKEN_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+
+
+def read_metadata(checkpoint: Location) -> Metadata:
+    """Read DCP's table of which block of which tensor is where.
+
+    Raises:
+        CheckpointError: if it is missing or broken, or holds what such a table never does.
+    """
+    path = checkpoint / METADATA_NAME
+    try:
+        content = path.read_bytes()
+    except errors_of(path) as error:
+        raise CheckpointError(Problem(f"{path} cannot be read: {reason_of(error)}", USE_ANOTHER)) from error
+    try:
+        metadata = _TableUnpickler(io.BytesIO(content)).load()
+    except _BROKEN_PICKLE as error:
+        raise CheckpointError(Problem(f"{path} is broken ({type(error).__name__}: {error})", USE_ANOTHER)) from error
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointError(Problem(f"{path} is broken (it holds no table)", USE_ANOTHER))
+    return metadata
+
+
+def tensor_entries(metadata: Metadata, prefix: str = "") -> dict[str, TensorStorageMetadata]:
+    """Return key -> size and number format of the tensors whose key starts with `prefix`."""
+    return {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+@torch.no_grad()
+def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the local part of each tensor in place from the blocks that were saved.
+
+    Args:
+        checkpoint: the directory.
+        metadata: of that checkpoint; it holds every key of `tensors`, with the same shape.
+        tensors: plain or DTensor, on any mesh and device.
+
+    Raises:
+        CheckpointError: naming the file that cannot be read.
+    """
+    reader, planner = reader_at(checkpoint, LocationSystem()), BlockLoadPlanner()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    unreadable: tuple[type[Exception], ...] = (
+        *errors_of(checkpoint),
+        EOFError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    )
+    by_file: dict[str, list[ReadItem]] = defaultdict(list)
+    for item in planner.create_local_plan().items:
+        by_file[metadata.storage_data[item.storage_index].relative_path].append(item)
+    for name, items in by_file.items():
+        try:
+            reader.read_data(LoadPlan(items), planner).wait()
+        except unreadable as error:
+            reason = reason_of(error)
+            raise CheckpointError(Problem(f"{checkpoint / name} cannot be read: {reason}", USE_ANOTHER)) from error
+
+
+def _member(kind: object, name: str) -> object:
+    if (member := memory_format(kind, name)) is None:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
+    return member
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Reads DCP's table and nothing else: a pickle may name any function, and have it called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # So Python before 3.11.4 writes the member of an enumeration.
+            return _member
+        if (module, name) not in TABLE_PARTS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)

@@ -1,0 +1,357 @@
+"""Save and load the tensors of a run, all ranks together, on any mesh.
+
+Tensors go by name: "model.<FQN>", "optimizer.exp_avg.<FQN>", "optimizer.exp_avg_sq.<FQN>", "optimizer.step.<FQN>".
+A name may be asked for on several ranks with different meshes, as each pipeline stage has its own; nothing is ever
+gathered.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshtrain.checkpoint.dcp.planner import Block, BlockSavePlanner, block_of
+from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.manifest import Manifest, write_manifest
+from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, USE_ANOTHER, checkpoint_directory, draft_directory
+from meshtrain.checkpoint.storage.integrity import find_damage
+from meshtrain.checkpoint.storage.location import (
+    Location,
+    LocationSystem,
+    SavedFile,
+    children,
+    errors_of,
+    is_local,
+    reason_of,
+    remove_tree,
+    write_hashed,
+)
+from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, locked_together, publish_folder
+from meshtrain.checkpoint.storage.publishing import Retention, prune_checkpoints, publish_checkpoint, start_draft
+from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
+
+MODEL_PREFIX = "model."
+Description = tuple[tuple[int, ...], torch.dtype]
+HuggingFace = Callable[[Path], None] | None
+"""Writes config and tokenizer into the directory it is given; used on rank 0 only."""
+
+
+def save_checkpoint(
+    root: Location, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
+) -> Location:
+    """Write the checkpoint of a step, publish it, and remove old ones. Collective.
+
+    Args:
+        root: of the run's checkpoints; every machine must see the same one.
+        tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
+        manifest: of this step; what it says of files is added.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: the same on all ranks, if any of them could not write; no earlier checkpoint is touched.
+    """
+    blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
+    return save_blocks(root, blocks, manifest=manifest, huggingface=huggingface, retention=retention)
+
+
+def save_blocks(
+    root: Location,
+    blocks: Mapping[str, Block],
+    *,
+    manifest: Manifest,
+    huggingface: HuggingFace,
+    retention: Retention,
+    group: ProcessGroup | None = None,
+) -> Location:
+    """Do `save_checkpoint`, from a thread of its own if need be.
+
+    Args:
+        group: of all ranks, over gloo; another than that of the training, if it goes on meanwhile.
+    """
+    step = manifest.step
+    final = checkpoint_directory(root, step)
+    outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
+    draft = draft_directory(root, step)
+    _write_checkpoint(
+        draft,
+        draft,
+        partial(publish_checkpoint, draft, final),
+        blocks,
+        manifest=manifest,
+        huggingface=huggingface,
+        outcome=outcome,
+        group=group,
+    )
+    kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
+    _on_first_rank(
+        root,
+        partial(prune_checkpoints, root, step=step, retention=retention),
+        f"cannot remove old checkpoints of {root}",
+        kept,
+        group,
+    )
+    return final
+
+
+def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace) -> None:
+    """Write a checkpoint that belongs to no run into a folder of its own. Collective.
+
+    Args:
+        folder: must not exist, or be empty; appears when it is complete.
+        tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
+        manifest: what it says of files is added.
+        huggingface: writes config and tokenizer.
+
+    Raises:
+        CheckpointError: the same on all ranks: the folder has something in it, or any of them could not write.
+    """
+    outcome = "make room or write elsewhere"
+    with locked_together(folder):
+        _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
+        draft = gather_objects(draft_of(folder))[0]
+        _write_checkpoint(
+            folder,
+            draft,
+            partial(publish_folder, draft, folder),
+            {key: block_of(tensor) for key, tensor in tensors.items()},
+            manifest=manifest,
+            huggingface=huggingface,
+            outcome=outcome,
+            group=None,
+        )
+
+
+def _write_checkpoint(
+    named: Location,
+    draft: Location,
+    publish: Callable[[], None],
+    blocks: Mapping[str, Block],
+    *,
+    manifest: Manifest,
+    huggingface: HuggingFace,
+    outcome: str,
+    group: ProcessGroup | None,
+) -> None:
+    """Write a checkpoint into a draft, and publish it.
+
+    Args:
+        named: what an error names.
+    """
+    failure = f"cannot write {named}"
+    described: dict[str, SavedFile] = {}
+
+    def begin() -> None:
+        start_draft(draft)
+        # First what is small: what is wrong with it is known before much is written.
+        described.update(_write_huggingface(draft, huggingface))
+
+    try:
+        _on_first_rank(draft, begin, failure, outcome, group)
+        written = _write_blocks(named, draft, blocks, outcome, group)
+        finish = partial(_finish_draft, draft, publish, manifest, {**written, **described})
+        _on_first_rank(draft, finish, failure, outcome, group)
+    except CheckpointError:
+        # What cannot be removed now is removed by the next save.
+        with suppress(*errors_of(draft)):
+            if is_first_rank() and (children(draft) or (is_local(draft) and draft.is_dir())):
+                remove_tree(draft)
+        raise
+
+
+def load_checkpoint(
+    directory: Location,
+    tensors: Mapping[str, Tensor],
+    *,
+    weights_only: bool = False,
+    is_verified: bool = False,
+) -> None:
+    """Fill `tensors` in place from a checkpoint that was saved on any mesh. Collective.
+
+    Args:
+        directory: a checkpoint.
+        tensors: what this rank wants; together the ranks must want exactly what the checkpoint holds, with the same
+            shapes and dtypes (DCP itself would cast in silence and leave out what nobody wants).
+        weights_only: want the parameters and nothing else, in any number format: to begin with them, not to go on.
+        is_verified: whether its files were found to be what was written just now; otherwise they are compared first,
+            because DCP loads a flipped byte without a word.
+
+    Raises:
+        CheckpointError: the same on all ranks: files are missing or damaged, or the tensors are others.
+    """
+    if not is_verified and (damage := find_damage(directory)):
+        raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
+    metadata = read_table(directory)
+    wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    together = _merge(gather_objects(wanted))
+    raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
+    with failing_together(CheckpointError):
+        read_tensors(directory, metadata, tensors)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, into any location, and a full disk is called one.
+
+    torch.save turns the OSError of the file below it into "RuntimeError: unexpected pos 704 vs 598". One thread: an
+    error in a second one is lost, and the save counts as good.
+    """
+
+    def __init__(self, directory: Location) -> None:
+        # Files are flushed to the disk where they are written.
+        super().__init__("", thread_count=1, sync_files=False)
+        self.system = LocationSystem()
+        self.fs = self.system  # type: ignore[assignment]
+        self.path = directory  # type: ignore[assignment]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out where the checkpoint lies: it may be moved, and the table is read with few classes allowed."""
+        return StorageMeta(save_id=self.save_id)
+
+
+def _on_first_rank(
+    where: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
+) -> None:
+    with failing_together(CheckpointError, group):
+        if is_first_rank():
+            try:
+                work()
+            except errors_of(where) as error:
+                raise CheckpointError(Problem(f"rank 0 {failure}: {reason_of(error)}", outcome)) from error
+
+
+def _write_blocks(
+    named: Location, draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+) -> dict[str, SavedFile]:
+    """Write what every rank has, and return what all have written."""
+    writer = _Writer(draft)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                dict(blocks),
+                storage_writer=writer,
+                planner=BlockSavePlanner(),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        ranks: dict[str, list[str]] = defaultdict(list)
+        for rank, (cause, _) in error.failures.items():
+            if isinstance(cause, errors_of(draft)):
+                ranks[reason_of(cause)].append(str(rank))
+        if not ranks:
+            raise
+        raise CheckpointError(
+            f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {named}: {reason}; {outcome}"
+            for reason, who in ranks.items()
+        ) from error
+    return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
+
+
+def _finish_draft(
+    draft: Location, publish: Callable[[], None], manifest: Manifest, written: Mapping[str, SavedFile]
+) -> None:
+    lost = [
+        f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
+        "sees the same files"
+        for name, saved in sorted(written.items())
+        if not (draft / name).is_file() or (draft / name).stat().st_size != saved.num_bytes
+    ]
+    if lost:
+        raise CheckpointError(lost)
+    write_manifest(draft, manifest.model_copy(update={"files": dict(written)}))
+    publish()
+
+
+def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, SavedFile]:
+    if huggingface is None:
+        return {}
+    files: dict[str, SavedFile] = {}
+    with TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        huggingface(source)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            name = f"{HUGGINGFACE_NAME}/{file.relative_to(source).as_posix()}"
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            with write_hashed(draft / name, lambda saved, name=name: files.update({name: saved})) as copy:  # type: ignore[misc]
+                copy.write(file.read_bytes())
+    return files
+
+
+def read_table(directory: Location) -> Metadata:
+    """Read DCP's table of a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: the same on all ranks: some of them cannot.
+    """
+    with failing_together(CheckpointError):
+        return read_metadata(directory)
+
+
+def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
+    merged: dict[str, Description] = {}
+    for answer in answers:
+        for key, description in answer.items():
+            assert merged.setdefault(key, description) == description, f"ranks disagree on the shape or dtype of {key}"
+    return merged
+
+
+def _differences(
+    directory: Location, metadata: Metadata, wanted: Mapping[str, Description], *, weights_only: bool
+) -> list[str]:
+    """Return what keeps the checkpoint from being loaded into `wanted`, one line per kind."""
+    saved = {
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in tensor_entries(metadata, MODEL_PREFIX if weights_only else "").items()
+    }
+    missing = [key for key in wanted if key not in saved]
+    unexpected = [key for key in saved if key not in wanted]
+    both = [key for key in wanted if key in saved]
+    shapes = [f"{key} {saved[key][0]} there, {wanted[key][0]} here" for key in both if saved[key][0] != wanted[key][0]]
+    dtypes = [
+        f"{key} {saved[key][1]} there, {wanted[key][1]} here"
+        for key in both
+        if saved[key][1] != wanted[key][1] and not weights_only
+    ]
+    problems = [
+        f"{directory} {what} ({len(names)}): {name_some(names)}"
+        for what, names in (
+            ("lacks what this run needs", missing),
+            ("holds what this run does not have", unexpected),
+            ("has other shapes", shapes),
+            ("has other number formats", dtypes),
+        )
+        if names
+    ]
+    if problems:
+        problems.append(
+            "it is a checkpoint of another model or optimizer: resume with its own, or begin another run directory"
+        )
+    return problems

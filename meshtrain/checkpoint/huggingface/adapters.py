@@ -1,0 +1,170 @@
+"""LoRA adapters, gathered from a mesh: written as peft writes them, or added to the weights they stand beside."""
+
+import warnings
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from meshtrain.checkpoint.huggingface.description import Tokenizer, write_tokenizer
+from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor
+from meshtrain.checkpoint.storage.named_folder import locked_folder
+from meshtrain.config.mesh import STAGE_AXES
+from meshtrain.errors import CheckpointError, ModelError, Problem, name_some
+from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
+from meshtrain.models.fused import join_parts
+from meshtrain.parallel.pipeline import Pipeline, full_tensor
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank
+from meshtrain.runtime.mesh import axis_rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What one adapter adds to a weight, B A, or to a bias, that of B (`lora_bias`); scaled.
+
+    Attributes:
+        factors: FQNs of A (rank, in) and B (out, rank), or of the bias (out) of B.
+        scaling: factor.
+        transposed: whether the weight is (in, out), that of a Conv1D.
+    """
+
+    factors: tuple[str, ...]
+    scaling: float
+    transposed: bool
+
+    def added_to(self, stock: Tensor, *factors: Tensor) -> Tensor:
+        """Return the weight or bias with the adapter in it, computed as peft merges.
+
+        Args:
+            stock: whole, on the CPU, as the stock model shapes it; changed in place.
+            factors: whole.
+        """
+        if len(factors) == 1:
+            return stock.add_(factors[0] * self.scaling)
+        down, up = factors
+        # peft too multiplies half precision on the CPU in float32.
+        wide = torch.float32 if up.dtype in (torch.float16, torch.bfloat16) else up.dtype
+        product = up.to(wide) @ down.to(wide)
+        delta = (product.T if self.transposed else product) * self.scaling
+        return stock.add_(delta.to(up.dtype))
+
+
+@dataclass(frozen=True)
+class Merging:
+    """The adapters of what lies on a process.
+
+    Attributes:
+        adapters: FQN of a weight or bias -> what is added to it, in order.
+        factors: FQN of a parameter of A or B -> how it is made of our parameters.
+    """
+
+    adapters: Mapping[str, Sequence[Adapter]]
+    factors: Mapping[str, StockTensor]
+
+
+def active_adapters(pipeline: Pipeline) -> dict[str, list[Adapter]]:
+    """Return FQN of a weight or bias -> what the active adapters add to it, for what lies on this process."""
+    found: dict[str, list[Adapter]] = {}
+    for stage in pipeline.stages:
+        for name, layer in stage.model.named_modules():
+            if is_adapted(layer):
+                for kind, adapter in _additions(stock_name(name), layer):
+                    found.setdefault(f"{stock_name(name)}.{kind}", []).append(adapter)
+    return found
+
+
+def _additions(fqn: str, layer: Any) -> Iterator[tuple[str, Adapter]]:
+    for adapter, _, _ in adapters_of(layer):
+        if adapter in layer.active_adapters:
+            scaling, transposed = layer.scaling[adapter], layer.fan_in_fan_out
+            factors = [f"{fqn}.{kind}.{adapter}" for kind in ("lora_A", "lora_B")]
+            yield "weight", Adapter(tuple(f"{factor}.weight" for factor in factors), scaling, transposed)
+            if layer.lora_bias[adapter]:
+                yield "bias", Adapter((f"{factors[1]}.bias",), scaling, transposed)
+
+
+def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> list[str]:
+    """Return a line if adapters have biases that could not be merged, as the model has none there.
+
+    Args:
+        adapters: FQN of a weight or bias -> what is added to it.
+        stock: the names of the stock model.
+    """
+    lost = [name for name in adapters if name not in stock]
+    return lost and [
+        f"the adapters have biases (lora_bias) where the model has none ({lost[0]}), so they cannot be merged; save "
+        "the adapters alone, without merge_adapters"
+    ]
+
+
+def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return FQN -> whole tensor on the CPU, as peft shapes it, of all adapters: on the first rank. Collective.
+
+    Adapters are small, and all of them come at once; elsewhere it is empty.
+    """
+    owned = pipeline.owned_parameters()
+    whole = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
+    whole = join_parts(whole, pipeline.fused)
+    holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in STAGE_AXES)
+    answers: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
+    dist.gather_object(whole if holds_alone else {}, answers)
+    return {name: value for answer in answers or () for name, value in answer.items()}
+
+
+def save_adapters(
+    adapted: Any, pipeline: Pipeline, folder: str | Path, *, tokenizer: Tokenizer = None, **options: Any
+) -> None:
+    """Write the adapters of a parallel model as peft writes those of a stock one. Collective.
+
+    Args:
+        adapted: the PeftModel.
+        pipeline: of the model inside.
+        folder: gets adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
+        tokenizer: to write beside them; None: none, as peft.
+        options: of `PeftModel.save_pretrained`.
+
+    Raises:
+        CheckpointError: on all ranks alike, if the folder cannot be written, or there is no such tokenizer.
+        ModelError: if there is no PeftModel, or something trains that is no adapter.
+    """
+    if adapted is None:
+        raise ModelError(
+            "the adapters were put on the model by its own add_adapter, which cannot save them from several ranks; use "
+            "peft.get_peft_model(model, config), or meshtrain.save_pretrained(model, folder, merge_adapters=True)"
+        )
+    _check_nothing_else_trains(pipeline)
+    tensors = gather_adapters(pipeline)
+    with failing_together(CheckpointError):
+        if not is_first_rank():
+            return
+        state = {f"base_model.model.{name}": value for name, value in tensors.items()}
+        try:
+            with locked_folder(Path(folder)), warnings.catch_warnings():
+                # A local model has no files on the hub to compare with.
+                warnings.simplefilter("ignore")
+                type(adapted).save_pretrained(
+                    adapted, str(folder), state_dict=state, save_embedding_layers=False, **options
+                )
+                if tokenizer is not None:
+                    write_tokenizer(Path(folder), tokenizer, Path())
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                Problem(f"cannot write adapters into {folder}: {reason}", "make room or save elsewhere")
+            ) from error
+
+
+def _check_nothing_else_trains(pipeline: Pipeline) -> None:
+    # peft would leave it out without a word.
+    mine = [name for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
+    if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
+        raise ModelError(
+            f"{name_some(others)} would not be saved: what trains beside adapters is no part of them; write the whole "
+            "model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call requires_grad_(False) "
+            "on it first"
+        )

@@ -1,0 +1,198 @@
+"""From a checkpoint to an ordinary Hugging Face model: one CPU process, one tensor in memory at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from transformers import PreTrainedModel
+
+from meshtrain import console
+from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
+from meshtrain.checkpoint.dcp.store import MODEL_PREFIX
+from meshtrain.checkpoint.huggingface.description import name_of
+from meshtrain.checkpoint.huggingface.layout import (
+    FLOATS,
+    MAX_SHARD_SIZE,
+    HubLayout,
+    Tensors,
+    check_names,
+    layout_of,
+    plain_layout,
+    plan_files,
+    stock_class_named,
+)
+from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor, stock_tensors
+from meshtrain.checkpoint.huggingface.writer import FileWriter, write_index
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.checkpoint.storage.directory import (
+    HUGGINGFACE_NAME,
+    MANIFEST_NAME,
+    USE_ANOTHER,
+    find_checkpoint,
+    is_checkpoint,
+)
+from meshtrain.checkpoint.storage.integrity import find_damage
+from meshtrain.checkpoint.storage.location import Location, as_local, shown_location
+from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_whole
+from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.models.adapters import is_adapter_parameter
+from meshtrain.models.build import stock_model
+
+ORIGINAL = "original"
+
+
+def export_checkpoint(
+    checkpoint: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
+    """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
+
+    Args:
+        checkpoint: a step-N directory; or a run directory, whose newest checkpoint is taken.
+        folder: where the model goes; appears when it is complete.
+        dtype: number format of the weights, by name; "original": what the model's configuration said before the
+            training, or that of the training if it said nothing.
+        max_shard_size: of a safetensors file, in bytes or as in "5GB"; a larger tensor has a file of its own. Peak
+            memory is the largest tensor, twice where the hub keeps it in another form.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, it lacks a tensor of the model or holds others, the folder
+            has something in it or another process writes into it, or the disk is full.
+    """
+    check_new(folder)
+    source = find_checkpoint(checkpoint)
+    if source != checkpoint:
+        console.line(f"{source} is the newest checkpoint")
+    manifest = _write_folder(source, folder, dtype, max_shard_size)
+    console.line(f"{folder} holds {manifest.architecture} of step {manifest.step}")
+
+
+def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+    """Turn what `save_parallelized` wrote into a Hugging Face model; arguments and errors as for `export_checkpoint`.
+
+    Args:
+        source: the folder that was given to `save_parallelized`, or any checkpoint.
+    """
+    check_new(folder)
+    if not is_checkpoint(source):
+        found = f"has no {MANIFEST_NAME}" if source.is_dir() else "is not a directory"
+        raise CheckpointError(
+            f"{shown_location(source)} {found}; give a folder that save_parallelized wrote, or a step-N directory"
+        )
+    manifest = _write_folder(source, folder, dtype, max_shard_size)
+    console.line(f"{folder} holds {manifest.architecture}")
+
+
+def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> dict[str, StockTensor]:
+    """Return the tensors of the stock model by name, in an order that does not depend on the mesh that saved them.
+
+    Raises:
+        CheckpointError: if the checkpoint does not hold what its manifest names.
+    """
+    shapes = {
+        key.removeprefix(MODEL_PREFIX): tuple(entry.size)
+        for key, entry in tensor_entries(metadata, MODEL_PREFIX).items()
+    }
+    if any(map(is_adapter_parameter, shapes)):
+        raise CheckpointError(
+            f"{source} holds LoRA adapters, which are no part of an ordinary model; load it into the adapted model "
+            "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)"
+        )
+    if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
+        raise CheckpointError(
+            Problem(f"{source} lacks parts that its manifest names: {name_some(absent)}", USE_ANOTHER)
+        )
+    return stock_tensors(shapes, manifest.fused, left_out=manifest.tied)
+
+
+def _write_folder(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
+    folder = folder.absolute()
+    with locked_folder(folder):
+        return _write_locked(source, folder, dtype, max_shard_size)
+
+
+def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: int | str) -> Manifest:
+    if damage := find_damage(source):
+        raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
+    manifest, metadata = read_manifest(source), read_metadata(source)
+    if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
+        raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
+    tensors = list_stock_tensors(source, metadata, manifest)
+    with as_local(source / HUGGINGFACE_NAME) as description:
+        chosen = _chosen_dtype(dtype, description, manifest)
+        model = _stock_model(description, manifest, chosen)
+        if model is not None:
+            check_names(source, {name: tensor.shape for name, tensor in tensors.items()}, model)
+        exceptions = {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()}
+        layout = layout_of(model, exceptions) if model is not None else _module_layout(metadata, tensors, chosen)
+        with written_whole(folder) as draft:
+            _copy_description(description, draft, manifest, chosen)
+            _write_tensors(draft, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
+    return manifest
+
+
+def _chosen_dtype(dtype: str, description: Path, manifest: Manifest) -> torch.dtype:
+    if dtype != ORIGINAL:
+        return FLOATS[dtype]
+    values = json.loads((description / "config.json").read_text())
+    original = values.get("dtype") or values.get("torch_dtype")
+    # Training and file may both be in other formats than these; then the training's is kept.
+    return FLOATS.get(original, FLOATS[manifest.dtype])
+
+
+def _stock_model(description: Path, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Return the model on meta; None for a class that comes with its own code, which is not run here."""
+    kind = stock_class_named(manifest.architecture)
+    if kind is None:
+        return None
+    assert kind.config_class is not None
+    return stock_model(kind, kind.config_class.from_pretrained(description), dtype)
+
+
+def _module_layout(metadata: Metadata, tensors: dict[str, StockTensor], dtype: torch.dtype) -> HubLayout:
+    """Return the layout of a class with its own code: transformers knows no other for it than that of its modules."""
+    saved = tensor_entries(metadata, MODEL_PREFIX)
+    formats = {name: saved[f"{MODEL_PREFIX}{tensor.parts[0]}"].properties.dtype for name, tensor in tensors.items()}
+    return plain_layout(
+        {
+            name: (tensor.shape, dtype if formats[name].is_floating_point else formats[name])
+            for name, tensor in tensors.items()
+        }
+    )
+
+
+def _copy_description(description: Path, draft: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+    shutil.copytree(description, draft, dirs_exist_ok=True)
+    path = draft / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("torch_dtype", None)
+    config |= {"architectures": [manifest.architecture], "dtype": name_of(dtype)}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_tensors(draft: Path, layout: HubLayout, max_shard_size: int | str, read: Callable[[str], Tensor]) -> None:
+    plan = plan_files(layout, max_shard_size)
+    files = FileWriter(draft, layout, plan)
+    with console.progress("export", max(1, plan.total_bytes), unit="MB") as advance:
+        for group in layout.groups:
+            made: Tensors = layout.convert({name: read(name) for name in group.stock})
+            for name in group.hub:
+                tensor = made.pop(name)
+                files.write(name, tensor)
+                advance(tensor.nbytes)
+        files.close()
+    write_index(draft, layout, plan)
+
+
+def _read(
+    source: Location, metadata: Metadata, tensors: dict[str, StockTensor], layout: HubLayout, name: str
+) -> Tensor:
+    tensor = tensors[name]
+    whole = torch.empty(tensor.shape, dtype=layout.dtypes[name])
+    read_tensors(source, metadata, {f"{MODEL_PREFIX}{part}": view for part, view in tensor.views(whole).items()})
+    return whole

@@ -1,0 +1,254 @@
+"""Write a folder from tensors that lie on a mesh, all processes together."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshtrain import console
+from meshtrain.checkpoint.huggingface.adapters import Merging
+from meshtrain.checkpoint.huggingface.gathering import gather_block_by_block, receive, send
+from meshtrain.checkpoint.huggingface.layout import FilePlan, Group, HubLayout
+from meshtrain.checkpoint.huggingface.stock_tensors import Shape, StockTensor
+from meshtrain.checkpoint.huggingface.writer import FileWriter, find_lost_files, write_index
+from meshtrain.checkpoint.storage.named_folder import (
+    cannot_write,
+    check_new,
+    draft_of,
+    locked_together,
+    publish_folder,
+    remove_draft,
+    start_folder,
+)
+from meshtrain.errors import CheckpointError
+from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.process import LONGEST_COLLECTIVE
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """The tensors of a model on its mesh.
+
+    Attributes:
+        held: our name -> what lies on this process.
+        stock: stock name -> how it is made of ours, for what lies on this process.
+        shapes: stock name -> shape, of the whole model.
+        owners: stock name -> the rank that gathers it: the first process of a pipeline stage that holds it.
+        groups: of all processes.
+        merging: the adapters that are added to what lies on this process.
+    """
+
+    held: Mapping[str, Tensor]
+    stock: Mapping[str, StockTensor]
+    shapes: Mapping[str, Shape]
+    owners: Mapping[str, int]
+    groups: "Groups"
+    merging: Merging
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of all processes that work in host memory, whatever the training uses, and wait as long as a disk takes.
+
+    Attributes:
+        messages: from one process to another; collectives must not be counted with them.
+        agreement: for collectives.
+    """
+
+    messages: ProcessGroup
+    agreement: ProcessGroup
+
+
+@contextmanager
+def groups_for_saving() -> Iterator[Groups]:
+    """Create groups for as long as a save takes. Collective."""
+    messages, agreement = (dist.new_group(backend="gloo", timeout=LONGEST_COLLECTIVE) for _ in range(2))
+    try:
+        yield Groups(messages, agreement)
+    finally:
+        dist.destroy_process_group(messages)
+        dist.destroy_process_group(agreement)
+
+
+def find_live_tensors(
+    held: Mapping[str, Tensor],
+    stock: Mapping[str, StockTensor],
+    leader: int,
+    groups: Groups,
+    merging: Merging,
+) -> LiveTensors:
+    """Let all processes know what there is. Collective.
+
+    Args:
+        held: our name -> what lies on this process.
+        stock: stock name -> how it is made of ours, for what lies on this process.
+        leader: the rank that gathers what lies here.
+        groups: of all processes.
+        merging: adapters on what lies on this process.
+    """
+    mine = {name: tensor.shape for name, tensor in stock.items()} if leader == dist.get_rank() else {}
+    shapes: dict[str, Shape] = {}
+    owners: dict[str, int] = {}
+    for rank, answer in enumerate(gather_objects(mine, groups.agreement)):
+        for name, shape in answer.items():
+            owners.setdefault(name, rank)
+            shapes[name] = shape
+    return LiveTensors(held, stock, shapes, owners, groups, merging)
+
+
+def write_live_folder(
+    folder: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors, *, describe: Callable[[Path], None]
+) -> None:
+    """Write a folder. Collective.
+
+    Args:
+        folder: appears when it is complete; every machine must see the same one.
+        layout: of the files, made of the stock tensors of `live`.
+        plan: of the files.
+        describe: writes what lies beside the weights; called on the first process.
+
+    Raises:
+        CheckpointError: the same on all processes: the folder has something in it, or cannot be written.
+    """
+    agreement = live.groups.agreement
+    with locked_together(folder, agreement):
+        draft = gather_objects(draft_of(folder), agreement)[0]
+        try:
+            _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
+            problem = _Writing(draft, layout, plan, live).run(folder)
+            raise_together([problem] if problem else [], CheckpointError, agreement)
+            _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, agreement)
+        finally:
+            if is_first_rank():
+                remove_draft(draft)
+
+
+def _begin(folder: Path, draft: Path, describe: Callable[[Path], None]) -> None:
+    check_new(folder)
+    start_folder(draft)
+    describe(draft)
+
+
+def _finish(folder: Path, draft: Path, layout: HubLayout, plan: FilePlan) -> None:
+    if lost := find_lost_files(draft, layout, plan):
+        raise CheckpointError(lost)
+    write_index(draft, layout, plan)
+    publish_folder(draft, folder)
+
+
+def _on_first_rank(work: Callable[[], None], folder: Path, agreement: ProcessGroup) -> None:
+    with failing_together(CheckpointError, agreement):
+        if is_first_rank():
+            try:
+                work()
+            except OSError as error:
+                raise CheckpointError(cannot_write(folder, error)) from error
+
+
+@contextmanager
+def _unseen() -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
+
+
+class _Writing:
+    """One process's part in writing all groups of tensors.
+
+    The owner of a group gathers it and makes of it what the files hold. A file is written by the owner of its first
+    tensor; where a stage ends within a file, the next owner sends what belongs to it. Every message waits for its
+    receiver, so all processes go through the groups in the same order: first those that stay with their owner, for
+    otherwise one stage would wait for all of the stage before.
+    """
+
+    def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors) -> None:
+        self._layout, self._plan, self._live = layout, plan, live
+        self._rank = dist.get_rank()
+        self._files = FileWriter(draft, layout, plan)
+        owner_of = {name: self._owner(group) for group in layout.groups for name in group.hub}
+        self._writers = {file: owner_of[names[0]] for file, names in plan.files.items()}
+        self._error: OSError | None = None
+
+    def run(self, folder: Path) -> str | None:
+        """Take part, to the end; return what went wrong on this process.
+
+        A process that cannot write goes on to receive, for others would wait for it.
+        """
+        mine = [name for name, file in self._plan.file_of.items() if self._writers[file] == self._rank]
+        total_bytes = sum(self._layout.tensors[name].nbytes for name in mine)
+        # In a script of one's own every process might print.
+        shown = console.progress("save", max(1, total_bytes), unit="MB") if is_first_rank() else _unseen()
+        with shown as advance:
+            for group in sorted(self._layout.groups, key=self._leaves_its_owner):
+                self._take_part(group, advance)
+            self._guard(self._files.close)
+        return cannot_write(folder, self._error) if self._error is not None else None
+
+    def _owner(self, group: Group) -> int:
+        owner, *others = {self._live.owners[name] for name in group.stock}
+        assert not others, f"{group.stock} belong together and lie on several stages"
+        return owner
+
+    def _writer(self, name: str) -> int:
+        return self._writers[self._plan.file_of[name]]
+
+    def _leaves_its_owner(self, group: Group) -> bool:
+        return any(self._writer(name) != self._owner(group) for name in group.hub)
+
+    def _take_part(self, group: Group, advance: Callable[[int], None]) -> None:
+        owner = self._owner(group)
+        whole = {name: self._gather(name, owner) for name in group.stock if name in self._live.stock}
+        made = {}
+        if owner == self._rank:
+            made = self._layout.convert({name: tensor for name, tensor in whole.items() if tensor is not None})
+        del whole
+        for name in group.hub:
+            writer = self._writer(name)
+            if writer == self._rank:
+                tensor = made.pop(name) if owner == self._rank else self._receive(name, owner)
+                self._guard(partial(self._files.write, name, tensor))
+                advance(tensor.nbytes)
+            elif owner == self._rank:
+                send(made.pop(name), writer, self._live.groups.messages)
+
+    def _gather(self, name: str, owner: int) -> Tensor | None:
+        tensor, dtype, merging = self._live.stock[name], self._layout.dtypes[name], self._live.merging
+        adapters = merging.adapters.get(name)
+        if adapters is None:
+            return self._gather_one(tensor, dtype, owner)
+        # Added before anything is rounded.
+        whole = self._gather_own(tensor, owner)
+        for adapter in adapters:
+            factors = [self._gather_own(merging.factors[factor], owner) for factor in adapter.factors]
+            if whole is not None:
+                whole = adapter.added_to(whole, *(factor for factor in factors if factor is not None))
+        return None if whole is None else whole.to(dtype)
+
+    def _gather_own(self, tensor: StockTensor, owner: int) -> Tensor | None:
+        return self._gather_one(tensor, self._live.held[tensor.parts[0]].dtype, owner)
+
+    def _gather_one(self, tensor: StockTensor, dtype: torch.dtype, owner: int) -> Tensor | None:
+        whole = torch.empty(tensor.shape, dtype=dtype) if owner == self._rank else None
+        views = tensor.views(whole) if whole is not None else {}
+        for part in tensor.parts:
+            gather_block_by_block(
+                self._live.held[part], views.get(part), dtype=dtype, leader=owner, group=self._live.groups.messages
+            )
+        return whole
+
+    def _receive(self, name: str, owner: int) -> Tensor:
+        wanted = self._layout.tensors[name]
+        tensor = torch.empty(wanted.shape, dtype=wanted.dtype)
+        receive(tensor, owner, self._live.groups.messages)
+        return tensor
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except OSError as error:
+                self._error = error

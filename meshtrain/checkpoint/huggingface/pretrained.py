@@ -1,0 +1,111 @@
+"""From the mesh as it stands to an ordinary Hugging Face folder."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtrain import console
+from meshtrain.checkpoint.huggingface.adapters import Merging, active_adapters, find_lost_biases
+from meshtrain.checkpoint.huggingface.description import Tokenizer, name_of, write_description
+from meshtrain.checkpoint.huggingface.layout import FLOATS, MAX_SHARD_SIZE, check_names, layout_of, plan_files
+from meshtrain.checkpoint.huggingface.mesh_export import (
+    Groups,
+    LiveTensors,
+    find_live_tensors,
+    groups_for_saving,
+    write_live_folder,
+)
+from meshtrain.checkpoint.huggingface.stock_tensors import stock_tensors
+from meshtrain.config.mesh import PP
+from meshtrain.errors import CheckpointError
+from meshtrain.models.adapters import is_adapter_parameter
+from meshtrain.models.build import stock_like
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.shard import reshard
+from meshtrain.runtime.agreement import check_alike, is_first_rank, raise_together
+
+
+def save_pretrained(
+    pipeline: Pipeline,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    tokenizer: Tokenizer = None,
+    origin: Path | None = None,
+) -> None:
+    """Write the model as a folder that stock `from_pretrained` loads, LoRA adapters merged into it. Collective.
+
+    The files are those of stock `save_pretrained`, whatever the mesh. The first process of every pipeline stage writes
+    what lies on that stage, tensor by tensor, and holds one of them whole; the others hold a copy of their part of it.
+
+    Args:
+        pipeline: with values.
+        folder: appears when it is complete; every machine must see the same one.
+        dtype: number format of the weights; None: that of `model.config.dtype`.
+        max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
+        tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
+        origin: that directory; None: what the configuration says.
+
+    Raises:
+        CheckpointError: the same on all processes: `dtype` is no format for weights, the folder has something in it
+            or cannot be written, or the tensors are not those of the model.
+    """
+    model = pipeline.stages[0].model
+    chosen = dtype or original_dtype(pipeline)
+    if chosen not in FLOATS.values():
+        raise CheckpointError(
+            f"dtype = {chosen} is none that weights are saved in; give torch.{', torch.'.join(FLOATS)}"
+        )
+    stock = stock_like(model, chosen)
+    layout = layout_of(stock)
+    plan = plan_files(layout, max_shard_size)
+    folder = folder.absolute()
+    with groups_for_saving() as groups:
+        asked = {"dtype": name_of(chosen), "max_shard_size": max_shard_size, "folder": folder}
+        check_alike("save_pretrained", asked, CheckpointError, groups.agreement)
+        live = live_tensors(pipeline, groups)
+        # The same on all processes, as the tensors are.
+        check_names("the parallel model", live.shapes, stock)
+        describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
+        write_live_folder(folder, layout, plan, live, describe=describe)
+    if is_first_rank():
+        console.line(f"{folder} holds {type(stock).__name__} in {name_of(chosen)}")
+
+
+def original_dtype(pipeline: Pipeline) -> torch.dtype:
+    """Return the number format that the model was built or loaded in."""
+    dtype = pipeline.stages[0].model.config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return dtype or getattr(torch, pipeline.plan.precision.parameters)
+
+
+def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
+    """Return the tensors of a pipeline under their stock names, with adapters to be merged into them. Collective."""
+    for stage in pipeline.stages:
+        # After a forward pass without a backward pass they would be gathered over dp_shard.
+        reshard(stage.model)
+    held = owned_tensors(pipeline)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    stock = stock_tensors(shapes, pipeline.fused)
+    merging = Merging(
+        active_adapters(pipeline), {name: stock.pop(name) for name in [*stock] if is_adapter_parameter(name)}
+    )
+    raise_together(find_lost_biases(merging.adapters, stock), CheckpointError, groups.agreement)
+    return find_live_tensors(held, stock, leader_of(pipeline), groups, merging)
+
+
+def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return our FQN -> parameter or persistent buffer: over all processes, all that belongs to the weights."""
+    return {**pipeline.owned_parameters(), **dict(pipeline.saved_buffers())}
+
+
+def leader_of(pipeline: Pipeline) -> int:
+    """Return the rank that gathers what lies on this process: the first of its place on the pp axis."""
+    ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank(PP)]
+    assert dist.get_rank() in ranks
+    return int(ranks.flatten()[0])

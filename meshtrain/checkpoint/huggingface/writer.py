@@ -1,0 +1,132 @@
+"""Write the safetensors files of a folder tensor by tensor: no more than one of them is in memory.
+
+The library writes a file from all of its tensors at once. The format allows more: a header names every tensor with its
+place in the file, and shapes and number formats are known before. Format: github.com/huggingface/safetensors, README.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from meshtrain.checkpoint.huggingface.layout import FilePlan, HubLayout
+from meshtrain.models.weights.safetensors_files import INDEX_NAME
+
+# In the order in which the library sorts them: large ones first, so that every tensor is aligned.
+_NAMES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
+
+
+def write_index(draft: Path, layout: HubLayout, plan: FilePlan) -> None:
+    """Write which tensor is in which file, if there are several."""
+    if len(plan.files) < 2:
+        return
+    counted = {} if layout.num_parameters is None else {"total_parameters": layout.num_parameters}
+    index = {"metadata": {**counted, "total_size": plan.total_bytes}, "weight_map": plan.file_of}
+    (draft / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def find_lost_files(draft: Path, layout: HubLayout, plan: FilePlan) -> list[str]:
+    """Say which files this process does not see as they were written by others, one line for each."""
+    problems = []
+    for name, members in plan.files.items():
+        tensors = {hub: layout.tensors[hub] for hub in members}
+        size = len(_header(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values())
+        if not (draft / name).is_file() or (draft / name).stat().st_size != size:
+            problems.append(
+                f"{draft / name} is missing or cut off, though its rank wrote it; write where every machine sees the "
+                "same files"
+            )
+    return problems
+
+
+class FileWriter:
+    """Writes tensors into the files of a folder, in any order.
+
+    Args:
+        draft: the folder.
+        layout: says what every tensor is.
+        plan: says in which file it is.
+    """
+
+    def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan) -> None:
+        self._draft, self._layout, self._plan = draft, layout, plan
+        self._offsets: dict[str, int] = {}
+        self._name = ""
+        self._stream: BinaryIO | None = None
+        self._started: set[str] = set()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the folder.
+
+        Args:
+            tensor: on the CPU, of the shape and number format that the layout says.
+        """
+        wanted = self._layout.tensors[name]
+        assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype), f"{name} is not what its layout says"
+        stream = self._open(self._plan.file_of[name])
+        stream.seek(self._offsets[name])
+        # In a view of bytes: there are number formats that numpy does not know.
+        stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Finish the last file: it is on the disk."""
+        if self._stream is not None:
+            with self._stream as stream:
+                self._stream = None
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def _open(self, name: str) -> BinaryIO:
+        if name != self._name or self._stream is None:
+            self.close()
+            self._name = name
+            self._stream = (self._draft / name).open("r+b" if name in self._started else "wb")
+            if name not in self._started:
+                self._start(name, self._stream)
+        return self._stream
+
+    def _start(self, name: str, stream: BinaryIO) -> None:
+        header, offsets = _header({hub: self._layout.tensors[hub] for hub in self._plan.files[name]})
+        stream.write(header)
+        self._offsets |= offsets
+        self._started.add(name)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Return the start of a file, and name -> where the tensor begins in it."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for name in _order(tensors):
+        tensor = tensors[name]
+        places[name] = end
+        end += math.prod(tensor.shape) * tensor.dtype.itemsize
+        table[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [places[name], end],
+        }
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + place for name, place in places.items()}
+
+
+def _order(tensors: Mapping[str, Tensor]) -> Sequence[str]:
+    return sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name.encode()))

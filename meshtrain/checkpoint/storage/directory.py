@@ -1,0 +1,99 @@
+"""A checkpoint is a directory that exists completely or not at all.
+
+ROOT/step-20/             a checkpoint: complete, because its manifest was written last
+    __0_0.distcp ...      the tensors, written by DCP, one file per process
+    .metadata             which block of which tensor is where, written by DCP
+    huggingface/          config.json, generation_config.json and the tokenizer, as `export` hands them on
+    manifest.json         what the tensors belong to, and the hash of every other file
+ROOT/step-30.tmp/         one being written, or what a killed save or removal left; never read
+ROOT/step-20.old/         step-20 while a newer save of the same step takes its name; counts if there is no step-20
+
+ROOT may be a URL. Object stores cannot rename a directory: there a checkpoint is written under its own name, and what
+has no manifest is none. Which checkpoint is the latest is never stored: it is looked up.
+"""
+
+import re
+
+from meshtrain.checkpoint.storage.location import Location, children, file_names, is_local, told_in_a_line
+from meshtrain.errors import CheckpointError, Problem
+
+MANIFEST_NAME = "manifest.json"
+HUGGINGFACE_NAME = "huggingface"
+CHECKPOINTS_NAME = "checkpoints"
+"""Where the checkpoints of a run lie inside its run directory, unless it says otherwise."""
+
+_COMPLETE = re.compile(r"step-(\d+)(\.old)?")
+
+USE_ANOTHER = "use another checkpoint"
+"""What to do about a checkpoint that is broken."""
+
+
+def checkpoint_directory(root: Location, step: int) -> Location:
+    """Return where the checkpoint of a step lies."""
+    return root / f"step-{step}"
+
+
+def draft_directory(root: Location, step: int) -> Location:
+    """Return where the checkpoint of a step is written before it is complete."""
+    return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
+
+
+def list_checkpoints(root: Location) -> list[Location]:
+    """Return the complete checkpoints under `root`, newest first; whether their files are whole is not looked at.
+
+    Raises:
+        CheckpointError: if the location cannot be reached.
+    """
+    found: dict[int, Location] = {}
+    with told_in_a_line(root):
+        for path in children(root):  # "step-20" comes before "step-20.old"
+            if step_named(path) is not None and MANIFEST_NAME in file_names(path):
+                found.setdefault(step_of(path), path)
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def find_checkpoint(path: Location) -> Location:
+    """Return `path` if it is a checkpoint, or the newest one of the run directory or checkpoints root that it is.
+
+    Raises:
+        CheckpointError: if there is none, or it was never finished.
+    """
+    if path.name.endswith(".tmp"):
+        raise CheckpointError(Problem(f"{path} was never finished: the save was cut off", f"{USE_ANOTHER} beside it"))
+    return path if is_checkpoint(path) else find_checkpoints(path)[0]
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether a directory is a complete checkpoint.
+
+    Raises:
+        CheckpointError: if the location cannot be reached.
+    """
+    with told_in_a_line(path):
+        return MANIFEST_NAME in file_names(path)
+
+
+def find_checkpoints(path: Location) -> list[Location]:
+    """Return the checkpoints of a run directory or checkpoints root, newest first.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    for root in (path, path / CHECKPOINTS_NAME):
+        if checkpoints := list_checkpoints(root):
+            return checkpoints
+    found = f"has no {MANIFEST_NAME} and no step-N directory" if path.is_dir() else "is not a directory"
+    raise CheckpointError(f"{path} is no checkpoint: it {found}; give a step-N directory or the run directory above it")
+
+
+def step_of(checkpoint: Location) -> int:
+    """Return the step that the name of a checkpoint says."""
+    step = step_named(checkpoint)
+    assert step is not None
+    return step
+
+
+def step_named(folder: Location) -> int | None:
+    """Return the step that the name of a folder says; None if it is not that of a checkpoint."""
+    match = _COMPLETE.fullmatch(folder.name)
+    return None if match is None else int(match[1])

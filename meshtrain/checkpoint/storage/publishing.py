@@ -1,0 +1,137 @@
+"""How a checkpoint appears and goes: written into a draft, published whole, removed when newer ones are there."""
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshtrain import console
+from meshtrain.checkpoint.manifest import read_manifest
+from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
+from meshtrain.checkpoint.storage.location import Location, children, files_below, is_local, remove_tree
+from meshtrain.errors import CheckpointError, name_some
+from meshtrain.runtime.disk import flush
+
+_LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        newest: how many of the newest.
+        every: also those whose step is a multiple of it, for ever.
+        best: also so many of those with the lowest evaluation loss.
+    """
+
+    newest: int
+    every: int | None = None
+    best: int = 0
+
+
+def start_draft(draft: Location) -> None:
+    """Make an empty directory to write a checkpoint into."""
+    if children(draft) or (is_local(draft) and draft.exists()):
+        # First what makes it a checkpoint, if it is one: this may be an object store.
+        (draft / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(draft)
+    draft.mkdir(parents=True, exist_ok=True)
+
+
+def publish_checkpoint(draft: Location, final: Location) -> None:
+    """Give a draft whose files are on the disk its name, whole at every moment.
+
+    A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
+    the draft has its name already.
+    """
+    if not isinstance(draft, Path) or not isinstance(final, Path):
+        return
+    for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
+        flush(directory)
+    if final.exists():
+        aside = final.with_name(f"{final.name}.old")
+        if aside.exists():
+            _remove(aside)
+        final.rename(aside)
+    draft.rename(final)
+    flush(final.parent)
+
+
+def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> None:
+    """Remove checkpoints up to `step` that need not stay, and what killed saves left behind.
+
+    Later steps belong to a future that was rewound; the run will overwrite them when it gets there. A checkpoint with
+    files in it that are not its own is left to the person who put them there.
+    """
+    checkpoints = list_checkpoints(root)
+    past = [path for path in checkpoints if step_of(path) <= step]
+    kept = _kept(past, retention)
+    for path in _leftovers(root, checkpoints):
+        _remove(path)
+    for path in past:
+        if path in kept:
+            continue
+        try:
+            foreign = foreign_files(path)
+        except CheckpointError as error:
+            console.line(f"{path} stays, for what belongs to it is not known: {error.lines[0]}")
+            continue
+        if foreign:
+            console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")
+        else:
+            _remove(path)
+
+
+def foreign_files(checkpoint: Location) -> list[str]:
+    """Return the names of the files that a checkpoint's manifest does not know.
+
+    Raises:
+        CheckpointError: if the manifest cannot be read.
+    """
+    known = {*read_manifest(checkpoint).files, MANIFEST_NAME}
+    return [name for name, _ in files_below(checkpoint) if name not in known]
+
+
+def _kept(newest_first: list[Location], retention: Retention) -> list[Location]:
+    kept = newest_first[: retention.newest]
+    if retention.every is not None:
+        kept += [path for path in newest_first if step_of(path) % retention.every == 0]
+    if retention.best:
+        kept += _best(newest_first, retention.best)
+    return kept
+
+
+def _best(checkpoints: Iterable[Location], number: int) -> list[Location]:
+    losses: list[tuple[float, Location]] = []
+    for path in checkpoints:
+        try:
+            loss = read_manifest(path).evaluation_loss
+        except CheckpointError:
+            # Damaged: it will be said when somebody wants to load it.
+            continue
+        if loss is not None:
+            losses.append((loss, path))
+    return [path for _, path in sorted(losses, key=lambda item: item[0])[:number]]
+
+
+def _leftovers(root: Location, checkpoints: list[Location]) -> list[Location]:
+    if is_local(root):
+        return [path for path in children(root) if _LEFTOVER.fullmatch(path.name) and path not in checkpoints]
+    unfinished = [path for path in children(root) if step_named(path) is not None and path not in checkpoints]
+    return [path for path in unfinished if any(child.name.endswith(".distcp") for child in children(path))]
+
+
+def _remove(directory: Location) -> None:
+    # Out of sight first: a removal that is killed half way must not leave a checkpoint with files missing.
+    if not isinstance(directory, Path):
+        (directory / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(directory)
+        return
+    hidden = directory
+    if not directory.name.endswith(".tmp"):
+        hidden = directory.with_name(f"{directory.name}.tmp")
+        shutil.rmtree(hidden, ignore_errors=True)
+        directory.rename(hidden)
+    shutil.rmtree(hidden)

@@ -1,0 +1,144 @@
+"""The doors to what a run leaves behind: checkpoints, ordinary models, text."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from meshtrain import console
+from meshtrain.cli.app import app, checkpoint_app
+
+Dtype = Annotated[
+    Literal["original", "float32", "bfloat16", "float16"],
+    typer.Option(help="Number format of the weights; original: what the model had before the training."),
+]
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest; may be a URL.", show_default=False
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
+    dtype: Dtype = "original",
+) -> None:
+    """Write a Hugging Face model. The stock from_pretrained loads it."""
+    from meshtrain.checkpoint.huggingface.export import export_checkpoint
+    from meshtrain.checkpoint.storage.location import open_location
+
+    export_checkpoint(open_location(checkpoint), folder, dtype=dtype)
+
+
+@app.command()
+def merge(
+    folder: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER", help="What save_parallelized wrote, or a checkpoint; may be a URL.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    dtype: Dtype = "original",
+) -> None:
+    """Join what every process wrote to a Hugging Face model. One process, no accelerator."""
+    from meshtrain.checkpoint.huggingface.export import merge as merge_files
+    from meshtrain.checkpoint.storage.location import open_location
+
+    merge_files(open_location(folder), out, dtype=dtype)
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run directory or its checkpoints; may be a URL.", show_default=False)
+    ],
+) -> None:
+    """Show the checkpoints of a run."""
+    from meshtrain.checkpoint.show import show_checkpoints
+    from meshtrain.checkpoint.storage.location import open_location
+
+    show_checkpoints(open_location(directory))
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoints(
+    directory: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them; may be a URL.", show_default=False),
+    ],
+) -> None:
+    """Read every file of checkpoints and compare it with what was written."""
+    from meshtrain.checkpoint.show import verify_checkpoints as verify_them
+    from meshtrain.checkpoint.storage.location import open_location
+
+    verify_them(open_location(directory))
+
+
+@checkpoint_app.command("convert")
+def convert_checkpoint(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FROM",
+            help="A checkpoint, a run directory: its newest; or a Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TO", help="The Hugging Face folder, or where step-0 is written.", show_default=False),
+    ],
+    dtype: Dtype = "original",
+) -> None:
+    """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint to train from."""
+    from meshtrain.checkpoint.huggingface.convert import convert
+    from meshtrain.checkpoint.storage.location import open_location
+
+    convert(open_location(source), open_location(target), dtype=dtype)
+
+
+@app.command()
+def generate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or a run directory: its newest; or a Hugging Face model; may be a URL.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[list[str], typer.Option(help="The text to go on from; repeatable.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How far, unless the model ends it earlier.")] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="0: always the most likely token; left out: 0.8, or 0 with beams.", show_default=False
+        ),
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likely tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among those that have this probability.")] = 1.0,
+    num_beams: Annotated[int, typer.Option(min=1, help="Follow so many likely texts, and give the best.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
+) -> None:
+    """Let a model go on from prompts. Start it with torchrun, and a plan or keys of one, for more than one process."""
+    from meshtrain.config.toml import load_plan
+
+    how = load_plan(plan, overrides or ()) if plan is not None or overrides else None
+    from meshtrain.inference.prompts import Decoding, generate_texts
+
+    decoding = Decoding(
+        max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, num_beams=num_beams, seed=seed
+    )
+    for text in generate_texts(source, prompt, decoding, how):
+        console.line(text)

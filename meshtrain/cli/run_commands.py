@@ -1,0 +1,179 @@
+"""The doors to a run: train it, check it, prove it, show its plan."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from meshtrain import console
+from meshtrain.cli.app import Overrides, Run, app
+from meshtrain.errors import ConfigError
+from meshtrain.runtime.exit_codes import COME_AGAIN, NOT_PROVEN
+
+WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
+OptionalWorldSize = Annotated[
+    int | None, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)
+]
+
+
+@app.command()
+def train(
+    run: Run,
+    overrides: Overrides = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Start so many processes on this machine; `gpus`: one for each GPU."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --processes: how often all start again after one was lost; else 0 times."),
+    ] = None,
+) -> None:
+    """Train a run, or resume it. Use --processes for several processes, and torchrun for several machines."""
+    if processes is None and max_restarts is not None:
+        raise ConfigError("--max-restarts belongs to --processes; give both, or leave it out")
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    if processes is not None:
+        raise typer.Exit(_start_processes(run, overrides or (), processes, max_restarts or 0))
+    from meshtrain.api.train import train as train_run
+    from meshtrain.runtime.environment import must_end_with_0
+    from meshtrain.training.run import Ending
+
+    ending = train_run(config)
+    if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not must_end_with_0()):
+        raise typer.Exit(COME_AGAIN)
+
+
+def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_restarts: int) -> int:
+    """Train in several processes, and return the exit code.
+
+    Raises:
+        ConfigError: if there can be no such number of processes.
+    """
+    from meshtrain.runtime.environment import is_launched
+
+    if is_launched():
+        raise ConfigError("--processes starts processes, but torchrun has started this one; leave one of them out")
+    if processes != "gpus" and (not processes.isdecimal() or int(processes) == 0):
+        raise ConfigError(f"--processes {processes}: expected a whole number from 1, or `gpus`")
+    import torch
+
+    from meshtrain.runtime.launch import run_workers
+
+    number = torch.cuda.device_count() if processes == "gpus" else int(processes)
+    if number == 0:
+        raise ConfigError(
+            "--processes gpus: this machine has no GPU; say how many processes shall train on its CPU, as in "
+            "--processes 4"
+        )
+    command = [sys.executable, "-u", "-m", "meshtrain", "train", str(run), *overrides]
+    return run_workers(command, number, max_restarts=max_restarts)
+
+
+@app.command()
+def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
+    """Show who would hold what. Finds every contradiction between run, plan, model and number of processes."""
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    from meshtrain.training.report import check_run
+
+    check_run(config, world_size)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the proofs as JSON.")] = None,
+    models: Annotated[bool, typer.Option("--models", help="Instead of a run: every class of transformers.")] = False,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --models: where to write the table; else coverage.md.")
+    ] = None,
+    types: Annotated[
+        list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
+    ] = None,
+    only_defaults: Annotated[
+        bool, typer.Option("--defaults", help="With --models: no other flags than the defaults of each class.")
+    ] = False,
+) -> None:
+    """Prove that a plan computes what one device does. On a tiny copy of the model; exit code 0: proven, 1: not."""
+    if models == (run is not None):
+        raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
+    if (models and json_file is not None) or (not models and (types or only_defaults or table is not None)):
+        raise ConfigError(
+            "--json belongs to a RUN, --type, --defaults and --table to --models; leave out what does not"
+        )
+    table = table or (Path("coverage.md") if models else None)
+    for option, file in (("--json", json_file), ("--table", table)):
+        if file is not None:
+            _check_writable(option, file)
+    if run is None:
+        from meshtrain.verify.classes import verify_models
+
+        assert table is not None
+        proven = verify_models(types or (), table, only_defaults=only_defaults)
+    else:
+        from meshtrain.config.toml import load_run
+
+        config = load_run(run, overrides or ())
+        from meshtrain.verify.verify_run import verify_run
+
+        proven = verify_run(config, json_file)
+    if not proven:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Check that a file can be written in the end: a proof takes long, and must not be lost.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    try:
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
+        if file.is_dir():
+            # An empty name is the directory that this is.
+            raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
+        is_new = not file.exists()
+        # Nothing but trying tells: a file system may be read-only, or may not have such names.
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another place") from error
+    if is_new:
+        file.unlink()
+
+
+@app.command()
+def plan(
+    run: Run,
+    overrides: Overrides = None,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Show it as a plan file.")] = False,
+    world_size: OptionalWorldSize = None,
+) -> None:
+    """Show the resolved plan of a run."""
+    from meshtrain.config.toml import load_run
+
+    config = load_run(run, overrides or ())
+    from meshtrain.training.report import show_plan
+
+    show_plan(config, world_size=world_size, as_toml=as_toml)
+
+
+@app.command()
+def schema(
+    kind: Annotated[
+        Literal["run", "plan", "corpus"],
+        typer.Argument(metavar="run|plan|corpus", help="The kind of file.", show_default=False),
+    ],
+) -> None:
+    """Show a JSON schema. With it, editors complete run, plan and corpus files."""
+    from meshtrain.config.schema import described_schema
+
+    console.line(json.dumps(described_schema(kind), indent=2))

@@ -1,0 +1,123 @@
+"""Where a model to generate from lies: a Hugging Face folder, or a checkpoint."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, PretrainedConfig
+
+from meshtrain.checkpoint.manifest import Manifest, read_manifest
+from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, find_checkpoint
+from meshtrain.checkpoint.storage.location import Location, as_local, open_location
+from meshtrain.config.plan import ParallelPlan, PrecisionPlan
+from meshtrain.config.run import ModelConfig
+from meshtrain.config.toml import with_family
+from meshtrain.errors import CheckpointError, ModelError
+from meshtrain.models.build import build_model, load_hf_config, refusal_reason, stored_generation_config
+from meshtrain.models.initialize import restore_buffers
+from meshtrain.parallel import parallelize
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.runtime.mesh import build_mesh
+from meshtrain.training.state import load_weights_of
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk.
+
+    Attributes:
+        location: what holds the weights.
+        directory: what holds configuration and tokenizer.
+        manifest: of a checkpoint; None of a Hugging Face folder.
+    """
+
+    location: Location
+    directory: Path
+    manifest: Manifest | None = None
+
+    def __str__(self) -> str:
+        return str(self.location)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a checkpoint, and no Hugging Face folder."""
+        return self.manifest is not None
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer.
+
+        Raises:
+            ModelError: if there is none.
+        """
+        try:
+            return AutoTokenizer.from_pretrained(self.directory)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self} holds no tokenizer: {refusal_reason(error)}") from error
+
+    def config(self) -> PretrainedConfig:
+        """Load the configuration.
+
+        Raises:
+            ModelError: if it describes no causal language model.
+        """
+        return load_hf_config(ModelConfig(path=str(self.directory)))
+
+
+def find_model_source(source: str, stack: ExitStack) -> ModelSource:
+    """Look for a model.
+
+    Args:
+        source: a Hugging Face folder, a checkpoint, or a run directory, whose newest checkpoint is taken; may be a URL.
+        stack: closed when the files are not needed any more.
+
+    Raises:
+        ModelError: if there is none.
+        CheckpointError: if the location cannot be reached, or the checkpoint is of another version.
+    """
+    location = open_location(source)
+    if isinstance(location, Path) and (location / "config.json").is_file():
+        return ModelSource(location, location)
+    try:
+        checkpoint = find_checkpoint(location)
+    except CheckpointError as error:
+        raise ModelError(
+            f"{source} holds neither a Hugging Face model (no config.json) nor a checkpoint ({error})"
+        ) from error
+    return ModelSource(
+        checkpoint, stack.enter_context(as_local(checkpoint / HUGGINGFACE_NAME)), read_manifest(checkpoint)
+    )
+
+
+def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelPlan, device: torch.device) -> Pipeline:
+    """Lay a model out on the processes, in the number format that it was saved for. Collective.
+
+    Raises:
+        PlanError: if the plan does not fit the model or the number of processes.
+        ModelError: if the weights are not whole, or are those of another model.
+        CheckpointError: likewise, of a checkpoint.
+    """
+    dtype: Any = source.manifest.dtype if source.manifest else str(config.dtype or "float32").removeprefix("torch.")
+    model = build_model(config, dtype=getattr(torch, dtype), attention=None)
+    world_size = dist.get_world_size()
+    # Unchecked: what can be computed in is more than what can be trained in.
+    precision = PrecisionPlan.model_construct(parameters=dtype, compute=dtype, reduce=dtype)
+    tensor = plan.tensor.model_copy(update={"loss_parallel": False})
+    plan = with_family(plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type)
+    num_stages = plan.mesh.pp * plan.pipeline.stages_per_rank
+    plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
+    mesh = build_mesh(plan.mesh, device.type)
+    pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
+    if (generation := stored_generation_config(source.directory)) is not None:
+        pipeline.set_generation_config(generation)
+    if source.is_checkpoint:
+        for stage in pipeline.stages:
+            restore_buffers(stage.model)
+        load_weights_of(source.location, pipeline)
+    else:
+        load_pretrained(pipeline, source.directory)
+    return pipeline

@@ -1,0 +1,182 @@
+"""A pipeline as one model, for transformers' own `generate`.
+
+The loop of `generate` runs on every process of the pipeline, on a model whose forward runs all stages, one after the
+other, and gives every process the logits of the last. So whatever `generate` can do, it does here as well.
+"""
+
+import copy
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from meshtrain.compat.nn import instance_of, set_forward
+from meshtrain.compat.transformers import keeps_keys_and_values
+from meshtrain.config.mesh import PP, TP
+from meshtrain.errors import ModelError, UserError, name_some
+from meshtrain.models.build import stock_class
+from meshtrain.parallel.cut.stage import Stage
+from meshtrain.parallel.pipeline import Pipeline, hidden_like
+from meshtrain.parallel.schedule.forward_only import ForwardMessages
+from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.tensor.collectives import gather_vocabulary
+from meshtrain.runtime.mesh import axis_size
+
+KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# What a forward pass could take or give, and one stage of it cannot.
+WHOLE_MODEL_ONLY = ("inputs_embeds", "output_attentions", "output_hidden_states")
+
+
+def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
+    """Return a model that has the parts of this process's first stage, and a forward that runs all stages. Collective.
+
+    Its forward has the signature of the stock model, and wants to be called on all processes of the pipeline alike.
+    """
+    stage = pipeline.stages[0].model
+    # Made past the class: FSDP2 would build another model, and its hooks belong to the stage.
+    stock = stock_class(stage)
+    model: PreTrainedModel = instance_of(stock, stage)
+    run = _Stages(pipeline)
+
+    @wraps(stock.forward.__get__(model))
+    def forward(input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
+        return run(input_ids, **inputs)
+
+    set_forward(model, forward)
+    return model
+
+
+class _Stages:
+    """Runs the stages of this process, with a cache for each."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.owners = stage_owners(pipeline.plan.pipeline, axis_size(pipeline.mesh, PP))
+        self.caches = _StageCaches(pipeline.stages)
+
+    def __call__(
+        self, input_ids: Tensor | None, past_key_values: Cache | None = None, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        """Run one forward pass.
+
+        Args:
+            input_ids: (batch, seq), the tokens that are not in the cache yet.
+            past_key_values: what `generate` keeps; it grows by these tokens.
+            inputs: as for the stock forward.
+
+        Returns:
+            The logits (batch, kept, vocab) on every process, and the cache.
+
+        Raises:
+            UserError: for inputs and outputs that no single stage has.
+            ModelError: for a cache that is no cache of keys and values.
+        """
+        if refused := [name for name in WHOLE_MODEL_ONLY if inputs.get(name) is not None and inputs[name] is not False]:
+            raise UserError(
+                f"generate: {name_some(refused)} cannot be had from a pipeline, of which every process holds a part; "
+                "leave it out, or use a mesh with pp = 1"
+            )
+        assert input_ids is not None
+        use_cache = bool(inputs.get("use_cache"))
+        if past_key_values is None and use_cache and "cache_params" not in inputs:
+            past_key_values = _begin_anew(self.pipeline.stages[0].model)
+        caches = self.caches.of(past_key_values, use_cache=use_cache)
+        borders = ForwardMessages(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, PP))
+        for stage, cache in zip(self.pipeline.stages, caches, strict=True):
+            stage.channel.sequence_length = input_ids.shape[1]
+            received = input_ids
+            if not stage.is_first:
+                received = borders.receive(stage.index, hidden_like(self.pipeline, input_ids, input_ids.device))
+            output = stage.model(received, **inputs, **({} if cache is None else {"past_key_values": cache}))
+            if not stage.is_last:
+                borders.hand_on(stage.index, output)
+            if cache is not None:
+                _count_elsewhere(cache, stage, input_ids)
+            borders.end_stage()
+        borders.wait()
+        return CausalLMOutputWithPast(logits=self._share(output), past_key_values=past_key_values)
+
+    def _share(self, output: Tensor) -> Tensor:
+        """Give every process the logits of the last stage."""
+        pipeline = self.pipeline
+        last = pipeline.stages[-1]
+        vocabulary = last.model.config.get_text_config().vocab_size
+        if not last.is_last:
+            like = last.channel.logits
+            assert like is not None
+            logits = like.new_empty(*like.shape[:-1], vocabulary)
+        elif pipeline.logits_are_sharded:
+            logits = gather_vocabulary(output, vocabulary, pipeline.mesh.get_group(TP))
+        else:
+            logits = output.contiguous()
+        dist.broadcast(logits, group=pipeline.mesh.get_group(PP), group_src=self.owners[-1])
+        return logits
+
+
+class _StageCaches:
+    """One cache for each stage of this process, made of the one that `generate` has.
+
+    Several stages cannot have one in common: masks and positions are made from the length of the first layers, which a
+    forward pass of one stage changes before that of the next. The cache of `generate` holds the layers of all of them,
+    so that what it does to its layers (to reorder beams, to crop) is done to all.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+        self.whole: Cache | None = None
+        self.parts: list[Cache] = []
+
+    def of(self, whole: Cache | None, *, use_cache: bool) -> list[Cache] | list[None]:
+        if whole is None:
+            if use_cache:
+                kind = type(self.stages[0].model).__name__
+                raise ModelError(f"generate: {_refusal(kind, 'a cache of its own')}")
+            return [None] * len(self.stages)
+        if whole is not self.whole:
+            self.whole, self.parts = whole, self._split(whole)
+        return self.parts
+
+    def _split(self, whole: Cache) -> list[Cache]:
+        num_layers = len(self.stages[0].layers)
+        if whole.layer_class_to_replicate is not None:
+            whole.layers += [whole.layer_class_to_replicate() for _ in range(num_layers - len(whole.layers))]
+        others = sorted({type(layer).__name__ for layer in whole.layers if type(layer) not in KEYS_AND_VALUES})
+        if others:
+            raise ModelError(f"generate: {_refusal(type(self.stages[0].model).__name__, name_some(others))}")
+        if len(whole.layers) == num_layers:
+            empty = copy.deepcopy(whole.layers)
+            for _ in self.stages[1:]:
+                whole.layers += copy.deepcopy(empty)
+        parts = []
+        for place in range(len(self.stages)):
+            part = copy.copy(whole)
+            part.layers = whole.layers[place * num_layers : (place + 1) * num_layers]
+            parts.append(part)
+        return parts
+
+
+def _begin_anew(model: Any) -> Cache | None:
+    """Return an empty cache for a model that has dropped the one of `generate`, as Phi-3 where its frequencies change.
+
+    A model that keeps something else was given none, and gets none here.
+    """
+    return DynamicCache(config=model.config.get_text_config()) if keeps_keys_and_values(model) else None
+
+
+def _refusal(model: str, what: str) -> str:
+    return (
+        f"{model} keeps {what}, and only keys and values (of all positions or of a window) can lie on several stages; "
+        "pass use_cache=False, or use a mesh with pp = 1"
+    )
+
+
+def _count_elsewhere(cache: Cache, stage: Stage, input_ids: Tensor) -> None:
+    """Let the layers of other stages grow as well: a forward pass asks the first layers how long the sequence is."""
+    nothing = input_ids.new_zeros((), dtype=stage.model.dtype).expand(input_ids.shape[0], 1, input_ids.shape[1], 1)
+    for index, layer in enumerate(cache.layers):
+        if not stage.first_layer <= index < stage.last_layer:
+            layer.update(nothing, nothing)  # type: ignore[union-attr]

@@ -1,0 +1,182 @@
+"""Text that goes on from prompts, by an exported model or a checkpoint, on any mesh."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import ConfigError, ModelError, UserError, name_some
+from meshtrain.inference.generation import generate_on_mesh
+from meshtrain.inference.loading import ModelSource, find_model_source, pipeline_from
+from meshtrain.models.build import refusal_reason
+from meshtrain.models.rotary import most_positions
+from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.runtime.process import check_devices, process_group
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a text goes on.
+
+    Attributes:
+        max_new_tokens: how far, unless the model ends it earlier.
+        temperature: 0 takes the likeliest token each time; higher draws more freely. None: 0 for beams, else 0.8.
+        top_k: draw among so many of the likeliest tokens; 0: among all.
+        top_p: draw among the likeliest tokens that have this probability together.
+        num_beams: follow so many of the likeliest texts, and give the best.
+        seed: of the draws.
+    """
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    num_beams: int = 1
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return what transformers' `generate` takes.
+
+        Raises:
+            UserError: for a choice that says how to draw, where nothing is drawn.
+        """
+        temperature = (0.8 if self.num_beams == 1 else 0.0) if self.temperature is None else self.temperature
+        if temperature > 0 and self.num_beams > 1:
+            raise UserError(
+                f"--num-beams {self.num_beams} follows the likeliest texts, and --temperature {temperature} draws; "
+                "leave one of them out"
+            )
+        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "use_cache": True}
+        if temperature > 0:
+            draws = {"do_sample": True, "temperature": temperature, "top_k": self.top_k, "top_p": self.top_p}
+            return common | draws
+        if self.top_k or self.top_p < 1:
+            raise UserError(
+                "--top-k and --top-p say among which tokens to draw, and without a temperature nothing is drawn; leave "
+                "them out, or give --temperature (and no --num-beams)"
+            )
+        return common | {"do_sample": False}
+
+
+def generate_texts(
+    source: str, prompts: Sequence[str], decoding: Decoding, plan: ParallelPlan | None = None
+) -> list[str]:
+    """Continue prompts. Collective over the processes that torchrun started.
+
+    Args:
+        source: what `meshtrain export` wrote, or any local Hugging Face model; or a checkpoint, or a run directory,
+            whose newest checkpoint is taken; may be a URL.
+        prompts: how the texts begin; several go on side by side.
+        decoding: how they go on.
+        plan: how the model lies on the processes; None: there is one.
+
+    Returns:
+        Each prompt with its continuation, the same on all processes.
+
+    Raises:
+        ModelError: if there is no whole model.
+        CheckpointError: if the checkpoint cannot be read.
+        PlanError: if the plan does not fit the model or the number of processes.
+        UserError: if a prompt is empty or too long for the model, or the choices contradict each other.
+    """
+    options, world_size = decoding.options(), world_size_from_environment()
+    if not all(prompts):
+        raise UserError("the prompt is empty; give the words that the text begins with")
+    if plan is None and world_size > 1:
+        raise ConfigError(
+            f"{world_size} processes are started, and no plan says what each is for; add mesh.tp={world_size} (or "
+            f"mesh.pp={world_size}), or --plan FILE, or start one process"
+        )
+    with ExitStack() as stack:
+        found = find_model_source(source, stack)
+        if plan is None and not found.is_checkpoint:
+            tokenizer, model = _stock(found)
+            batch = _encode(tokenizer, prompts, found, model.config, decoding)
+            return _write(tokenizer, model.generate, batch, options, model.device, decoding.seed)
+        check_devices()
+        tokenizer, config = found.tokenizer(), found.config()
+        batch = _encode(tokenizer, prompts, found, config, decoding)
+        device = stack.enter_context(process_group())
+        pipeline = pipeline_from(found, config, plan or ParallelPlan(), device)
+
+        def generate(ids: Tensor, **given: Any) -> Tensor:
+            return generate_on_mesh(pipeline, ids, **given)
+
+        return _write(tokenizer, generate, batch, options, device, decoding.seed)
+
+
+def _stock(found: ModelSource) -> tuple[Any, Any]:
+    """Load tokenizer and model as anybody would."""
+    # Its bar would stand between the command and the text, even in a file.
+    had_bar = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(found.directory)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"{found} holds no whole model with its tokenizer: {refusal_reason(error)}; export it again"
+        ) from error
+    finally:
+        if had_bar:
+            enable_progress_bar()
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers draws them by chance, and writes nonsense.
+        raise ModelError(
+            f"{found} lacks weights of the model ({len(missing)}): {name_some(missing)}; use a folder that has them all"
+        )
+    device: Any = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return tokenizer, model.to(device)
+
+
+def _encode(
+    tokenizer: Any, prompts: Sequence[str], found: ModelSource, config: PretrainedConfig, decoding: Decoding
+) -> dict[str, Tensor]:
+    """Return the tokens of the prompts, left-padded: (prompts, seq) each."""
+    rows: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
+    if not all(rows):
+        # transformers makes a tokenizer without a vocabulary where the files are missing.
+        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; are its files there?")
+    width, limit = max(map(len, rows)), most_positions(config)
+    if limit is not None and width + decoding.max_new_tokens > limit:
+        raise UserError(
+            f"a prompt of {width} tokens with {decoding.max_new_tokens} more is asked for, but the model has {limit} "
+            f"positions; ask for at most {max(limit - width, 0)} or shorten the prompt"
+        )
+    padding = _padding(tokenizer)
+    return {
+        "ids": torch.tensor([[padding] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def _padding(tokenizer: Any) -> int:
+    # The mask hides it, so that any token would do.
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in known if token is not None)
+
+
+def _write(
+    tokenizer: Any,
+    generate: Callable[..., Tensor],
+    batch: dict[str, Tensor],
+    options: dict[str, Any],
+    device: torch.device,
+    seed: int,
+) -> list[str]:
+    ids, mask = batch["ids"].to(device), batch["attention_mask"].to(device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = generate(ids, attention_mask=mask, pad_token_id=_padding(tokenizer), **options)
+    texts = []
+    for row, hidden in zip(output.tolist(), (mask == 0).sum(dim=1).tolist(), strict=True):
+        texts.append(str(tokenizer.decode(row[hidden:], skip_special_tokens=True)))
+    return texts

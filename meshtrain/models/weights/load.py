@@ -1,0 +1,149 @@
+"""Pretrained weights: every process reads only its own slices of the safetensors files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.errors import ModelError, name_some
+from meshtrain.models.fused import FusedParameter
+from meshtrain.models.layout import local_ranges, local_tensor
+from meshtrain.models.weights.block_reader import BlockReader
+from meshtrain.models.weights.hub_layout import Layout, find_layout
+from meshtrain.models.weights.lazy_tensor import LazyTensor
+from meshtrain.models.weights.safetensors_files import find_tensors
+from meshtrain.models.weights.vocabulary import enlarge_vocabulary as with_new_rows
+from meshtrain.models.weights.vocabulary import names_by_vocabulary
+from meshtrain.runtime.agreement import failing_together
+
+# Both ends of a tie are compared in pieces of so many bytes.
+_COMPARED_BYTES = 16 * 2**20
+
+
+@torch.no_grad()
+def load_weights(
+    parameters: Mapping[str, Tensor],
+    source: Path,
+    *,
+    fused: Sequence[FusedParameter],
+    stock: PreTrainedModel,
+    enlarge_vocabulary: bool = False,
+) -> None:
+    """Fill this rank's parameters from the safetensors files of a Hugging Face directory. Collective.
+
+    Every layout that transformers' `from_pretrained` reads is read: that of the modules, and older ones in which
+    experts lie one by one, projections are fused or names are others. The host holds, beside the parameters, little
+    more than one tensor of the files at a time.
+
+    Args:
+        parameters: our FQN -> what lies on this rank, plain or DTensor on any mesh and device; values are cast to its
+            dtype. Buffers that the model saves may be among them: they are filled if the files have them. The ranks
+            together hold the whole model.
+        source: a local directory with model.safetensors, or with an index and the files that it names.
+        fused: which stock parameters are kept in parts.
+        stock: the whole model, unchanged, on meta (`stock_like`): names, shapes and conversions are its.
+        enlarge_vocabulary: where the model's vocabulary is larger than that of the files, new rows of embedding and
+            head become the mean of those that are there.
+
+    Raises:
+        ModelError: the same on all ranks: files are missing or broken, or they hold another model.
+    """
+    pinned = any(local_tensor(parameter).device.type == "cuda" for parameter in parameters.values())
+    with BlockReader(pinned=pinned) as reader:
+        with failing_together(ModelError):
+            layout = find_layout(stock, find_tensors(source))
+            if problems := _problems(source, stock, layout, enlarge_vocabulary=enlarge_vocabulary):
+                raise ModelError(problems)
+        with failing_together(ModelError):
+            origins = _part_origins(with_new_rows(layout.origins, stock), fused)
+            _fill(parameters, origins, reader)
+            if problems := _contradictions(parameters, origins, layout.contested, source, reader):
+                raise ModelError(problems)
+
+
+def _problems(source: Path, stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> list[str]:
+    """Return what speaks against these files, as lines; none if they hold the model."""
+    misfits, hint = _other_shapes(stock, layout, enlarge_vocabulary=enlarge_vocabulary)
+    findings = {
+        "lacks weights of the model": layout.missing,
+        "holds weights that the model does not have": layout.unexpected,
+        "has weights of other shapes": layout.misfits + misfits,
+    }
+    problems = []
+    for what, found in findings.items():
+        if unique := list(dict.fromkeys(found)):
+            problems.append(f"{source} {what} ({len(unique)}): {name_some(unique)}")
+    return [*problems, hint] if problems else []
+
+
+def _other_shapes(stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> tuple[list[str], str]:
+    texts, only_too_few = [], True
+    by_vocabulary = names_by_vocabulary(stock)
+    for name, wanted in stock.state_dict().items():
+        if name not in layout.origins or layout.origins[name].shape == wanted.shape:
+            continue
+        found = layout.origins[name].shape
+        too_few = name in by_vocabulary and found[1:] == wanted.shape[1:] and found[0] < wanted.shape[0]
+        only_too_few &= too_few
+        if not (too_few and enlarge_vocabulary):
+            texts.append(f"{name} {tuple(found)} there, {tuple(wanted.shape)} in the model")
+    if texts and only_too_few:
+        return texts, (
+            "the model has more tokens than the files: set model.enlarge_vocabulary = true (in a program: "
+            "enlarge_vocabulary=True) to give the new ones the mean of the known rows"
+        )
+    return texts, "use the configuration that belongs to these weights, or other weights"
+
+
+def _part_origins(origins: Mapping[str, LazyTensor], fused: Sequence[FusedParameter]) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = dict(origins)
+    for entry in fused:
+        result.update(entry.split(result.pop(entry.name)))
+    return result
+
+
+def _fill(parameters: Mapping[str, Tensor], origins: Mapping[str, Tensor], reader: BlockReader) -> None:
+    for name, tensor in parameters.items():
+        origin = origins.get(name)
+        if origin is None:
+            assert not isinstance(tensor, nn.Parameter), f"{name} is no parameter of the stock model"
+        else:
+            assert isinstance(origin, LazyTensor)
+            assert origin.shape == tensor.shape, f"{name} is cut by something unknown"
+            origin.read(local_ranges(tensor), local_tensor(tensor), reader)
+
+
+def _contradictions(
+    parameters: Mapping[str, Tensor],
+    origins: Mapping[str, Tensor],
+    contested: Mapping[str, str],
+    source: Path,
+    reader: BlockReader,
+) -> list[str]:
+    """Return, as lines, the ties of the configuration whose two ends differ in the files."""
+    problems = []
+    for copy, original in contested.items():
+        tensor = parameters.get(original, parameters.get(copy))
+        other = origins[copy if original in parameters else original]
+        assert isinstance(other, LazyTensor)
+        if tensor is not None and not _is_equal(local_tensor(tensor), other, local_ranges(tensor), reader):
+            problems.append(
+                f"{source} has other values for {copy} than for {original}, but the configuration ties them; "
+                "from_pretrained would not tie them: set config.tie_word_embeddings = False "
+                "(under model.config in a run file)"
+            )
+    return problems
+
+
+def _is_equal(values: Tensor, origin: LazyTensor, ranges: Sequence[slice], reader: BlockReader) -> bool:
+    rows = max(1, _COMPARED_BYTES * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), rows):
+        part = values[start : start + rows]
+        other = torch.empty_like(part)
+        first = ranges[0].start + start
+        origin.read([slice(first, first + len(part)), *ranges[1:]], other, reader)
+        if not torch.equal(part, other):
+            return False
+    return True

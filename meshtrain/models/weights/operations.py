@@ -1,0 +1,168 @@
+"""Moves of values over tensors in files: each node of the tree can read any block by itself."""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshtrain.models.weights.block_reader import BlockReader
+from meshtrain.models.weights.safetensors_files import FileTensor
+
+# A reshape needs memory of its own; of many rows, no more than this many bytes are reshaped at once.
+RESHAPED_BYTES = 64 * 2**20
+# As many rows are read one by one; of more, everything between the first and the last is read together.
+FEW_ROWS = 64
+Ranges = Sequence[slice]
+
+
+class Node(Protocol):
+    """Anything of which a block can be read."""
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        """Fill `out`, of any type and strides, with the block."""
+
+
+class ValueSource(Protocol):
+    """What a move is made of."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return its lengths."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of its values."""
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        """Fill `out`, of any type and strides, with the block."""
+
+
+class InFile:
+    """A tensor as it lies in a file."""
+
+    def __init__(self, tensor: FileTensor) -> None:
+        self._tensor = tensor
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        reader.read(self._tensor, ranges, out)
+
+
+class Joined:
+    """Parts one after another along a dimension."""
+
+    def __init__(self, parts: Sequence[ValueSource], dim: int) -> None:
+        self._parts, self._dim = parts, dim
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        dim, start = self._dim, 0
+        wanted = ranges[dim]
+        for part in self._parts:
+            stop = start + part.shape[dim]
+            low, high = max(start, wanted.start), min(stop, wanted.stop)
+            if low < high:
+                inner = [*ranges[:dim], slice(low - start, high - start), *ranges[dim + 1 :]]
+                part.read(inner, out.narrow(dim, low - wanted.start, high - low), reader)
+            start = stop
+
+
+class Cut:
+    """A range of a dimension."""
+
+    def __init__(self, whole: ValueSource, dim: int, start: int) -> None:
+        self._whole, self._dim, self._start = whole, dim, start
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        part = ranges[self._dim]
+        moved = slice(part.start + self._start, part.stop + self._start)
+        self._whole.read([*ranges[: self._dim], moved, *ranges[self._dim + 1 :]], out, reader)
+
+
+class Turned:
+    """Dimensions in another order."""
+
+    def __init__(self, whole: ValueSource, order: Sequence[int]) -> None:
+        self._whole, self._order = whole, order
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        back = [self._order.index(dim) for dim in range(len(self._order))]
+        self._whole.read([ranges[dim] for dim in back], out.permute(back), reader)
+
+
+class Reshaped:
+    """The same values in the same order under other dimensions; those at both ends may be the same."""
+
+    def __init__(self, whole: ValueSource, shape: Sequence[int]) -> None:
+        self._whole, self._new, self._old = whole, tuple(shape), tuple(whole.shape)
+        least = min(len(self._new), len(self._old))
+        self._before = next((i for i in range(least) if self._new[i] != self._old[i]), least)
+        rest = least - self._before
+        self._after = next((i for i in range(rest) if self._new[-1 - i] != self._old[-1 - i]), rest)
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        before, last = self._before, len(self._new) - self._after
+        if before and out.shape[0] > 1 and out.nbytes > RESHAPED_BYTES:
+            self._read_one_by_one(0, ranges, out, reader)
+        elif last - before > 1 and 1 < out.shape[before] <= FEW_ROWS and not self._is_whole(ranges[before + 1 : last]):
+            self._read_one_by_one(before, ranges, out, reader)
+        else:
+            self._read_together(ranges, out, reader)
+
+    def _is_whole(self, ranges: Ranges) -> bool:
+        lengths = self._new[self._before + 1 : len(self._new) - self._after]
+        return all(part == slice(0, length) for part, length in zip(ranges, lengths, strict=True))
+
+    def _read_one_by_one(self, dim: int, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        for position, place in enumerate(range(ranges[dim].start, ranges[dim].stop)):
+            one = [*ranges[:dim], slice(place, place + 1), *ranges[dim + 1 :]]
+            self.read(one, out.narrow(dim, position, 1), reader)
+
+    def _read_together(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        before, last_new, last_old = self._before, len(self._new) - self._after, len(self._old) - self._after
+        new, old = self._new[before:last_new], self._old[before:last_old]
+        places = _places(new, ranges[before:last_new])
+        # Of the old dimensions in between, rows of the first are read whole.
+        row = math.prod(old[1:])
+        first, stop = int(places[0]) // row, int(places[-1]) // row + 1
+        inner = [slice(first, stop), *(slice(0, length) for length in old[1:])] if old else []
+        held = torch.empty(
+            [*out.shape[:before], *(part.stop - part.start for part in inner), *out.shape[last_new:]],
+            dtype=self._whole.dtype,
+        )
+        self._whole.read([*ranges[:before], *inner, *ranges[last_new:]], held, reader)
+        flat = held.reshape(*out.shape[:before], -1, *out.shape[last_new:])
+        places = places - first * row
+        if len(places) == flat.shape[before]:
+            out.copy_(flat.view(out.shape))
+        else:
+            out.copy_(flat.index_select(before, places).view(out.shape))
+
+
+def _places(lengths: Sequence[int], ranges: Ranges) -> Tensor:
+    """Return the row-major positions of a block, ascending."""
+    places = torch.zeros(1, dtype=torch.int64)
+    for length, part in zip(lengths, ranges, strict=True):
+        places = (places[:, None] * length + torch.arange(part.start, part.stop)).flatten()
+    return places
+
+
+class Unsqueezed:
+    """One more dimension, of length 1."""
+
+    def __init__(self, whole: ValueSource, dim: int) -> None:
+        self._whole, self._dim = whole, dim
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        self._whole.read([*ranges[: self._dim], *ranges[self._dim + 1 :]], out.squeeze(self._dim), reader)
+
+
+class Squeezed:
+    """One dimension less, which had length 1."""
+
+    def __init__(self, whole: ValueSource, dim: int) -> None:
+        self._whole, self._dim = whole, dim
+
+    def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
+        inner = [*ranges[: self._dim], slice(0, 1), *ranges[self._dim :]]
+        self._whole.read(inner, out.unsqueeze(self._dim), reader)

@@ -1,0 +1,238 @@
+"""Where the decoder layers of an unmodified Hugging Face model are, and what it calls before and after them.
+
+Nothing here knows a model family: one forward pass on the meta device, with every layer short-circuited, tells.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.compat.autograd import tensors_in, times_changed
+from meshtrain.compat.nn import forwards_replaced
+from meshtrain.errors import ModelError
+from meshtrain.models.rotary import probed
+from meshtrain.parallel.cut.dataflow import DerivedTensors
+from meshtrain.parallel.cut.hooks import hooks_set_aside
+
+PROBE_LENGTH = 3
+# What a forward pass raises when a model is built another way than a probe expects.
+MISFITS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, AssertionError)
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """What the cut needs to know of a model.
+
+    Attributes:
+        layers: FQN of the ModuleList of decoder layers.
+        num_layers: its length.
+        before: FQN of each module called before the first layer (embeddings, rotary, dropout) -> the shape of what it
+            gives to a probe of one sequence of `PROBE_LENGTH` tokens; None if that is not one tensor.
+        after: FQNs of the modules called after the last layer (final norm, head), in call order.
+        layers_return_tuples: whether the model unpacks the result of a layer.
+        takes_ready_mask: whether it takes a 4-D attention mask (else it makes its own from a 2-D one).
+        writes_in_place: whether it changes what the modules before the layers give, instead of a copy.
+    """
+
+    layers: str
+    num_layers: int
+    before: Mapping[str, torch.Size | None]
+    after: tuple[str, ...]
+    layers_return_tuples: bool
+    takes_ready_mask: bool
+    writes_in_place: bool
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the name and the ModuleList of the decoder layers: the highest one of the configured length.
+
+    Raises:
+        ModelError: if there is none, or the configuration has no length.
+    """
+    config = model.config.get_text_config()
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(f"the configuration of {type(model).__name__} does not say how many decoder layers there are")
+    # A decoder that was built from the configuration of an encoder and a decoder keeps both numbers.
+    expected = getattr(config, "decoder_layers", config.num_hidden_layers)
+    candidates = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == expected and any(True for _ in module.parameters())
+    ]
+    if not candidates:
+        raise ModelError(
+            f"{type(model).__name__} has no list of {expected} decoder layers; it cannot be cut or sharded by layer"
+        )
+    return min(candidates, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters())))
+
+
+def probe_structure(model: PreTrainedModel) -> ModelStructure:
+    """Run one forward pass of a meta model in which no layer computes, and note what is called when.
+
+    Raises:
+        ModelError: if the layers are not called once each, in a chain of one tensor.
+    """
+    name, layers = find_layers(model)
+    failures = []
+    for with_mask, as_tuple in itertools.product((True, False), (False, True)):
+        try:
+            with hooks_set_aside(model):
+                anatomy = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
+        except MISFITS as error:
+            failures.append(error)
+        else:
+            _check_places(model, anatomy)
+            return anatomy
+    # What torch says tells less of the layers than of the mask that the probe gave (XLNet calculates with it).
+    reason = next((failure for failure in failures if not isinstance(failure, RuntimeError)), failures[0])
+    raise cannot_be_cut(
+        model,
+        f"its layers do not hand one hidden state to each other, and nothing else ({type(reason).__name__}: {reason})",
+    )
+
+
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Return whether the configuration asks for the auxiliary loss of the routers."""
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def no_router_logits(model: PreTrainedModel) -> dict[str, bool]:
+    """Return what keeps a forward pass from collecting router logits: those of its stage are not all there are."""
+    return {"output_router_logits": False} if asks_for_router_loss(model) else {}
+
+
+def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
+    """Return the error that says why a model runs on one stage only."""
+    return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
+
+
+def _probe(
+    model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple: bool, with_mask: bool
+) -> ModelStructure:
+    before: dict[str, torch.Size | None] = {}
+    after: list[str] = []
+    given: list[tuple[Tensor, int]] = []
+    handed_on: list[Tensor] = []
+    hidden_shape = (1, PROBE_LENGTH, model.config.get_text_config().hidden_size)
+    ids = probe_ids(next(model.parameters()).device)
+    # What a later stage has not: the tokens, and all that is computed from them or from parameters before its layers.
+    elsewhere = DerivedTensors()
+    elsewhere.add([ids, *model.parameters()])
+
+    def pass_through(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        # Whatever happens between two layers would happen twice where they lie on two stages.
+        if not isinstance(hidden, Tensor) or (handed_on and hidden is not handed_on[-1]):
+            raise TypeError("a layer receives something else than the hidden state of the layer before")
+        if hidden.shape != hidden_shape:
+            raise TypeError(f"a hidden state is {tuple(hidden.shape)} and not {hidden_shape}")
+        if any(elsewhere.has(tensor) for tensor in tensors_in((args[1:], kwargs)) if tensor is not hidden):
+            raise TypeError("a layer receives a second tensor that was computed from parameters or tokens")
+        handed_on.append(torch.empty_like(hidden))
+        if len(handed_on) < len(layers):
+            elsewhere.add(handed_on[-1:])
+        else:
+            # The head may be tied to the embedding.
+            elsewhere.drop(model.parameters())
+        return (handed_on[-1],) if as_tuple else handed_on[-1]
+
+    def note(sibling: str) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            if handed_on:
+                after.append(sibling)
+            else:
+                before[sibling] = output.shape if isinstance(output, Tensor) else None
+                given.extend((tensor, times_changed(tensor)) for tensor in tensors_in(output))
+
+        return hook
+
+    with (
+        forwards_replaced(layers, pass_through),
+        _eval_mode(model),
+        probed(model, PROBE_LENGTH),
+        _hooks(model, _siblings(model, name), note),
+        elsewhere,
+    ):
+        mask = probe_mask(ids.device, with_mask=with_mask)
+        output = model(input_ids=ids, **mask, **no_router_logits(model), use_cache=False)
+    if len(handed_on) != len(layers):
+        raise ValueError(f"{len(handed_on)} of {len(layers)} layers were called")
+    if elsewhere.has(output.logits):
+        raise ValueError("the logits are computed from more than what the last layer gives")
+    return ModelStructure(
+        layers=name,
+        num_layers=len(layers),
+        before=before,
+        after=tuple(dict.fromkeys(after)),
+        layers_return_tuples=as_tuple,
+        takes_ready_mask=with_mask,
+        writes_in_place=any(times_changed(tensor) != version for tensor, version in given),
+    )
+
+
+def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
+    """Check that every parameter has one stage to lie on, the head that is tied to the embedding excepted."""
+    places = {name: _places(name, anatomy) for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, found in places.items():
+        if not found:
+            raise cannot_be_cut(model, f"its parameter {name} is used neither before, in nor after the layers")
+        if len(found) > 1:
+            raise cannot_be_cut(model, f"its parameter {name} is used before and after the layers")
+    for copy_name, source in model.all_tied_weights_keys.items():
+        ends = (*places[source], *places[copy_name])
+        # Both before the first layer, or both after the last: on one stage.
+        if ends != ("before", "after") and (ends[0] != ends[1] or "layers" in ends):
+            raise cannot_be_cut(model, f"it ties {copy_name} to {source}, which are not the head and the embedding")
+
+
+def _places(parameter: str, anatomy: ModelStructure) -> list[str]:
+    modules = {"layers": (anatomy.layers,), "before": anatomy.before, "after": anatomy.after}
+    return [place for place, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))]
+
+
+def probe_ids(device: torch.device) -> Tensor:
+    """Return the tokens of a probe."""
+    return torch.ones(1, PROBE_LENGTH, dtype=torch.long, device=device)
+
+
+def probe_mask(device: torch.device, *, with_mask: bool) -> dict[str, Tensor]:
+    """Return the mask of a probe. A ready 4-D one: in a 2-D one transformers looks at values, and meta has none."""
+    shape = (1, 1, PROBE_LENGTH, PROBE_LENGTH)
+    return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=device)} if with_mask else {}
+
+
+def _siblings(model: nn.Module, layers: str) -> list[str]:
+    """Every module that is a child of an ancestor of the layer list, but not itself such an ancestor."""
+    siblings, module, prefix = [], model, ""
+    for part in layers.split("."):
+        siblings += [f"{prefix}{name}" for name, child in module.named_children() if name != part]
+        module = module.get_submodule(part)
+        prefix += f"{part}."
+    return siblings
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _hooks(model: nn.Module, names: Iterable[str], hook_for: Callable[[str], Callable[..., None]]) -> Iterator[None]:
+    handles = [model.get_submodule(name).register_forward_hook(hook_for(name)) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

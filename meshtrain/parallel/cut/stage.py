@@ -1,0 +1,280 @@
+"""Cut an unmodified Hugging Face model into pipeline stages.
+
+The forward pass of the model is not touched: modules of other stages are replaced by stubs without parameters, at
+their own names. So FQNs, layer indices, masks and positions stay those of the stock model on every stage.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtrain.compat.autograd import memory_of
+from meshtrain.compat.nn import set_forward
+from meshtrain.models.adapters import stock_name
+from meshtrain.models.rotary import probed
+from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_set_aside
+from meshtrain.parallel.cut.probe import (
+    MISFITS,
+    PROBE_LENGTH,
+    ModelStructure,
+    cannot_be_cut,
+    find_layers,
+    no_router_logits,
+    probe_ids,
+    probe_mask,
+    probe_structure,
+)
+from meshtrain.parallel.cut.stubs import (
+    BlankStub,
+    CaptureStub,
+    Channel,
+    EntryStub,
+    ExitStub,
+    HeadStub,
+    LayerStub,
+    PassStub,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One contiguous piece of the model.
+
+    Attributes:
+        index: its place among all stages.
+        num_stages: how many there are on the whole pp axis.
+        first_layer: index of its first decoder layer.
+        last_layer: index behind its last decoder layer.
+        model: the stock model itself where it is the only stage; else with stubs for what lies elsewhere, and called
+            with input ids (batch, seq) on the first stage, else with a hidden state (batch, seq, hidden); returns
+            logits on the last stage, else a hidden state.
+        layers: the list of layers and stubs inside `model`.
+        tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
+        channel: where the stage finds what it received and the length of the sequence.
+        filled: its parameters that got zeros in this step because no sample of this process gave them a gradient.
+    """
+
+    index: int
+    num_stages: int
+    first_layer: int
+    last_layer: int
+    model: PreTrainedModel
+    layers: nn.ModuleList
+    tied: dict[str, str]
+    channel: Channel
+    filled: set[nn.Parameter] = field(default_factory=set)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes input ids."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives logits."""
+        return self.index == self.num_stages - 1
+
+    def compute(self, received: Tensor, **inputs: Any) -> Tensor:
+        """Run the stage on one microbatch.
+
+        Args:
+            received: input ids (batch, seq) for the first stage, else the hidden state (batch, seq, hidden).
+            inputs: what else the model takes: masks, positions.
+
+        Returns:
+            The logits of the last stage, else the hidden state.
+        """
+        if self.num_stages > 1:
+            return self.model(received, **inputs)
+        return self.model(input_ids=received, use_cache=False, **no_router_logits(self.model), **inputs).logits
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield its parameters under their FQNs in the stock model, and those of adapters under peft's names."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
+            yield stock_name(name), parameter
+
+    def own_layers(self) -> list[nn.Module]:
+        """Return the decoder layers that it really holds."""
+        return list(self.layers)[self.first_layer : self.last_layer]
+
+
+def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequence[int]) -> list[Stage]:
+    """Return the stages with the given indices.
+
+    Args:
+        model: on the meta device; not usable afterwards.
+        layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (head only).
+        indices: which stages this process holds, ascending.
+
+    Raises:
+        ModelError: for a class whose layers do not hand one hidden state to each other.
+    """
+    num_stages = len(layers_per_stage)
+    if num_stages == 1:
+        _, layers = find_layers(model)
+        return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())]
+    anatomy = probe_structure(model)
+    return [_cut_one(copy_with_hooks(model), anatomy, layers_per_stage, index) for index in indices]
+
+
+def check_cut(model: PreTrainedModel) -> None:
+    """Run the first, a middle and the last stage of a model on meta, each without decoder layers.
+
+    Args:
+        model: on the meta device; not changed.
+
+    Raises:
+        ModelError: for a class whose forward does not run with the stubs in it.
+    """
+    anatomy = probe_structure(model)
+    _, layers = find_layers(model)
+    below = anatomy.num_layers - 1
+    received = None
+    try:
+        for layers_per_stage, index in (
+            ([0, below + 1], 0),
+            ([1, 0, below], 1),
+            ([1, below, 0], 1),
+            ([below + 1, 0], 1),
+        ):
+            # Stubs for the layers before anything is copied: a large model has thousands of modules in them.
+            stubs: dict[int, Any] = {
+                id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
+            }
+            with hooks_set_aside(model):
+                whole = copy.deepcopy(model, stubs)
+            stage = _cut_one(whole, anatomy, layers_per_stage, index)
+            received = _run_probe(stage, anatomy, received)
+    except MISFITS as error:
+        raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
+
+
+def _run_probe(stage: Stage, anatomy: ModelStructure, received: Tensor | None) -> Tensor:
+    # Some models ask any parameter for its dtype, and a real stage has some.
+    stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
+    stage.channel.sequence_length = PROBE_LENGTH
+    first = probe_ids(torch.device("meta")) if received is None else received
+    with probed(stage.model, PROBE_LENGTH):
+        output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
+    if received is not None and not stage.is_last and not _is_whole(output, received):
+        raise ValueError("it does not hand on what its layers give")
+    return output
+
+
+def _is_whole(view: Tensor, tensor: Tensor) -> bool:
+    """Tell whether a tensor is another one, or a slice of it that leaves nothing out."""
+    places = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
+    return places[0] == places[1]
+
+
+def _cut_one(model: PreTrainedModel, anatomy: ModelStructure, layers_per_stage: Sequence[int], index: int) -> Stage:
+    first = sum(layers_per_stage[:index])
+    last = first + layers_per_stage[index]
+    layers = model.get_submodule(anatomy.layers)
+    assert isinstance(layers, nn.ModuleList)
+    # Read before the embedding becomes a stub: the head copy needs its padding row zeroed as well.
+    tied = dict(model.all_tied_weights_keys)
+    padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
+    stage = Stage(
+        index, len(layers_per_stage), first, last, model, layers, tied, Channel(writes_in_place=anatomy.writes_in_place)
+    )
+    _stub_layers(stage, anatomy)
+    if not stage.is_first:
+        _stub_before(stage, anatomy)
+    if not stage.is_last:
+        _stub_after(stage, anatomy)
+    _keep_own_ties(stage, padding)
+    _replace_forward(stage)
+    return stage
+
+
+def _stub_layers(stage: Stage, anatomy: ModelStructure) -> None:
+    as_tuple = anatomy.layers_return_tuples
+    for position, layer in enumerate(list(stage.layers)):
+        if stage.first_layer <= position < stage.last_layer:
+            continue
+        if position == stage.first_layer - 1 and not stage.is_first:
+            stub: LayerStub = EntryStub(layer, stage.channel, as_tuple=as_tuple)
+        elif position == stage.last_layer and not stage.is_last:
+            stub = ExitStub(layer, stage.channel, as_tuple=as_tuple)
+        else:
+            stub = LayerStub(layer, as_tuple=as_tuple)
+        stage.layers[position] = stub
+
+
+def _stub_before(stage: Stage, anatomy: ModelStructure) -> None:
+    for name, shape in anatomy.before.items():
+        module = stage.model.get_submodule(name)
+        if isinstance(module, nn.Dropout):
+            _put(stage.model, name, PassStub())
+        elif any(True for _ in module.parameters()):
+            if shape is None:
+                raise cannot_be_cut(stage.model, f"its {name} gives something else than one tensor")
+            _put(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
+
+
+def _stub_after(stage: Stage, anatomy: ModelStructure) -> None:
+    model = stage.model
+    head = model.get_output_embeddings()
+    for name in anatomy.after:
+        module = model.get_submodule(name)
+        if module is head:
+            _put(model, name, HeadStub(next(module.parameters()).dtype))
+        elif any(True for _ in module.parameters()):
+            _put(model, name, PassStub())
+    if stage.last_layer == anatomy.num_layers:
+        _put(model, anatomy.after[0], CaptureStub(stage.channel))
+
+
+def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
+    # Not remove_duplicate: both ends of a tie inside one stage count.
+    held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+    for copy_name, source in list(stage.tied.items()):
+        if copy_name not in held:
+            del stage.tied[copy_name]
+        elif padding[source] is not None:
+            _owner(stage.model, copy_name).padding_idx = padding[source]  # type: ignore[assignment]
+
+
+def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
+    return model.get_submodule(parameter_name.rpartition(".")[0])
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _replace_forward(stage: Stage) -> None:
+    """Give the instance a forward from plain tensor to plain tensor, around that of its class."""
+    hf_forward = type(stage.model).forward
+    channel = stage.channel
+    fixed = {"use_cache": False, **no_router_logits(stage.model)}
+
+    def from_ids(self: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        return _result(hf_forward(self, input_ids=input_ids, **{**fixed, **kwargs}))
+
+    def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        channel.received = hidden_states
+        batch, _, hidden = hidden_states.shape
+        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
+        # itself may hold only a part of the sequence.
+        carrier = channel.blank((batch, channel.sequence_length, hidden))
+        return _result(hf_forward(self, inputs_embeds=carrier, **{**fixed, **kwargs}))
+
+    def _result(output: Any) -> Tensor:
+        channel.received = None
+        if stage.is_last:
+            return output.logits
+        captured, channel.captured = channel.captured, None
+        channel.logits = output.logits
+        assert captured is not None, "a stage ended without a result"
+        return captured
+
+    set_forward(stage.model, MethodType(from_ids if stage.is_first else from_hidden, stage.model))

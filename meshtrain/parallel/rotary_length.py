@@ -1,0 +1,111 @@
+"""The longest sequence of a batch, by which the frequencies of some rotary modules go.
+
+They look at the positions of a forward pass, to which one process gives the whole batch. So a row must find the
+frequencies of the whole batch in whatever microbatch, and on whatever data rank, it is.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshtrain.compat.autograd import map_tensors
+from meshtrain.config.mesh import DATA_AXES
+from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
+from meshtrain.parallel.cut.stage import Stage
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
+
+
+class RotaryLength:
+    """Shows the rotary modules of all stages how long the longest sequence of the whole batch is.
+
+    In every forward pass of a batch they are given one position more, its last one, and its row of their tables is
+    taken out again.
+
+    Args:
+        stages: of this process.
+        mesh: all processes.
+        device: where to compute.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...], mesh: DeviceMesh, device: torch.device) -> None:
+        self._models = [stage.model for stage in stages]
+        self._mesh, self._device = mesh, device
+        self._last_position: int | None = None
+        self._modules = [module for model in self._models for module in length_dependent(model).values()]
+        for module in self._modules:
+            module.register_forward_pre_hook(self._add_position, with_kwargs=True)
+            module.register_forward_hook(self._take_out)
+
+    @contextmanager
+    def of(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Surround the forward passes over the parts of a batch; see `begin`."""
+        self.begin(batch)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Look for the longest sequence. Collective over the dp axes, if anything depends on it.
+
+        Args:
+            batch: what this data rank has of it: `input_ids` (rows, seq), or `inputs_embeds`, and perhaps
+                `position_ids`.
+        """
+        positions = batch.get("position_ids")
+        tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+        is_alone = axis_size(self._mesh, *DATA_AXES) == 1
+        if not self._modules or tokens is None or (is_alone and positions is None):
+            # In the last case every forward pass sees all columns of the batch by itself.
+            return
+        length = tokens.shape[1] if positions is None else int(positions.max()) + 1
+        # A data rank may have computed something longer in between by itself, without gradients.
+        longest, grown = self._largest(length, grown_length(self._models[0]))
+        self._see(grown)
+        self._last_position = longest - 1
+
+    def end(self) -> None:
+        """Let every forward pass go by its own positions again."""
+        self._last_position = None
+
+    def grown(self) -> int:
+        """Return for how many tokens dynamic frequencies have been made on any data rank. Collective."""
+        return self._largest(grown_length(self._models[0]))[0] if self._modules else 0
+
+    def restore(self, grown: int) -> None:
+        """Make the frequencies what they were when `grown` returned that."""
+        for model in self._models:
+            # A short sequence makes them begin anew.
+            see_sequence(model, 1)
+        self._see(grown)
+
+    def _see(self, grown: int) -> None:
+        for model in self._models:
+            if grown > grown_length(model):
+                see_sequence(model, grown)
+
+    def _largest(self, *lengths: int) -> list[int]:
+        own = torch.tensor(lengths, device=self._device)
+        largest: list[int] = all_reduce_over(own, self._mesh, DATA_AXES, dist.ReduceOp.MAX).tolist()
+        return largest
+
+    def _add_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._last_position is None:
+            return None
+        positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = positions.new_full((*positions.shape[:-1], 1), self._last_position)
+        positions = torch.cat([positions, last], dim=-1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": positions}
+        return (args[0], positions, *args[2:]), kwargs
+
+    def _take_out(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._last_position is None:
+            return None
+        # Tables are (batch, seq, head_dim).
+        return map_tensors(lambda table: table[..., :-1, :], output)

@@ -1,0 +1,113 @@
+"""How a module with whole parameters computes on the heads of one process. Running it on numbers
+tells."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshtrain.parallel.cut.probe import MISFITS
+from meshtrain.parallel.tensor.modules import see_own_heads
+
+Behavior = Literal["alike", "per_head", "joint"]
+"""`alike`: all heads share the parameters. `per_head`: every head has parameters of its own.
+`joint`: the module computes over several heads at once, so a process with a part of the heads
+computes something else."""
+# Modules of transformers cast to float32.
+CLOSE = 1e-4
+
+
+def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
+    """Compare what a module computes on all heads with what it computes on the heads of each
+    process.
+
+    Args:
+        module: on meta; it is not changed.
+        whole: nest of its arguments, (args, kwargs), with meta tensors that have all heads.
+        part: the same nest with meta tensors that have the heads of one process.
+    """
+    wholes, spec = tree_flatten(whole)
+    parts, _ = tree_flatten(part)
+    cuts = [_cut_dim(a, b) for a, b in zip(wholes, parts, strict=True)]
+    counts = {a.shape[dim] // b.shape[dim] for a, b, dim in zip(wholes, parts, cuts, strict=True) if dim is not None}
+    if not counts:
+        return "alike"
+    if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(wholes, parts, cuts)):
+        return "joint"
+    (ways,) = counts
+    values = [_random(leaf, dim) for leaf, dim in zip(wholes, cuts, strict=True)]
+
+    def run(copied: nn.Module, rank: int | None) -> Tensor:
+        own = values if rank is None else [_narrow(v, dim, rank, ways) for v, dim in zip(values, cuts, strict=True)]
+        args, kwargs = tree_unflatten(own, spec)
+        result: Tensor = copied(*args, **kwargs)
+        return result
+
+    stock = _materialized(module)
+    for behaviour in ("alike", "per_head"):
+        if _computes_the_same(stock, run, ways, per_head=behaviour == "per_head"):
+            return behaviour
+    return "joint"
+
+
+@torch.no_grad()
+def _computes_the_same(
+    stock: nn.Module, run: Callable[[nn.Module, int | None], Tensor], ways: int, *, per_head: bool
+) -> bool:
+    try:
+        wanted = run(stock, None)
+        pieces = []
+        for rank in range(ways):
+            copied = copy.deepcopy(stock)
+            if per_head:
+                see_own_heads(copied, rank, ways)
+            pieces.append(run(copied, rank))
+        dims = [dim for dim in range(wanted.dim()) if wanted.shape[dim] != pieces[0].shape[dim]]
+        return len(dims) == 1 and torch.allclose(torch.cat(pieces, dims[0]), wanted, rtol=CLOSE, atol=CLOSE)
+    except MISFITS:
+        return False
+
+
+def _cut_dim(whole: Any, part: Any) -> int | None:
+    """Return the dimension of which one process has a part, or None."""
+    if not isinstance(whole, Tensor) or whole.shape == part.shape:
+        return None
+    return next(dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim])
+
+
+def _cut_ones(wholes: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | None]) -> list[tuple[Any, Any, int]]:
+    return [(a, b, dim) for a, b, dim in zip(wholes, parts, cuts, strict=True) if dim is not None]
+
+
+def _random(leaf: Any, dim: int | None) -> Any:
+    """Return values whose statistics differ from head to head, so that a joint norm cannot look
+    like one per head."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+    values = torch.randn(leaf.shape, dtype=torch.float64)
+    if dim is None:
+        return values
+    size = leaf.shape[dim]
+    scales = torch.linspace(0.5, 2.0, size, dtype=torch.float64).view(size, *[1] * (leaf.dim() - dim - 1))
+    return values * scales + scales
+
+
+def _narrow(value: Any, dim: int | None, rank: int, ways: int) -> Any:
+    return value if dim is None else value.chunk(ways, dim)[rank]
+
+
+def _materialized(module: nn.Module) -> nn.Module:
+    """Return a copy on the CPU with random parameters and buffers."""
+    copied = copy.deepcopy(module).double().to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)
+            else:
+                tensor.zero_()
+    return copied

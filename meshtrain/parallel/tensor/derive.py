@@ -1,0 +1,327 @@
+"""Tensor rules that nobody wrote: derived from the model's own plan, or from a family's, and completed for one model.
+
+transformers keeps a plan with most models (`_tp_plan`): it names the projections that may be cut and leaves out the
+rest. Its words are ours, apart from those that pack several projections into one, which we unfuse. What it leaves out
+is whole on every process; blocks whose parameters are all sharded share the collective of their input.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshtrain.compat.transformers import tensor_plan
+from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
+from meshtrain.config.toml import find_family
+from meshtrain.errors import PlanError
+from meshtrain.models.fused import UnfusedProjection, unfuse
+from meshtrain.models.layer_config import values_in_layers
+from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
+from meshtrain.parallel.cut.probe import find_layers
+from meshtrain.parallel.tensor.flow import follow_heads
+from meshtrain.parallel.tensor.rules import (
+    MatchedRules,
+    gives_heads,
+    is_lookup,
+    is_projection,
+    name_of,
+    rule_names,
+    unchecked_rules,
+)
+
+# A word of transformers -> ours, where they differ.
+WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+KNOWN = (
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "local_params",
+    "moe_tp_experts",
+)
+SUMMED: Style = "replicated_with_grad_allreduce"
+PER_HEAD: Style = "per_head"
+SHARDED_INSIDE = (
+    *("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads"),
+    "per_head",
+)
+# Model types whose stream between layers cannot lie in parts of the sequence.
+NOT_IN_PARTS = {
+    "opt": "its layers flatten batch and sequence",
+    "gemma3n_text": "its stream has several copies in front of the batch",
+    "gemma3n": "its stream has several copies in front of the batch",
+    "gemma4": "its layers get an input of their own for every position",
+    "gemma4_text": "its layers get an input of their own for every position",
+    "deepseek_v4": "its stream has several copies of every position",
+    "hy_v4": "its stream has several copies of every position",
+}
+# Model types whose plan in transformers does not run, or computes something else than the model.
+UNUSABLE = {
+    "doge": "it cuts the key-value heads and leaves the decay of each of them whole",
+    "longcat_flash": "its experts that do nothing have no place on several processes",
+    "inkling2_text": "it cuts gate and up of the experts as if they were one, so that each process would mix them",
+}
+
+
+@dataclass
+class _Source:
+    """What is known before the model is looked at: pattern -> rule, as in a `TensorPlan`."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
+    local_attributes: dict[str, list[str]] = field(default_factory=dict)
+    local_inputs: dict[str, list[str]] = field(default_factory=dict)
+
+
+def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Return the plan with rules for every module of the model, where it left them open.
+
+    Args:
+        plan: with its mesh resolved.
+        model: the stock model on meta; it is not changed.
+
+    Returns:
+        The same plan if it has rules of its own. Without tensor parallelism only what is fused: the parameters of a
+        model are the same on every mesh.
+
+    Raises:
+        PlanError: if there is nothing to derive them from, or the model's plan has words without a meaning here.
+    """
+    if plan.tensor.styles and not plan.tensor.auto:
+        return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
+    if plan.mesh.tp > 1 and plan.tensor.sequence_parallel and (reason := NOT_IN_PARTS.get(model.config.model_type)):
+        raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}; set it to false")
+    source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
+    names = rule_names(model)
+    fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
+    rules: dict[str, object] = {"fused": fused, "auto": False, "styles": {}}
+    if plan.mesh.tp > 1:
+        unfused = copy.deepcopy(model)
+        unfuse(unfused, fused)
+        module_names = [name for name, _ in unfused.named_modules() if name]
+        for kind in ("local_attributes", "local_inputs"):
+            rules[kind] = {p: rule for p, rule in getattr(source, kind).items() if _matches(p, module_names)}
+        others = plan.tensor.model_copy(update=rules)
+        rules["styles"] = _as_patterns(unfused, _complete(unfused, source.styles, others, plan.mesh.tp))
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
+
+
+def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Leave out what the rules of a causal LM say of its head, and keep the head of this model whole."""
+    base = f"{model.base_model_prefix}."
+    names = rule_names(model)
+    styles = {p: style for p, style in plan.tensor.styles.items() if p.startswith(base) or _matches(p, names)}
+    for name, module in model.named_modules():
+        is_placed = any(compile_pattern(pattern).fullmatch(name) for pattern in styles)
+        if name and not name.startswith(base) and not is_placed and any(True for _ in module.parameters(recurse=False)):
+            styles[name] = "replicate"
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+
+
+def _own_rules(tensor: TensorPlan) -> _Source:
+    return _Source(tensor.styles, tensor.fused, tensor.local_attributes, tensor.local_inputs)
+
+
+def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
+    tp = plan.mesh.tp
+    family = find_family(model.config.model_type, model.config.to_dict())
+    if family is not None:
+        return _own_rules(family.tensor)
+    words = {pattern: word for pattern, word in tensor_plan(model).items() if _matches(pattern, rule_names(model))}
+    ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    if tp > 1 and not words.keys() - ends:
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped family "
+            "plan knows it, and transformers has no plan for it; write the rules, or set mesh.tp = 1"
+        )
+    if tp > 1 and (reason := _why_unusable(model)):
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} cannot be "
+            f"used: {reason}; write the rules, or set mesh.tp = 1"
+        )
+    return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
+
+
+def _why_unusable(model: PreTrainedModel) -> str | None:
+    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        return (
+            "its MLP keeps what is large among the whole width (activation_sparsity_pattern), of which each process "
+            "would see a part"
+        )
+    return UNUSABLE.get(model.config.model_type)
+
+
+def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
+    """Return our rules for the words of transformers."""
+    source = _Source()
+    # These experts have their parts on the last dimension, which is not cut: they stay whole.
+    last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
+    whole = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
+    for pattern, word in words.items():
+        owner, _, kind = pattern.rpartition(".")
+        if pattern in last or whole & {pattern, owner}:
+            continue
+        if word == "packed_colwise":
+            parts = ["gate", "up"] if kind == "gate_up_proj" else ["first", "second"]
+            source.fused[pattern] = [*parts]
+            # Stacked experts stay one parameter, a projection becomes one for each part.
+            source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
+        elif (known := WORDS.get(word, word)) in KNOWN:
+            source.styles[pattern] = known  # type: ignore[assignment]
+        elif plan.mesh.tp > 1:
+            raise PlanError(
+                f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here; "
+                "write the rules, or set mesh.tp = 1"
+            )
+    return source
+
+
+def _matches(pattern: str, names: list[str]) -> bool:
+    regex = compile_pattern(pattern)
+    return any(regex.fullmatch(name) for name in names)
+
+
+def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+    """Return a style for every module that has parameters of its own, and for blocks that share an input.
+
+    Args:
+        model: unfused, on meta.
+        known: pattern -> style, of the source.
+        plan: whatever else the rules say.
+        tp: number of processes that share a layer.
+    """
+    styles = _place_known(model, known, plan)
+    layers_name, layers = find_layers(model)
+    prefix = f"{layers_name}."
+    styles |= _ends(model)
+    for name, module in model.named_modules():
+        if name and name not in styles and any(True for _ in module.parameters(recurse=False)):
+            styles[name] = "replicate"
+    styles |= _on_heads(model, styles, plan, tp)
+    for index, layer in enumerate(layers):
+        for child, module in layer.named_children():
+            styles |= _block(f"{prefix}{index}.{child}", module, styles)
+    order = [name for name in rule_names(model) if name in styles]
+    return {name: styles[name] for name in order}
+
+
+def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
+    """Return the styles of modules with whole parameters that see the heads, or the width, of one process only.
+
+    Raises:
+        PlanError: if the layers do not run on meta, where alone this can be seen.
+    """
+    shared = _styles_of_shared_heads(styles, model, tp)
+    rules = MatchedRules(
+        shared,
+        match_modules(model, plan.local_attributes, "tensor.local_attributes"),
+        match_modules(model, plan.local_inputs, "tensor.local_inputs"),
+    )
+    flow = follow_heads(model, unchecked_rules(model, rules), tp)
+    if not flow.ran:
+        raise PlanError(
+            f"tensor.styles: mesh.tp = {tp}, but the layers of {type(model).__name__} do not run without values "
+            f"({flow.failure}), so nothing tells which parameters see all heads; write the rules, or set mesh.tp = 1"
+        )
+    names = rule_names(model)
+    found: dict[str, Style] = {}
+    for style, owners in ((SUMMED, flow.on_parts), (PER_HEAD, flow.per_head)):
+        # The pass runs one layer of each kind, and the others are alike.
+        for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
+            found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
+    of_heads = tuple(f"{name}." for name, style in found.items() if style == PER_HEAD)
+    return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
+
+
+def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
+    compiled = {compile_pattern(pattern): style for pattern, style in known.items()}
+    unfused = {name for name, module in model.named_modules() if isinstance(module, UnfusedProjection)}
+    styles: dict[str, Style] = {}
+    for name in rule_names(model):
+        found = next((style for regex, style in compiled.items() if regex.fullmatch(name)), None)
+        if found is not None and name not in unfused:
+            styles[name] = found
+    return _place_experts(styles, plan)
+
+
+def _place_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Style]:
+    if plan.experts == "tensor":
+        return styles
+    experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
+    of_experts = {name for name in styles if name.rpartition(".")[0] in experts}
+    kept = {name: style for name, style in styles.items() if name not in of_experts}
+    return kept | dict.fromkeys(experts, "expert_parallel")
+
+
+def _ends(model: PreTrainedModel) -> dict[str, Style]:
+    """Cut embedding and head by vocabulary, both or none where they are one weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = not getattr(embedding, "max_norm", None) and not getattr(embedding, "scale_grad_by_freq", False)
+    rowwise = is_lookup(embedding) and plain
+    if head is None:
+        # What stands there instead, of a classifier, is small.
+        return {name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate"}
+    colwise = type(head) is nn.Linear
+    if embedding.weight is head.weight:
+        rowwise = colwise = rowwise and colwise
+    return {
+        name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate",
+        name_of(model, head): "colwise_gather_output" if colwise else "replicate",
+    }
+
+
+def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the style of a part of a layer: a norm, a projection, or a block of them."""
+    if not any(True for _ in module.parameters()) or styles.get(name, "replicate") != "replicate":
+        return {}
+    if name in styles:
+        # It works on every position alone, so it may also see a part of the sequence.
+        alone = "norm" in type(module).__name__.lower() or is_projection(module)
+        if not any(True for _ in module.children()):
+            return {name: "sequence_parallel"} if alone else {}
+        return {name: "whole_sequence"}
+    inside = {style for below, style in styles.items() if below.startswith(f"{name}.")}
+    if inside <= {*SHARDED_INSIDE} and inside & {"colwise", "colwise_blocks"}:
+        return {name: "shared_input"}
+    return {name: "whole_sequence"}
+
+
+def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Name the modules of all layers by one pattern, where they agree."""
+    groups: dict[str, set[Style | None]] = defaultdict(set)
+    for name in rule_names(model):
+        owner, _, kind = name.rpartition(".")
+        module = getattr(model.get_submodule(owner), kind)
+        if name in styles or not isinstance(module, nn.Module) or any(True for _ in module.parameters()):
+            groups[as_pattern(name)].add(styles.get(name))
+    return {as_pattern(name) if len(groups[as_pattern(name)]) == 1 else name: style for name, style in styles.items()}
+
+
+def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
+    """Keep the projections to key-value heads whole where there are fewer heads than processes.
+
+    Args:
+        plan: with rules.
+        model: the stock model on meta; it is not changed.
+    """
+    styles = _styles_of_shared_heads(plan.tensor.styles, model, plan.mesh.tp)
+    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
+
+
+def _styles_of_shared_heads(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> dict[str, Style]:
+    counts = [values_in_layers(model.config, name) for name in ("num_key_value_heads", "num_attention_heads")]
+    # Layers that differ in their heads share none.
+    heads, queries = (values[0] if len(values) == 1 else None for values in counts)
+    if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
+        return dict(styles)
+    return {
+        name: "replicated_heads" if gives_heads(name) and style == "colwise" else style
+        for name, style in styles.items()
+    }

@@ -1,0 +1,359 @@
+"""Where the parts of the heads go: one forward pass on meta in which each projection gives the part
+of one process.
+
+A parameter that every process holds whole, but uses on its part of the heads, gets a partial
+gradient. Which parameters these are depends on the configuration, and not on the class alone. So
+nothing is read from names here: the pass follows every tensor that is a part, and notes which whole
+parameters meet it.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from meshtrain.config.plan import Style
+from meshtrain.models.rotary import probed
+from meshtrain.parallel.cut.dataflow import SHAPE_ONLY, tensors_in
+from meshtrain.parallel.cut.hooks import hooks_set_aside
+from meshtrain.parallel.cut.probe import (
+    MISFITS,
+    PROBE_LENGTH,
+    find_layers,
+    no_router_logits,
+    probe_ids,
+    probe_mask,
+)
+from meshtrain.parallel.tensor.behavior import behavior_on_heads
+from meshtrain.parallel.tensor.heads import apply_local_heads
+from meshtrain.parallel.tensor.modules import see_own_heads
+from meshtrain.parallel.tensor.rules import TensorRules, sharded_dims
+
+WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "per_head")
+SUMMED = ("replicated_with_grad_allreduce", "per_head", "mla_kv_a_proj")
+# Stands for what is whole on every process, and whose gradient nothing would sum.
+STREAM = ""
+Origins = frozenset[str]
+
+
+@dataclass
+class Flow:
+    """What whole parameters do with parts of the heads, and what cannot be cut as the rules say.
+
+    Attributes:
+        on_parts: modules with whole parameters that are called with a part of the heads, or of a
+            width.
+        partial: modules whose parameters get a partial gradient that the rules do not sum; `STREAM`
+            if the hidden state itself gets one.
+        counted_twice: modules whose gradient is whole, although the rules sum it.
+        per_head: modules that have parameters of their own for each head.
+        joint: modules that compute over several heads at once.
+        misused: sharded modules whose weight the model uses without calling them.
+        failure: why the pass did not come to its end.
+        ran: whether the layers run on meta at all; else nothing is known.
+    """
+
+    on_parts: dict[str, None] = field(default_factory=dict)
+    partial: dict[str, None] = field(default_factory=dict)
+    counted_twice: dict[str, None] = field(default_factory=dict)
+    per_head: dict[str, None] = field(default_factory=dict)
+    joint: dict[str, None] = field(default_factory=dict)
+    misused: dict[str, None] = field(default_factory=dict)
+    failure: str | None = None
+    ran: bool = True
+
+
+def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
+    """Run the decoder layers as one process of `tp` would, and note what meets the parts of the
+    heads.
+
+    Args:
+        model: on meta, unfused; it is not changed.
+        rules: styles, local attributes and local inputs by module name.
+    """
+    failure: Exception | None = None
+    for every_layer, with_mask, as_tuple in itertools.product((False, True), (True, False), (False, True)):
+        flow = Flow()
+        calls: dict[str, list[Any]] = {}
+        try:
+            # First with all heads: that tells the shapes, and whether this way of running the model is the right one.
+            _Pass(model, rules, 1, Flow(), calls).run(every_layer=every_layer, with_mask=with_mask, as_tuple=as_tuple)
+        except MISFITS as error:
+            failure = failure or error
+            continue
+        try:
+            _Pass(model, rules, tp, flow, calls).run(every_layer=every_layer, with_mask=with_mask, as_tuple=as_tuple)
+        except MISFITS as error:
+            flow.failure = _first_line(error)
+        return flow
+    assert failure is not None
+    return Flow(failure=_first_line(failure), ran=False)
+
+
+class _Parts(TorchDispatchMode):
+    """While active, knows which tensors are parts, and from which whole parameters the others are
+    computed."""
+
+    def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flow, self.styles = flow, styles
+        self.met: frozenset[str] = frozenset()
+        # The tensors are kept so that none of their memory is given to another.
+        self._parts: dict[int, Tensor] = {}
+        self._origins: dict[int, tuple[Tensor, Origins]] = {}
+        self._sharded: dict[int, tuple[Tensor, str]] = {}
+
+    def add_part(self, tensor: Tensor) -> Tensor:
+        self._parts[_memory(tensor)] = tensor
+        return tensor
+
+    def add_whole(self, tensor: Tensor, *origins: str) -> Tensor:
+        self._origins[_memory(tensor)] = tensor, frozenset(origins)
+        return tensor
+
+    def add_sharded(self, tensor: Tensor, name: str) -> None:
+        self._sharded[_memory(tensor)] = tensor, name
+
+    def is_part(self, tensor: Tensor) -> bool:
+        return _memory(tensor) in self._parts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in SHAPE_ONLY:
+            return func(*args, **(kwargs or {}))
+        inputs = tensors_in((args, kwargs))
+        for tensor in inputs:
+            if (sharded := self._sharded.get(_memory(tensor))) is not None:
+                self.flow.misused[sharded[1]] = None
+        origins = frozenset[str]().union(
+            *(self._origins[key][1] for key in map(_memory, inputs) if key in self._origins)
+        )
+        is_part = any(map(self.is_part, inputs))
+        if is_part:
+            self.met |= origins
+            undeclared = (name for name in origins if self.styles.get(name) not in SUMMED)
+            self.flow.partial.update(dict.fromkeys(undeclared))
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if is_part:
+                self.add_part(tensor)
+                self._origins.pop(_memory(tensor), None)
+            elif origins and tensor.is_floating_point():
+                # No gradient comes back through indices.
+                self.add_whole(tensor, *origins)
+        return result
+
+
+class _Pass:
+    """One forward pass of a copy of the model, with the parts of one process of `tp`."""
+
+    def __init__(
+        self, model: PreTrainedModel, rules: TensorRules, tp: int, flow: Flow, calls: dict[str, list[Any]]
+    ) -> None:
+        self.rules, self.tp, self.flow = rules, tp, flow
+        # What modules with whole parameters were given in the pass with all heads.
+        self.calls, self.is_first = calls, tp == 1
+        self.model = copy.deepcopy(model)
+        if self.model.config._attn_implementation not in ("eager", "sdpa"):
+            # Kernels for one kind of device do not run on meta; the parts are the same.
+            self.model.config._attn_implementation = "sdpa"
+        self.parts = _Parts(flow, rules.styles)
+        # Modules whose gradient the rules sum, and that were given something whole.
+        self.called: set[str] = set()
+        self.layers_name, self.layers = find_layers(self.model)
+
+    def run(self, *, every_layer: bool, with_mask: bool, as_tuple: bool) -> None:
+        chosen = set(range(len(self.layers))) if every_layer else set(self._first_of_each_kind())
+        with ExitStack() as stack:
+            stack.enter_context(hooks_set_aside(self.model))
+            self._replace_modules(chosen, as_tuple=as_tuple)
+            if not self.is_first:
+                apply_local_heads(self.model, self.rules, rank=0, tp=self.tp)
+            stack.enter_context(probed(self.model, PROBE_LENGTH))
+            stack.enter_context(torch.no_grad())
+            # Which tokens go where is not known on meta: the shapes are those where all go everywhere.
+            stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+            self.model.eval()
+            ids = probe_ids(next(self.model.parameters()).device)
+            mask = probe_mask(ids.device, with_mask=with_mask)
+            with self.parts:
+                self.model(input_ids=ids, **mask, **no_router_logits(self.model), use_cache=False)
+        self.flow.counted_twice.update(dict.fromkeys(sorted(self.called - self.parts.met)))
+
+    def _first_of_each_kind(self) -> Iterator[int]:
+        """Yield the first layer of each kind: by its word, its modules, its parameters and their
+        rules."""
+        words = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        seen = set()
+        for index, layer in enumerate(self.layers):
+            prefix = f"{self.layers_name}.{index}"
+            kind = (
+                words[index] if index < len(words) else None,
+                tuple(type(module) for module in layer.modules()),
+                tuple((name, p.shape) for name, p in layer.named_parameters()),
+                tuple(self.rules.styles.get(f"{prefix}.{name}") for name, _ in layer.named_modules()),
+            )
+            if kind not in seen:
+                seen.add(kind)
+                yield index
+
+    def _replace_modules(self, chosen: set[int], *, as_tuple: bool) -> None:
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            hidden = torch.empty_like(args[0] if args else kwargs["hidden_states"])
+            return (hidden,) if as_tuple else hidden
+
+        for index, layer in enumerate(self.layers):
+            if index not in chosen:
+                layer.forward = skip
+                continue
+            name = f"{self.layers_name}.{index}"
+            self._replace_inside(name, layer)
+            layer.forward = partial(self._run_layer, layer.forward)
+
+    def _replace_inside(self, prefix: str, layer: nn.Module) -> None:
+        stopped: list[str] = []
+        for below, module in layer.named_modules(prefix=prefix):
+            if any(below.startswith(f"{name}.") for name in stopped):
+                continue
+            style = self.rules.styles.get(below)
+            if (stub := self._stub_for(below, module, style)) is not None:
+                stopped.append(below)
+                for _, parameter in module.named_parameters():
+                    self.parts.add_sharded(parameter, below)
+                module.forward = stub
+            elif style == "shared_input":
+                module.forward = partial(self._enter, module.forward)
+            elif style == "local_params":
+                self._take_own_parameters(below, module)
+            elif self._is_whole(below, module):
+                stopped.append(below)
+                for name, parameter in module.named_parameters(prefix=below):
+                    self.parts.add_whole(parameter, name.rpartition(".")[0])
+                module.forward = partial(self._run_whole, below, copy.deepcopy(module), module.forward)
+            else:
+                for parameter in module.parameters(recurse=False):
+                    self.parts.add_whole(parameter, below)
+
+    def _is_whole(self, name: str, module: nn.Module) -> bool:
+        """Tell whether a module has parameters, and none of them is sharded."""
+        inside = {self.rules.styles.get(below) for below, m in module.named_modules(prefix=name) if _owns(m)}
+        return bool(inside) and inside <= {*WHOLE, None} and name != ""
+
+    def _stub_for(self, name: str, module: nn.Module, style: Style | None) -> Callable[..., Any] | None:
+        if style in ("colwise", "colwise_blocks"):
+            dim = sharded_dims(style, module)["weight"]
+            return partial(self._project, "part", _input_width(module), _weight(module).shape[dim] // self.tp)
+        if style == "replicated_heads":
+            heads = self.model.config.get_text_config().num_key_value_heads
+            ways = 1 if self.is_first else heads
+            return partial(self._project, "part", _input_width(module), _weight(module).shape[0] // ways)
+        if style == "colwise_gather_output":
+            return partial(self._project, "whole", _input_width(module), _output_width(module))
+        if style == "rowwise":
+            return partial(self._project, "whole", _input_width(module) // self.tp, _output_width(module))
+        if style == "rowwise_split_input":
+            return partial(self._project, "whole", _input_width(module), _output_width(module))
+        if style == "mla_kv_a_proj":
+            return partial(self._project, name, _input_width(module), _output_width(module))
+        return self._experts if style in ("moe_tp_experts", "expert_parallel") else None
+
+    def _project(self, gives: str, width: int, outputs: int, x: Tensor) -> Tensor:
+        if x.shape[-1] != width:
+            raise ValueError(f"a projection gets {x.shape[-1]} inputs where it has {width}")
+        result = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
+        if gives == "part":
+            return self.parts.add_part(result)
+        return self.parts.add_whole(result, STREAM if gives == "whole" else gives)
+
+    def _experts(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.parts.add_whole(torch.empty_like(tensors_in((args, kwargs))[0]), STREAM)
+
+    def _take_own_parameters(self, name: str, module: nn.Module) -> None:
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.rules.sharded_dims.get(f"{name}.{kind}")
+            if dim is None:
+                self.parts.add_whole(parameter, name)
+                continue
+            own = parameter.detach().narrow(dim, 0, parameter.shape[dim] // self.tp).clone()
+            module.register_parameter(kind, nn.Parameter(own))
+            self.parts.add_part(module._parameters[kind])  # type: ignore[arg-type]
+
+    def _enter(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(self.parts.add_part(torch.empty_like(args[0])), *args[1:], **kwargs)
+        hidden = self.parts.add_part(torch.empty_like(kwargs["hidden_states"]))
+        return forward(**{**kwargs, "hidden_states": hidden})
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hidden = self.parts.add_whole(torch.empty_like(args[0] if args else kwargs["hidden_states"]), STREAM)
+        output = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": hidden})
+        if any(self.parts.is_part(tensor) for tensor in tensors_in(output)[:1]):
+            self.flow.partial[STREAM] = None
+        return output
+
+    def _run_on_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except MISFITS:
+            # Experts that are looped over do not run on meta, and give what has the shape of their input.
+            return self._experts(*args, **kwargs)
+
+    def _run_whole(self, name: str, stock: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(map(self.parts.is_part, tensors_in((args, kwargs)))):
+            owners = (below for below, module in stock.named_modules(prefix=name) if _owns(module))
+            self.called |= {
+                owner for owner in owners if self.rules.styles.get(owner) == "replicated_with_grad_allreduce"
+            }
+            return self._run_on_whole(forward, *args, **kwargs)
+        calls = self.calls.setdefault(name, [])
+        if self.is_first:
+            calls.append((args, kwargs))
+            return forward(*args, **kwargs)
+        behaviour = behavior_on_heads(stock, calls.pop(0), (args, kwargs))
+        if behaviour == "alike":
+            owners = (below for below, module in stock.named_modules(prefix=name) if _owns(module))
+            self.flow.on_parts.update(dict.fromkeys(owners))
+            return forward(*args, **kwargs)
+        if behaviour == "joint":
+            self.flow.joint[name] = None
+            return self.parts.add_part(torch.empty_like(tensors_in((args, kwargs))[0]))
+        if self.rules.styles.get(name) != "per_head":
+            self.flow.per_head[name] = None
+        see_own_heads(stock, 0, self.tp)
+        return stock(*args, **kwargs)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _output_width(module: nn.Module) -> int:
+    return _weight(module).shape[1 if isinstance(module, Conv1D) else 0]
+
+
+def _input_width(module: nn.Module) -> int:
+    return _weight(module).shape[0 if isinstance(module, Conv1D) else 1]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

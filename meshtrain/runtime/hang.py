@@ -1,0 +1,88 @@
+"""Who is stuck: of processes that wait for each other, the one that waits for nobody."""
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import PurePath
+from types import FrameType
+
+from meshtrain.runtime.failure import Failure, Report
+
+FRAMES_KEPT = 8
+SAVING_THREAD = "checkpoint"
+"""The name of the thread that writes a checkpoint while training goes on."""
+# A wait shows its own function, a wrapper or two, and who called it.
+FRAMES_OF_A_WAIT = 3
+WAITING_PLACES = ("torch/distributed/", "torch/cuda/")
+# There the files of checkpoints are written.
+WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/location.py")
+# Where a process with a GPU waits for what it has queued.
+WAITING_CALLS = (".item()", ".synchronize()", ".tolist()", ".wait()")
+
+
+def innermost_frames() -> list[FrameType]:
+    """Return the functions that the main thread is in, or the one that saves if it waits for that, innermost first."""
+    main = threading.main_thread()
+    saving = next((thread for thread in threading.enumerate() if thread.name == SAVING_THREAD), None)
+    # While training goes on beside a save, it is not the save that keeps the others.
+    thread = saving if saving is not None and _joins(main) else main
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < FRAMES_KEPT:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _joins(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is threading.Thread.join.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def describe(frame: FrameType) -> str:
+    """Return `file.py:12 in function`, with as much of the path as tells where it is."""
+    path = PurePath(frame.f_code.co_filename)
+    return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def is_waiting(frames: list[FrameType]) -> bool:
+    """Whether a main thread that is there waits for other processes, as far as one can tell from outside."""
+    if any(place in frame.f_code.co_filename for frame in frames for place in WORKING_PLACES):
+        return False
+    if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_PLACES):
+        return True
+    line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
+    return any(call in line for call in WAITING_CALLS)
+
+
+def find_hang(reports: Iterable[Report]) -> list[Report]:
+    """Return those that keep the others waiting: who does not answer; else who waits for nobody; else all."""
+    known = list(reports)
+    silent = [report for report in known if not report.frames]
+    return silent or [report for report in known if not report.is_waiting] or known
+
+
+def hang_failure(reports: list[Report], asker: Report, seconds: float, limit: float) -> Failure:
+    """Say who is stuck.
+
+    Args:
+        reports: of all processes.
+        asker: whose time was over.
+        seconds: how long its present part has lasted.
+        limit: how long it might.
+    """
+    found = find_hang(reports)
+    first, others = found[0], [f"rank {report.rank} on {report.host}" for report in found[1:]]
+    over = f"it takes {seconds:.1f} s so far on rank {asker.rank}, the limit is {limit:.1f} s"
+    if len(found) == len(reports) > 1:
+        message = f"and all others wait for each other: {over}"
+    else:
+        where = f"at {first.frames[0]}" if first.frames else "and does not answer"
+        also = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
+        message = f"is stuck in {first.place}, {where}{also}: {over}"
+    return Failure("stuck", first.rank, first.host, message, place=first.place, reports=tuple(reports))

@@ -1,0 +1,167 @@
+"""A class, or a class with flags, that nothing has proven yet is proven before its first run; the answer is kept."""
+
+import inspect
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain import console
+from meshtrain.compat.transformers import attention_implementation
+from meshtrain.config.data import DataConfig
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import find_family, plan_hash
+from meshtrain.data.cache import Cache, identity_of
+from meshtrain.errors import ModelError, UserError
+from meshtrain.models.build import load_hf_config
+from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.directory import check_directory
+from meshtrain.training.report import resolve_run
+from meshtrain.verify.case import ProofCase
+from meshtrain.verify.prove import prove, write_json
+from meshtrain.verify.record import uncovered_flags
+from meshtrain.verify.verify_run import make_subjects, make_subjects_of
+
+PROOF_NAME = "proof.json"
+SWITCH = "set model.prove_unknown_class = false to train without a proof"
+SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to train without a proof"
+
+
+def ensure_proven(config: RunConfig) -> None:
+    """Prove the plan of a run once, if its model is of a class that no shipped family is written for.
+
+    A class that comes with the model is none of them, whatever type of model it calls itself. Under tensor parallelism
+    a family's model is proven too if its configuration has flags with which the family is not proven.
+
+    All processes of a run call this at once: one of them works and the others wait for it.
+
+    Raises:
+        ModelError: if the plan does not compute what one device computes.
+    """
+    hf_config = load_hf_config(config.model)
+    flags = _uncovered(hf_config, config.plan)
+    known = find_family(hf_config.model_type) is not None and not flags
+    # Whether a class keeps documents apart nobody tells but a proof: it may take positions and make no mask of them.
+    separates = config.data.documents == "separate"
+    if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
+        return
+    # What contradicts itself at its real size is a mistake, and said first.
+    check_directory(config)
+    resolved = resolve_run(config, world_size_from_environment())
+    model_class = type(resolved.model)
+    if known and not separates and _is_stock(model_class):
+        return
+    subjects = _told(partial(make_subjects, config, resolved), SWITCH)
+    _ensure(subjects, model_class, config.data.cache_directory, SWITCH, flags)
+
+
+def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Do `ensure_proven` for a model that a program brings, before it is cut. All processes call it at once.
+
+    Args:
+        model: on meta or with values; not changed. The language model of its type is what is proven.
+        plan: not resolved, but for its mesh.
+
+    Raises:
+        ModelError: if the plan does not compute what one device computes, or the class cannot be built anew.
+    """
+    model_class, config = type(model), model.config
+    flags = _uncovered(config, plan)
+    if _is_stock(model_class) and find_family(config.model_type) is not None and not flags:
+        return
+    if not _is_stock(model_class) and not hasattr(config, "auto_map"):
+        raise ModelError(
+            f"{model_class.__name__} is a class of its own, of which no tiny copy can be built to prove the plan on; "
+            f"{SWITCH_OF_PROGRAMS}"
+        )
+    choices = {
+        "attention": attention_implementation(config) or "eager",
+        "trust_remote_code": not _is_stock(model_class),
+        "pretrained": True,
+    }
+    subjects = _told(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
+
+
+def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
+    """Return the flags with which the rules of the model's shipped family are not proven, where rules are used."""
+    has_family = find_family(config.model_type, config.to_dict()) is not None
+    return uncovered_flags(config) if has_family and plan.mesh.tp > 1 else []
+
+
+@contextmanager
+def _hidden_program() -> Iterator[None]:
+    """Keep the ranks of a proof from running the program that asks for it: Python starts a process by importing it."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+
+
+def _ensure(
+    subjects: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
+) -> None:
+    cache = Cache(Path(directory), leads=rank_from_environment() == 0)
+    with _hidden_program():
+        for subject in subjects:
+            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch, flags=flags))
+
+
+def _is_stock(model_class: type[PreTrainedModel]) -> bool:
+    return model_class.__module__.startswith("transformers.")
+
+
+def _told(make: Callable[[], list[ProofCase]], switch: str) -> list[ProofCase]:
+    try:
+        return make()
+    except UserError as error:
+        raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {switch}"]) from error
+
+
+def _key(subject: ProofCase, model_class: type[PreTrainedModel]) -> str:
+    versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
+    choices = (subject.rows, subject.attention, subject.pretrained)
+    code = [] if _is_stock(model_class) else _sources(model_class)
+    return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
+
+
+def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
+    """Return the code that came with a class: its own file, and those beside it, which it may import."""
+    # transformers keeps the files of each model in a directory of their own.
+    files = sorted(Path(inspect.getfile(model_class)).parent.glob("*.py"))
+    return [(file.name, file.read_text()) for file in files]
+
+
+def _prove(subject: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
+    name = subject.architecture + (f" with {', '.join(flags)}" if flags else "")
+    if multiprocessing.current_process().daemon:
+        raise ModelError(
+            f"{name} is new here, and a daemonic process may not start the others that a proof takes; {switch}"
+        )
+    what = "its documents apart" if subject.rows == "separate" else "the plan"
+    console.line(f"{name} is new here: proving {what} on a tiny copy of it")
+    try:
+        proof = prove(subject)
+    except UserError as error:
+        raise ModelError([*error.problems, switch]) from error
+    if proof.difference is not None:
+        raise ModelError(
+            f"{name} under this plan does not compute what one device computes, it differs in "
+            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
+        )
+    console.line(f"Proven: {proof.mesh.described()} computes what one device computes")
+    write_json([proof], directory / PROOF_NAME)
+
+
+def _way_out(subject: ProofCase) -> str:
+    separates = subject.rows == "separate"
+    return ', set data.documents = "joined" if it does not keep documents apart' if separates else ""

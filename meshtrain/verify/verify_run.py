@@ -1,0 +1,191 @@
+"""`meshtrain verify RUN`: from a run to its proofs."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain.compat.transformers import loop_over_experts
+from meshtrain.config.data import DataConfig
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.config.toml import with_family
+from meshtrain.errors import ModelError
+from meshtrain.models.build import DTYPES, build_model
+from meshtrain.models.layer_config import values_in_layers
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.training.report import Resolved, natural_world_size, resolve_run
+from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
+from meshtrain.verify.kinds import Kind, layer_kinds
+from meshtrain.verify.prove import prove, show_proof, write_json
+from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
+from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
+
+FEWEST_MICROBATCHES = 4
+
+
+def verify_run(config: RunConfig, json_file: Path | None) -> bool:
+    """Prove the plan of a run on a tiny copy of its model, and show the proof.
+
+    Args:
+        json_file: where to write the proofs as well.
+
+    Returns:
+        Whether the plan computes what one device computes.
+
+    Raises:
+        UserError: if the run contradicts itself, with what `check` says; or if it cannot be proven: the tiny model, or
+            the plan for it, is refused.
+    """
+    # The tiny copy has other sizes, and would hide what does not fit the real ones.
+    resolved = resolve_run(config, natural_world_size(config.plan))
+    subjects = make_subjects(config, resolved)
+    proofs = []
+    for subject in subjects:
+        proofs.append(prove(subject))
+        show_proof(proofs[-1])
+    if json_file is not None:
+        write_json(proofs, json_file)
+    return all(proof.holds for proof in proofs)
+
+
+def make_subjects(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
+    """Return what must be proven for a run: its plan on small meshes that have all its axes.
+
+    Args:
+        resolved: the run at its real size. Only a run that fits can be proven.
+    """
+    return make_subjects_of(
+        resolved.hf_config,
+        config.plan,
+        rows=rows_of(config.data),
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+        pretrained=config.model.weights == "pretrained",
+    )
+
+
+def make_subjects_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
+    """Return what must be proven for a model under a plan, which is not resolved; see `make_subject`."""
+    # What the plan leaves open, the tiny model closes in its own way.
+    plan = with_family(plan, hf_config.model_type)
+    meshes = shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
+    return [make_subject(hf_config, plan, mesh, **choices) for mesh in meshes]
+
+
+def rows_of(data: DataConfig) -> Rows:
+    """Return what the batches of a run are made of."""
+    if data.form == "packed":
+        return data.documents
+    return "padded" if data.pad_to_multiple_of is None else "bucketed"
+
+
+def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
+    """Return how many processes may share a layer of the tiny model, sharing its key-value heads only if they must."""
+    text = hf_config.get_text_config()
+    heads, *others = values_in_layers(text, "num_attention_heads")
+    between = (key_value_heads(text) or heads) not in (1, heads)
+    return 2 if between or others else HEADS
+
+
+def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
+    """Return how many attention heads the tiny model has: some for every block of a projection that is made of four."""
+    if "colwise_blocks" not in plan.tensor.styles.values():
+        return HEADS
+    (heads,) = values_in_layers(hf_config, "num_attention_heads")
+    return 4 * plan.mesh.tp if heads % (4 * tp) == 0 else heads
+
+
+def make_subject(
+    hf_config: PretrainedConfig,
+    plan: ParallelPlan,
+    mesh: MeshPlan,
+    *,
+    rows: Rows = "joined",
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    pretrained: bool = False,
+) -> ProofCase:
+    """Return a tiny model of the same class under the plan on a small mesh.
+
+    Args:
+        hf_config: of the model itself.
+        plan: with its family already joined.
+        mesh: at most a few processes.
+        rows: of the batches.
+        pretrained: whether the run starts from given weights.
+
+    Raises:
+        UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the plan.
+    """
+    real, plan = plan.mesh, shrink_plan(plan, mesh)
+    heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
+    # Documents that are kept apart have one length for the frequencies, and alone each has its own.
+    short = SEQUENCE if rows == "separate" else SHORT
+    make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads, short=short)
+    build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
+    plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
+    microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
+    global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree
+    world_size = mesh.world_size
+    plan = resolve_plan(plan, model, BatchShape(global_batch_size, MICRO_BATCH_SIZE, SEQUENCE), world_size)
+    return ProofCase(
+        architecture=type(model).__name__,
+        hf_config=tiny,
+        plan=plan,
+        global_batch_size=global_batch_size,
+        rows=rows,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+        pretrained=pretrained,
+    )
+
+
+def _copy_with_all_kinds(
+    plan: ParallelPlan,
+    make: Callable[[int], PretrainedConfig],
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+    kinds: dict[Kind, str],
+) -> tuple[ParallelPlan, PretrainedConfig, PreTrainedModel]:
+    """Return the smallest copy that has every kind of layer, and the plan for as many layers.
+
+    Args:
+        plan: shrunk.
+        make: number of layers -> configuration of a copy.
+        kinds: of layers of the model itself.
+
+    Raises:
+        ModelError: if no copy is so small, or the smallest of all cannot be built.
+    """
+    count, lacking = 0, kinds
+    for deeper, number in deepen(plan):
+        try:
+            tiny = make(number)
+            model = build(tiny)
+        except ModelError:
+            if count == 0:
+                raise
+            # A class may refuse this number of layers, and take the next.
+            continue
+        found = layer_kinds(model)
+        count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
+        if not lacking:
+            return deeper, tiny, model
+    raise ModelError(
+        f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
+        f"that no tiny copy with up to {count} layers has"
+    )
+
+
+def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:
+    tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
+    # The class that comes with the model itself, if one does.
+    if code := getattr(config, "auto_map", None):
+        tiny.auto_map = code
+        tiny.name_or_path = config.name_or_path
+    # The grouped matrix product that experts use by default is not there for float64.
+    loop_over_experts(tiny)
+    return tiny

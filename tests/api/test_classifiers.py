@@ -1,0 +1,45 @@
+"""Classifiers train under tensor parallelism as the stock ones do."""
+
+import math
+from typing import Any
+
+import pytest
+
+from meshtrain.errors import PlanError
+from tests.api.classifiers import Classifier, errors_on
+from tests.ranks import RankError, run_on_ranks
+
+FAMILIES = ("gpt2", "llama", "qwen3")
+PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
+
+
+def prove(mesh: dict[str, int], classifiers: list[Classifier]) -> None:
+    for answers in run_on_ranks(math.prod(mesh.values()), errors_on, mesh, classifiers):
+        for classifier, errors in zip(classifiers, answers, strict=True):
+            wrong = {name: error for name, error in errors.items() if not error <= 1e-12}
+            assert not wrong, (classifier, wrong)
+            assert len(errors) > 20
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_sequence_classifiers_train_as_the_stock_ones(mesh: dict[str, int]) -> None:
+    prove(mesh, [Classifier(family, problem) for family in FAMILIES for problem in PROBLEMS])
+
+
+def test_other_heads_and_families_do_too() -> None:
+    others = [*(Classifier(family, None, "token") for family in FAMILIES), Classifier("gpt2", None, "question")]
+    # Rules that are derived: from the model's own plan, and from a family's.
+    others += [Classifier("mistral"), Classifier("opt"), Classifier("mixtral")]
+    prove({"tp": 2}, others)
+    in_parts: dict[str, Any] = {"sequence_parallel": True}
+    prove({"tp": 2}, [Classifier("gpt2", tensor=in_parts), Classifier("llama", tensor=in_parts)])
+
+
+def test_a_classifier_is_not_cut_into_stages() -> None:
+    with pytest.raises(RankError) as failed:
+        run_on_ranks(2, errors_on, {"pp": 2}, [Classifier("llama")])
+    assert isinstance(failed.value.original, PlanError)
+    assert str(failed.value.original) == (
+        "mesh.pp = 2, but LlamaForSequenceClassification has no language modelling head, and only causal language "
+        "models can be cut into stages; use pp = 1"
+    )

@@ -1,0 +1,439 @@
+"""What a program may not do with a parallel model, and what it is told to do instead."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import meshtrain
+from meshtrain.api.handle import handle_of
+from meshtrain.errors import DataError, MeshtrainError, ModelError, PlanError
+from meshtrain.models.build import load_hf_config
+from tests.api.programs import Batch, own_part, padded_batches, parallel, stock_model
+from tests.parity import MODELS, VOCABULARY
+from tests.ranks import run_on_ranks
+
+
+def told(kind: type[MeshtrainError], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def misuse_tensor_parallel() -> dict[str, str]:
+    model = parallel(stock_model("gpt2-tied"), {"tp": 2})
+    rank = torch.distributed.get_rank()
+    batch = padded_batches()[0]
+    # Where it is already, nothing is asked.
+    assert model.to("cpu").double().cpu() is model
+    assert model.to(dtype=torch.float64) is model
+    model.load_state_dict(model.state_dict())
+    shuffled = {name: value.roll(rank, 0) for name, value in batch.items()}
+    return {
+        "twice": told(ModelError, lambda: parallel(model, {"tp": 2})),
+        "copied": told(ModelError, lambda: copy.deepcopy(model)),
+        "resized": told(ModelError, lambda: model.resize_token_embeddings(120)),
+        "moved": told(ModelError, lambda: model.to("meta")),
+        "cast": told(ModelError, lambda: model.bfloat16()),
+        "cast by to": told(ModelError, lambda: model.to(torch.float32)),
+        "shuffled": told(DataError, lambda: model(**shuffled)).replace(f"rank {rank}", "rank R"),
+        "drawn": told(ModelError, lambda: parallel(stock_model("gpt2-tied", seed=rank), {"tp": 2})),
+        "not ours": told(ModelError, lambda: meshtrain.clip_grad_norm(stock_model("gpt2-tied"), 1.0)),
+        "no transformer": told(ModelError, lambda: parallel(nn.Linear(2, 2), {"tp": 2})),
+        "half": told(ModelError, lambda: parallel(stock_model("gpt2-tied").half(), {"tp": 2})),
+        "mixed": told(ModelError, lambda: parallel(mixed(), {"tp": 2})),
+        "half on meta": told(ModelError, lambda: parallel(half_on_meta(), {"tp": 2})),
+        "other mesh": told(
+            PlanError,
+            lambda: meshtrain.parallelize(
+                stock_model("gpt2-tied"), {"mesh": {"tp": 1}}, meshtrain.build_mesh({"mesh": {"tp": 2}})
+            ),
+        ),
+        "foreign mesh": told(
+            PlanError,
+            lambda: meshtrain.parallelize(
+                stock_model("gpt2-tied"),
+                {"mesh": {"tp": 2}},
+                torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+            ),
+        ),
+        "too many": told(PlanError, lambda: parallel(stock_model("gpt2-tied"), {"tp": 4})),
+        "whole": told(ModelError, lambda: model.load_state_dict(stock_model("gpt2-tied").state_dict())),
+    }
+
+
+def mixed() -> nn.Module:
+    model = stock_model("gpt2-tied")
+    model.transformer.ln_f.half()
+    return model
+
+
+def half_on_meta() -> nn.Module:
+    model = stock_model("gpt2-tied")
+    model.transformer.ln_f.to("meta")
+    return model
+
+
+WANTED = {
+    "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it anew",
+    "copied": r"a parallel model cannot be copied: .*; make a stock model parallel for each",
+    "resized": r"the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings\(...\)",
+    "moved": r"a parallel model cannot be moved \(to meta, torch.float64\): every rank keeps .*; leave the call out",
+    "cast": r"a parallel model cannot be moved \(to cpu, torch.bfloat16\)",
+    "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
+    "shuffled": r"rank R was given another batch than a rank that shares its model over tp or pp \(here: "
+    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
+    "drawn": r"ranks 0 and 1 bring different models in 52 of 52 places: transformer.wte.weight is float64 \(98, 32\) "
+    r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
+    "not ours": r"a GPT2LMHeadModel is no parallel model; give what meshtrain.parallelize\(model, plan\) returns",
+    "no transformer": r"a Linear is no model of transformers; give one, such as GPT2LMHeadModel",
+    "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or say what you want",
+    "mixed": r"the parameters are float16, float64; train in float32",
+    "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",
+    "other mesh": r"mesh.tp = 1 in the plan, but the mesh that is given has 2 there",
+    "foreign mesh": r"the mesh has the axes \('tp',\), a plan needs .*; build it with meshtrain.build_mesh",
+    "whole": r"load_state_dict: transformer.wte.weight is a whole tensor, and every rank of this model keeps a shard "
+    r"of it; give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model, folder\)",
+    "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, which does not divide the 2",
+}
+
+
+def test_a_tensor_parallel_model_refuses_what_would_break_it() -> None:
+    for found in run_on_ranks(2, misuse_tensor_parallel):
+        assert found.keys() == WANTED.keys()
+        for what, message in found.items():
+            assert re.search(WANTED[what], message), (what, message)
+
+
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def refuse_and_go_on() -> None:
+    """What is refused for the plan, or on another rank, is as it was: the program may go on with it, or ask again."""
+    rank = torch.distributed.get_rank()
+    for make in (stock_model, lambda name, **more: adapted(stock_model(name, **more))):
+        for plan, others, kind in (
+            ({"mesh": {"tp": 4}}, 0, PlanError),
+            ({"mesh": {"tp": 2}, "tensor": {"styles": {"no.such.*": "colwise"}}}, 0, PlanError),
+            ({"mesh": {"tp": 2}}, rank, ModelError),
+        ):
+            model = make("gpt2-tied", seed=others)
+            before, values = dict(model.named_parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+            buffers = dict(model.named_buffers())
+            told(kind, partial(meshtrain.parallelize, model, plan))
+            after = dict(model.named_parameters())
+            assert after.keys() == before.keys()
+            assert all(after[name] is before[name] for name in before)
+            assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+            assert model.state_dict().keys() == values.keys()
+            assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    again = stock_model("gpt2-tied")
+    batch = padded_batches()[0]
+    wanted = again(**batch).loss
+    told(PlanError, lambda: parallel(again, {"tp": 4}))
+    torch.testing.assert_close(parallel(again, {"tp": 2})(**batch).loss, wanted, rtol=1e-12, atol=0)
+
+
+def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+    run_on_ranks(2, refuse_and_go_on)
+
+
+def misuse_pipeline() -> dict[str, str]:
+    plan = {"mesh": {"pp": 2}, "pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}
+    model = meshtrain.parallelize(stock_model("llama-tied"), plan, micro_batch_size=2)
+    batch = padded_batches()[0]
+    odd = {name: value.repeat(2, 1)[:10] for name, value in batch.items()}
+    given = {
+        "no labels": {"input_ids": batch["input_ids"]},
+        "few": odd,
+        "short": batch | {"labels": batch["labels"][:, :3]},
+        "unknown": batch | {"labels": batch["labels"] + 98},
+        "other rows": batch | {"position_ids": torch.arange(8)[None]},
+        "other width": batch | {"attention_mask": batch["attention_mask"][:, :5]},
+        "other width of a whole mask": batch | {"attention_mask": torch.ones(8, 1, 8, 5, dtype=torch.bool)},
+        "rows": {name: value[:3] for name, value in batch.items()},
+        "no rows": {name: value[:0] for name, value in batch.items()},
+        "one row": {name: value[0] for name, value in batch.items()},
+        "floats": batch | {"input_ids": batch["input_ids"].double()},
+        "lists": {name: value.tolist() for name, value in batch.items()},
+        "flag": batch | {"use_cache": True},
+        "embeddings": batch | {"inputs_embeds": torch.zeros(8, 8, 32)},
+        "shifted": batch | {"shift_labels": batch["labels"]},
+        "list": [batch["input_ids"], batch["labels"]],
+        "tensor": batch["input_ids"],
+        "None": None,
+    }
+    found = {what: told(DataError, partial(model.forward_backward, value)) for what, value in given.items()}
+    assert found == {what: told(DataError, partial(model.evaluate, value)) for what, value in given.items()}
+    with torch.no_grad():
+        found["no gradients"] = told(ModelError, lambda: model.forward_backward(batch))
+    found["called"] = told(ModelError, lambda: model(**batch))
+    found["copied"] = told(ModelError, lambda: copy.deepcopy(model))
+    found["pickled"] = told(ModelError, lambda: pickle.dumps(model))
+    for name in ("forward", "to", "state_dict", "num_parameters"):
+        assert not hasattr(model, name)
+        found[name] = told(ModelError, partial(getattr, model, name))
+    assert not hasattr(model, "__array__")
+    # What changes nothing may be said.
+    loss = model.evaluate(batch)
+    silent = batch | {"use_cache": False, "position_ids": None, "labels": batch["labels"].int()}
+    assert torch.equal(model.evaluate(silent), loss)
+    torch.testing.assert_close(model.forward_backward(silent), loss, rtol=1e-12, atol=0)
+    model.zero_grad(set_to_none=False)
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    found["frozen"] = told(ModelError, lambda: model.forward_backward(batch))
+    return found
+
+
+def test_a_pipeline_refuses_what_it_cannot_run() -> None:
+    trains = (
+        "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
+    )
+    tensors = (
+        "and a pipeline cuts tensors into microbatches; give a tensor with as many rows as input_ids, or leave it out"
+    )
+    mapping = 'give a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"'
+    wanted = {
+        "copied": "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model "
+        "parallel for each, or keep what you need of the parameters (parameter.detach().clone())",
+        "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline take input_ids and labels, "
+        "and compute the loss themselves",
+        "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
+        "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
+        "cannot be so divided; use a multiple of 2",
+        "short": "labels has the shape (8, 3), input_ids (8, 8); give a label for every token, -100 where none shall "
+        "count",
+        "unknown": "labels has tokens from -2 to 195, but the model knows 0 to 97; use the tokenizer that belongs to "
+        "the model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize",
+        "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
+        "microbatches along its first dimension; give all as many rows",
+        "other width": "attention_mask has the shape (8, 5), input_ids (8, 8): its last dimension goes over the 8 "
+        "tokens of a row; give as many",
+        "other width of a whole mask": "attention_mask has the shape (8, 1, 8, 5), input_ids (8, 8): its last "
+        "dimension goes over the 8 tokens of a row; give as many",
+        "no rows": "input_ids has the shape (0, 8), there is nothing to compute; leave such out",
+        "one row": "input_ids is (8,) int64; give token ids (rows, seq), int64",
+        "floats": "input_ids is (8, 8) float64; give token ids (rows, seq), int64",
+        "lists": f"input_ids in the batch is a list, {tensors}",
+        "flag": f"use_cache in the batch is a bool, {tensors}",
+        "embeddings": "inputs_embeds is in the batch: only the first stage could use them; give input_ids",
+        "shifted": "shift_labels is in the batch: the ranks of a pipeline shift labels themselves; give labels, "
+        "unshifted",
+        "list": f"the batch is a list; {mapping}",
+        "tensor": f"the batch is a Tensor; {mapping}",
+        "None": f"the batch is a NoneType; {mapping}",
+        "no gradients": "forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)",
+        "called": f"a model over pp is not called, as no rank has all of it: {trains}",
+        "pickled": "a parallel model can be neither copied nor pickled, as no rank has all of it; save it with "
+        "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it",
+        "forward": f"a model over pp has no forward: {trains}",
+        "to": "a model over pp has no to: every rank keeps its stages on its own device; leave the call out, and "
+        "choose number formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan",
+        "state_dict": "a model over pp has no state_dict: call meshtrain.save_checkpoint(directory, state), or "
+        "model.save_pretrained(folder)",
+        "num_parameters": "a model over pp has no num_parameters: a rank holds its stages only; do what you want with "
+        "the stock model before meshtrain.parallelize",
+        "frozen": "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some",
+    }
+    for found in run_on_ranks(2, misuse_pipeline):
+        assert found == wanted
+
+
+def misuse_on_one_rank() -> list[str]:
+    """Give a wrong batch to one rank of four, pp x dp; all are told the same. Then one fails halfway."""
+    model = parallel(stock_model("gpt2-tied"), {"pp": 2, "dp_replicate": 2})
+    rank = torch.distributed.get_rank()
+    batch = own_part(model, padded_batches()[0])
+    long = torch.ones(4, 70, dtype=torch.long)
+    wrong = [
+        {name: value for name, value in batch.items() if name != "labels"},
+        batch | {"attention_mask": batch["attention_mask"] * 0},
+        batch | {"input_ids": None},
+    ]
+    said = [
+        told(DataError, partial(model.forward_backward, other if rank == place else batch))
+        for place, other in enumerate(wrong, start=1)
+    ]
+    for rows in ({"input_ids": long, "labels": long}, batch | {"position_ids": torch.arange(60, 68).expand(4, 8)}):
+        said.append(told(DataError, partial(model.evaluate, rows)))
+    model.forward_backward(batch)
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_said_on_all() -> None:
+    takes = "the ranks of a pipeline take input_ids and labels, and compute the loss themselves"
+    shorter = "give shorter rows (truncation=True, max_length=... of the tokenizer)"
+    for said in run_on_ranks(4, misuse_on_one_rank):
+        assert said == [
+            f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
+            "rank 0 was given another batch than a rank that shares its model over tp or pp (here: attention_mask "
+            "(4, 8), input_ids (4, 8), labels (4, 8)); give all of these the same rows in the same order: "
+            "torch.manual_seed(0) before the DataLoader shuffles, or a sampler over the data ranks only",
+            f"rank 3: the batch has no input_ids, it has attention_mask, labels; {takes}",
+            f"rank 0: rows of 70 tokens, but the model has learned 0 to 63 as positions; {shorter}",
+            f"rank 0: position_ids from 60 to 67, but the model has learned 0 to 63 as positions; {shorter}",
+        ]
+
+
+def parallelize_differently() -> list[str]:
+    rank = torch.distributed.get_rank()
+    plan = {"mesh": {"pp": 2}}
+    others: list[tuple[dict[str, Any], Any]] = [
+        (plan, 1 + rank),
+        ({"mesh": {"pp": 2 - rank, "tp": 1 + rank}}, 1),
+        (plan | {"tensor": {"styles": {f"transformer.h.*.{n}": "replicate" for n in [*"abcdefgh", str(rank)]}}}, 1),
+    ]
+    model = stock_model("gpt2-tied")
+    return [
+        told(PlanError, partial(meshtrain.parallelize, model, given, micro_batch_size=rows)) for given, rows in others
+    ]
+
+
+def test_ranks_make_a_model_parallel_in_one_way() -> None:
+    same = "all ranks make this call together, give all of them the same"
+    for said in run_on_ranks(2, parallelize_differently):
+        assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
+        assert said[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
+        assert said[2].startswith("parallelize: tensor.styles is ...")
+        assert "transformer.h.*.0': 'replicate'} on rank 0 and ..." in said[2]
+        assert said[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
+        # The long table is shown from a little before the place where it differs.
+        assert len(said[2]) < 300
+
+
+def fail_halfway() -> list[str]:
+    """Let the first stage fail in its second microbatch; return what is said there afterwards."""
+    model = parallel(stock_model("gpt2-tied"), {"pp": 2})
+    first, second, *_ = padded_batches()
+    model.forward_backward(first)
+    tied = next(parameter for name, parameter in model.named_parameters() if "wte" in name or "lm_head" in name)
+    gradient = tied.grad.clone()
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    if not model.has_last_stage:
+        model._pipeline.stages[0].model.register_forward_pre_hook(FailsTheSecondTime())
+    # The other rank waits for this one, until this one has ended.
+    with pytest.raises(RuntimeError):
+        model.forward_backward(second)
+    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(tied.grad, gradient)
+    return [told(ModelError, partial(use, second)) for use in (model.forward_backward, model.evaluate)]
+
+
+class FailsTheSecondTime:
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self._calls += 1
+        if self._calls > 1:
+            raise ValueError("broken")
+
+
+def test_a_pipeline_that_has_failed_halfway_says_so_and_leaves_the_program_as_it_was() -> None:
+    for said in run_on_ranks(2, fail_halfway, joins=False):
+        assert said == 2 * [
+            "an earlier forward_backward has ended halfway with an exception (RuntimeError): the stages on other ranks "
+            "wait for messages that never come, so this model cannot go on; end the program on all ranks, and start "
+            "again from a checkpoint"
+        ]
+
+
+def call(model: Any, batch: Batch) -> Any:
+    return model(**batch)
+
+
+def use_too_early() -> list[str]:
+    config = load_hf_config(MODELS["gpt2-tied"])
+    messages = []
+    for mesh, batch in (({"tp": 2}, padded_batches()[0]), ({"pp": 2}, padded_batches()[0])):
+        model = parallel(meshtrain.build_model(config, dtype=torch.float64), mesh)
+        use = model.forward_backward if "pp" in mesh else partial(call, model)
+        messages.append(told(ModelError, partial(use, batch)))
+        meshtrain.initialize(model, seed=3)
+        use(batch)
+    return messages
+
+
+NO_VALUES = (
+    "the parameters of this model have no values yet, it was built on meta; call meshtrain.initialize(model, seed=0), "
+    "meshtrain.load_weights(model, folder) or meshtrain.load_checkpoint(directory, state) first"
+)
+
+
+def test_a_model_from_meta_must_be_given_values_first() -> None:
+    for found in run_on_ranks(2, use_too_early):
+        assert found == [NO_VALUES] * 2
+
+
+def test_the_parallel_model_knows_its_handle() -> None:
+    assert run_on_ranks(1, _handle) == [("GPT2LMHeadModel", True)]
+
+
+def _handle() -> tuple[str, bool]:
+    model = parallel(AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])), {})
+    return type(model).__name__, handle_of(model).has_values
+
+
+def bring_different_values(folder: Path) -> list[str]:
+    """Give each rank a seed of its own, a folder, a folder that only one has; return what is said."""
+    model = parallel(meshtrain.build_model(load_hf_config(MODELS["gpt2-tied"])), {"tp": 2})
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        AutoModelForCausalLM.from_config(load_hf_config(MODELS["gpt2-tied"])).save_pretrained(folder / "0")
+    torch.distributed.barrier()
+    (folder / "1").symlink_to(folder / "0") if rank == 1 else None
+    torch.distributed.barrier()
+    return [
+        told(ModelError, lambda: meshtrain.initialize(model, seed=rank)),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / str(rank))),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / ("0", "missing")[rank])),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0", enlarge_vocabulary=rank == 1)),
+        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0" / "config.json")),
+    ]
+
+
+def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
+    same = "all ranks make this call together, give all of them the same"
+    for said in run_on_ranks(2, bring_different_values, tmp_path):
+        assert said == [
+            f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",
+            f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
+            f"folder = '{tmp_path}/missing': there is no such directory, and a hub id looks like 'owner/name'",
+            f"load_weights: enlarge_vocabulary is False on rank 0 and True on rank 1; {same}",
+            f"folder = '{tmp_path}/0/config.json' is a file; give the directory that it lies in, '{tmp_path}/0'",
+        ]
+
+
+def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:
+    """Train, evaluate and predict on a token that the model has no row for; return what is said."""
+    model = meshtrain.parallelize(stock_model("llama-tied"), {"mesh": mesh})
+    ids = torch.tensor([[3, VOCABULARY]] * 2)
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    calls = [model.forward_backward, model.evaluate] if "pp" in mesh else [lambda batch: model(**batch)]
+    said = []
+    for call in calls:
+        with torch.no_grad(), pytest.raises(DataError) as refused:
+            call(batch)
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+def test_tokens_that_the_model_does_not_know_are_refused(mesh: dict[str, int]) -> None:
+    for answers in run_on_ranks(2, give_unknown_tokens, mesh, joins=False):
+        for said in answers:
+            assert said.startswith(f"input_ids has tokens from 3 to {VOCABULARY}, but the model knows 0 to ")

@@ -1,0 +1,136 @@
+"""Which classes must be proven before they train, and what makes a proof one of another thing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, dynamic_module_utils
+
+from meshtrain.config.mesh import MeshPlan
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.toml import load_run
+from meshtrain.models.build import build_model
+from meshtrain.verify import first_use
+from meshtrain.verify.case import ProofCase
+from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
+
+FOREIGN = """
+from transformers import LlamaForCausalLM
+
+
+class Twice(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = {times} * output.logits
+        return output
+"""
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
+    """Return what has been proven so far, in a directory with text; nothing of it is computed."""
+    subjects: list[ProofCase] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def note(subject: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
+        # A process that is started now would run the program that asks, and that again.
+        assert not hasattr(sys.modules["__main__"], "__file__")
+        subjects.append(subject)
+
+    monkeypatch.setattr(first_use, "_prove", note)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    write_text(tmp_path / "text.jsonl")
+    return subjects
+
+
+def write_model(directory: Path, *, times: int) -> None:
+    """Write a model that brings its own class, and calls itself a llama."""
+    directory.mkdir(exist_ok=True)
+    (directory / "modeling_twice.py").write_text(FOREIGN.format(times=times))
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_twice.Twice"}, "architectures": ["Twice"]}
+    (directory / "config.json").write_text(json.dumps(CONFIG | own))
+
+
+def ensure_proven(text: str) -> None:
+    Path("run.toml").write_text(RUN_TEXT + text)
+    first_use.ensure_proven(load_run("run.toml"))
+
+
+def test_a_class_that_comes_with_a_model_of_a_known_type_is_unknown(tmp_path: Path, proven: list[ProofCase]) -> None:
+    text = '[model]\npath = "model"\ntrust_remote_code = true\n'
+    write_model(tmp_path / "model", times=2)
+    for _ in range(2):
+        ensure_proven(text)
+        # Of that class is the tiny copy too; the second time its proof is there already.
+        assert [subject.architecture for subject in proven] == ["Twice"]
+    write_model(tmp_path / "model", times=3)
+    ensure_proven(text)
+    assert [subject.architecture for subject in proven] == ["Twice", "Twice"]
+
+
+def test_a_stock_class_of_a_known_type_is_known(proven: list[ProofCase]) -> None:
+    for more in ("", "trust_remote_code = true\n"):
+        ensure_proven(LLAMA_TEXT.replace("[model.config]", f"{more}[model.config]"))
+    assert not proven
+
+
+BLOOM_TEXT = """
+[model]
+type = "bloom"
+attention = "eager"
+
+[model.config]
+vocab_size = 300
+hidden_size = 32
+n_layer = 4
+n_head = 4
+{flags}
+
+[plan.mesh]
+tp = {tp}
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ("", 0),
+        ("apply_residual_connection_post_layernorm = true", 0),
+        # A value that no variant of BLOOM was proven with.
+        ("pretraining_tp = 3", 1),
+    ],
+)
+def test_a_family_is_proven_once_with_flags_that_no_proof_covers(
+    flags: str, times: int, proven: list[ProofCase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(2):
+        ensure_proven(BLOOM_TEXT.format(flags=flags, tp=2))
+        assert len(proven) == times
+    # Without tensor parallelism the rules of the family are not used.
+    ensure_proven(BLOOM_TEXT.format(flags=flags, tp=1))
+    assert len(proven) == times
+
+
+def test_a_program_too_proves_a_family_with_flags_that_no_proof_covers(
+    proven: list[ProofCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan = ParallelPlan(mesh=MeshPlan(tp=2, dp_shard=1))
+    for flags, times in (({}, 0), ({"pretraining_tp": 3}, 1)):
+        config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=4, n_head=4, **flags)
+        first_use.ensure_model_proven(build_model(config, dtype=torch.float32, attention="eager"), plan)
+        assert len(proven) == times
