@@ -16,7 +16,7 @@ SAVING_THREAD = "checkpoint"
 FRAMES_OF_A_WAIT = 3
 WAITING_PLACES = ("torch/distributed/", "torch/cuda/")
 # There the files of checkpoints are written.
-WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/location.py")
+WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/storage/location.py")
 # Where a process with a GPU waits for what it has queued.
 WAITING_CALLS = (".item()", ".synchronize()", ".tolist()", ".wait()")
 

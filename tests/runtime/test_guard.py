@@ -111,7 +111,7 @@ def test_who_waits_for_nobody_is_stuck():
 def test_a_main_thread_is_seen_from_outside():
     frames = innermost_frames()
     assert describe(frames[1]).endswith("in test_a_main_thread_is_seen_from_outside")
-    assert describe(frames[0]).startswith("meshtrain/runtime/stuck.py:")
+    assert describe(frames[0]).startswith("meshtrain/runtime/hang.py:")
     assert not is_waiting(frames)
 
 
