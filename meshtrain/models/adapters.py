@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from meshtrain.compat.peft import replace_methods
+from meshtrain.compat.peft import replace_methods, set_unload
 from meshtrain.errors import ModelError, name_some
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
 from meshtrain.models.patterns import as_pattern
@@ -27,7 +27,7 @@ MODULES_ADVICE = (
     "module itself train by requires_grad_(True); meshtrain.save_pretrained(model, folder, merge_adapters=True) saves "
     "both"
 )
-CHANGES = ("merge", "update_layer", "delete_adapter", "unload_and_optionally_merge_module")
+CHANGES = ("merge", "update_layer", "delete_adapter")
 
 
 def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
@@ -71,6 +71,7 @@ def forbid_changes(layers: Mapping[str, nn.Module]) -> None:
     """Let peft's functions fail that would compute with shards as if they were whole, or add what is not sharded."""
     for layer in layers.values():
         replace_methods(layer, **dict.fromkeys(CHANGES, _refuse_change))
+        set_unload(layer, _refuse_change)
 
 
 def _refuse_change(*args: object, **kwargs: object) -> NoReturn:

@@ -7,6 +7,7 @@ Every process writes and renews its own file, under a name that no other has, so
 listing: NFS and object stores can do no more. A file may be removed by whoever knows that its process is dead.
 """
 
+import errno
 import os
 from pathlib import Path, PurePosixPath
 
@@ -104,6 +105,8 @@ class ClaimFile:
             home = folder if is_there else folder.parent
             self.path = home / (f"{MARK}{token}" if is_there else f".{folder.name}{MARK}{token}")
             self._made = [place for place in (home, *home.parents) if not place.exists()]
+            if home.exists() and not home.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(home))
             home.mkdir(parents=True, exist_ok=True)
         self.path.write_bytes(content)
 
