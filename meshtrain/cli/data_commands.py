@@ -1,12 +1,27 @@
 """The doors to text: corpora, tokens, tokenizers, samples."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from meshtrain.cli.app import Overrides, app, data_app, tokenizer_app
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, UserError, name_some
+
+CORPUS_PACKAGES = (
+    "aiohttp",
+    "datatrove",
+    "ftfy",
+    "lxml_html_clean",
+    "protego",
+    "py3langid",
+    "pyarrow",
+    "tldextract",
+    "trafilatura",
+    "zstandard",
+)
+"""The packages of the extra `[corpus]`."""
 
 
 @app.command()
@@ -34,9 +49,7 @@ def corpus(
     config = load_corpus(file, overrides or ())
     if what == "report" and redo is not None:
         raise ConfigError("--redo belongs to steps, and report runs none; leave it out")
-    from meshtrain.corpus.installed import check_installed
-
-    check_installed()
+    _check_corpus_packages()
     if what == "report":
         from meshtrain.corpus.report.tables import report
 
@@ -45,6 +58,19 @@ def corpus(
         from meshtrain.corpus.preparation import run_chain
 
         run_chain(config, only=None if what == "run" else what, redo=redo)
+
+
+def _check_corpus_packages() -> None:
+    """Check that the packages of the extra are installed, before meshtrain.corpus imports them.
+
+    Raises:
+        UserError: naming the missing packages.
+    """
+    if missing := [package for package in CORPUS_PACKAGES if find_spec(package) is None]:
+        raise UserError(
+            f"meshtrain corpus needs packages that are not installed ({name_some(missing)}); "
+            'run pip install "meshtrain[corpus]"'
+        )
 
 
 Sources = Annotated[

@@ -10,10 +10,10 @@ from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.reading import shown
 from meshtrain.corpus.steps.chain import build_chain
-from meshtrain.corpus.steps.executors import WORKERS, counted, run_stage
+from meshtrain.corpus.steps.executors import WORKERS, run_pass, total_counts
 from meshtrain.corpus.steps.shards import remove_partials
 from meshtrain.corpus.steps.shuffle import PARTS
-from meshtrain.corpus.steps.step import READ, Counts, Step, counting_stage
+from meshtrain.corpus.steps.step import READ, Counts, Step, counting_pass
 from meshtrain.errors import DataError
 from meshtrain.runtime.lifetime import wait_for_holders
 from meshtrain.runtime.lock import locked
@@ -78,14 +78,14 @@ def _work(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
     stages = step.stages()
     logs = [place.logs(f"{number}-{stage.name}") for number, stage in enumerate(stages)]
     for stage, log in zip(stages, logs, strict=True):
-        run_stage(stage, log, config, step.name if len(stages) == 1 else f"{step.name}: {stage.name}")
+        run_pass(stage, log, config, step.name if len(stages) == 1 else f"{step.name}: {stage.name}")
     step.check_unchanged()
     seconds = place.add_seconds(time.monotonic() - began)
-    counting = counting_stage(place)
-    run_stage(counting, place.logs("count"), config, f"{step.name}: count", is_shown=False)
-    found = counted(place.logs("count"))
+    counting = counting_pass(place)
+    run_pass(counting, place.logs("count"), config, f"{step.name}: count", is_shown=False)
+    found = total_counts(place.logs("count"))
     if entered is None:
-        entered = counted(logs[0])["in"]
+        entered = total_counts(logs[0])["in"]
     dropped = {label.removeprefix("dropped: "): found[label] for label in found if label.startswith("dropped: ")}
     parts = {part: found[f"kept: {part}"] for part in PARTS if f"kept: {part}" in found}
     kept = found["kept: "] + sum(parts.values())

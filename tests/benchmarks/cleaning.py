@@ -16,7 +16,7 @@ from datatrove.data import Document
 
 from meshtrain.config.corpus import CleanConfig
 from meshtrain.corpus.steps import clean
-from meshtrain.corpus.steps.text_repair import fix_text
+from meshtrain.corpus.steps.clean import fix_text
 from tests.benchmarks.duplicates_corpus import python_documents
 
 WORDS = CleanConfig(languages=["en"])
@@ -47,10 +47,10 @@ def main() -> None:
 def cleaned(texts: list[str], fix: object) -> tuple[float, list[tuple[str, str | None]]]:
     """Return the seconds of work, and what became of every document."""
     clean.fix_text = fix  # type: ignore[assignment]
-    judge = clean.build_judge(WORDS)
+    drop_reason = clean.build_filter(WORDS)
     documents = [Document(text=text, id="") for text in texts]
     begin = time.process_time()
-    reasons = [judge(document) for document in documents]
+    reasons = [drop_reason(document) for document in documents]
     taken = time.process_time() - begin
     return taken, [(document.text, reason) for document, reason in zip(documents, reasons, strict=True)]
 

@@ -21,8 +21,8 @@ from rensa import RMinHash, RMinHashLSH
 from xxhash import xxh64_intdigest
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
-from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.duplicates.deduplication import deduplication_passes
+from meshtrain.corpus.steps.blocks import ShardPass
 from tests.benchmarks.duplicates_corpus import plain_shingles
 
 PROCESSES = 2
@@ -87,7 +87,7 @@ def meshtrain_outcome(source: Path, place: Path, similarity: float) -> Outcome:
     """Deduplicate with meshtrain."""
     config = DeduplicateConfig(similarity=similarity)
     folders = [place / name for name in ("target", "dropped", "work")]
-    seconds = run_stages(deduplication_stages(source, *folders, config, PROCESSES), place / "logs")
+    seconds = run_stages(deduplication_passes(source, *folders, config, PROCESSES), place / "logs")
     groups = map(json.loads, (place / "dropped" / "groups.jsonl").read_text().splitlines())
     removals = {int(removed["id"]): int(group["kept"]) for group in groups for removed in group["removed"]}
     return Outcome(removals, seconds)

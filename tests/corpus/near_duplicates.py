@@ -10,7 +10,7 @@ from pathlib import Path
 from datatrove.executor.local import LocalPipelineExecutor
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
+from meshtrain.corpus.duplicates.deduplication import deduplication_passes
 
 Documents = list[dict[str, object]]
 
@@ -37,7 +37,7 @@ def read_shards(directory: Path) -> Documents:
 def deduplicate(directory: Path, config: DeduplicateConfig, tasks: int = 1, workers: int = 1) -> None:
     """Deduplicate `directory / "source"` into `target` and `dropped` beside it."""
     places = [directory / name for name in ("source", "target", "dropped", "work")]
-    for number, stage in enumerate(deduplication_stages(*places, config, tasks)):
+    for number, stage in enumerate(deduplication_passes(*places, config, tasks)):
         logs = str(directory / "logs" / f"{number}-{stage.name}")
         LocalPipelineExecutor(list(stage.pipeline), stage.tasks, min(workers, stage.tasks), logs).run()
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.corpus.duplicates.buckets import MEETING, Components, Meetings, find_meetings, write_parts
+from meshtrain.corpus.duplicates.buckets import (
+    BUCKET_ENTRY,
+    BucketEntries,
+    Components,
+    find_shared_buckets,
+    write_parts,
+)
 from meshtrain.corpus.duplicates.minhash import Bands, MinHasher
 from meshtrain.corpus.duplicates.shingles import shingles_of
 from meshtrain.corpus.duplicates.sketches import SKETCHES, Sketches, SketchWriter
@@ -22,7 +28,7 @@ def sketched(tmp_path: Path) -> tuple[Sketches, np.ndarray]:
     documents = similar_documents(300, seed=0)
     for number, (begin, end) in enumerate([(0, 100), (100, 100), (100, 300)]):
         writer = SketchWriter(tmp_path / SKETCHES / f"{number}", BANDS)
-        with writer.opened():
+        with writer.open():
             own = documents[begin:end]
             writer.add([str(document["id"]) for document in own], shingles_of([str(one["text"]) for one in own], 5))
     hasher = MinHasher(BANDS)
@@ -30,7 +36,7 @@ def sketched(tmp_path: Path) -> tuple[Sketches, np.ndarray]:
     return Sketches(tmp_path, ["0", "1", "2"]), hasher.bucket_keys(hasher.signatures(shingles))
 
 
-def by_bucket(meetings: Meetings) -> list[list[int]]:
+def by_bucket(meetings: BucketEntries) -> list[list[int]]:
     buckets = defaultdict(list)
     for bucket, document in meetings.tolist():
         buckets[bucket].append(document)
@@ -45,7 +51,7 @@ def test_those_meet_whose_keys_are_equal(sketched: tuple[Sketches, np.ndarray], 
         expected = defaultdict(list)
         for document, key in enumerate(keys[:, band].tolist()):
             expected[key].append(document)
-        found = by_bucket(np.concatenate(list(find_meetings(sketches, band, keys_at_once))))
+        found = by_bucket(np.concatenate(list(find_shared_buckets(sketches, band, keys_at_once))))
         assert found == [documents for _, documents in sorted(expected.items()) if len(documents) > 1]
 
 
@@ -74,7 +80,7 @@ def test_components_are_what_meetings_connect_and_no_part_shares_any(tmp_path: P
     source = np.random.default_rng(0)
     bands = [[sorted(source.choice(300, 3, replace=False).tolist()) for _ in range(25)] for _ in range(4)]
     meetings = [
-        np.array([(number, document) for number, group in enumerate(band) for document in group], MEETING)
+        np.array([(number, document) for number, group in enumerate(band) for document in group], BUCKET_ENTRY)
         for band in bands
     ]
     components = Components(300)
@@ -84,7 +90,7 @@ def test_components_are_what_meetings_connect_and_no_part_shares_any(tmp_path: P
     assert components.of(np.arange(300)).tolist() == expected
     assert 3 < len(set(expected)) < 290
     write_parts(meetings, components, tmp_path, 5)
-    parts = [np.fromfile(path, MEETING) for path in sorted(tmp_path.iterdir())]
+    parts = [np.fromfile(path, BUCKET_ENTRY) for path in sorted(tmp_path.iterdir())]
     found = [{expected[document] for document in part["document"]} for part in parts]
     assert sum(map(len, found)) == len(set.union(*found))
     buckets = sorted((bucket, document) for part in parts for bucket, document in part.tolist())

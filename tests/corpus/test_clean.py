@@ -5,7 +5,7 @@ from datatrove.data import Document
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshtrain.config.corpus import CleanConfig
-from meshtrain.corpus.steps.clean import build_judge, check_cleaning
+from meshtrain.corpus.steps.clean import build_filter, check_cleaning
 from meshtrain.errors import DataError
 
 ENGLISH = "It was a bright cold day in April, and the clocks were striking thirteen when he came home. " * 3
@@ -14,7 +14,7 @@ GERMAN = "Als er eines Morgens aus unruhigen Träumen erwachte, fand er sich in 
 
 def judged(text: str, **words: object) -> tuple[str | None, Document]:
     document = Document(text=text, id="a")
-    return build_judge(CleanConfig(**{"minimum_tokens": 0, **words}))(document), document
+    return build_filter(CleanConfig(**{"minimum_tokens": 0, **words}))(document), document
 
 
 def test_text_is_mended_if_wanted():

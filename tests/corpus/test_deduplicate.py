@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.corpus import DeduplicateConfig
-from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
+from meshtrain.corpus.duplicates.deduplication import deduplication_passes
 from meshtrain.errors import DataError
 from tests.corpus.near_duplicates import (
     Documents,
@@ -172,7 +172,7 @@ deduplicate(Path(sys.argv[1]), DeduplicateConfig(), tasks=4)
 """
 
 
-@pytest.mark.parametrize("place", ["sketches/00002.jsonl.gz", "verdicts/00001.bin", "target/00001.jsonl.gz"])
+@pytest.mark.parametrize("place", ["sketches/00002.jsonl.gz", "duplicates/00001.bin", "target/00001.jsonl.gz"])
 def test_after_a_kill_it_resumes_to_the_same_outcome(tmp_path: Path, place: str) -> None:
     given = similar_documents(800, seed=4)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -228,12 +228,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_shards_that_change_meanwhile_are_noticed(tmp_path: Path) -> None:
     write_shards(tmp_path / "source", documents("one", "two"), [2])
     places = [tmp_path / name for name in ("source", "target", "dropped", "work")]
-    *comparing, removing = deduplication_stages(*places, DeduplicateConfig(), 1)
+    *comparing, removing = deduplication_passes(*places, DeduplicateConfig(), 1)
     for stage in comparing:
         stage.pipeline[0](None, 0, 1)
     (tmp_path / "source" / "00000.jsonl.gz").unlink()
     (tmp_path / "source").rmdir()
     write_shards(tmp_path / "source", documents("one", "two", "three"), [3])
-    with pytest.raises(DataError, match="3 documents, and 2 when they were compared; deduplicate again from the start"):
+    with pytest.raises(
+        DataError, match="holds 3 documents, but held 2 when they were compared; run the step"
+    ):
         removing.pipeline[0](None, 0, 1)
     assert not (tmp_path / "target" / "00000.jsonl.gz").exists()

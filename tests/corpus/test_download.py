@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config.corpus import DownloadConfig
-from meshtrain.corpus.web.answers import Page, Refused, seconds_to_wait
 from meshtrain.corpus.web.download import Journal
 from meshtrain.corpus.web.extractor import Extractor
 from meshtrain.corpus.web.fetch import Fetcher
+from meshtrain.corpus.web.responses import Page, PageError, parse_retry_after
 from meshtrain.errors import DataError
 from tests.corpus.preparations import counts_of, prepare, read_shards, write_corpus_file
 from tests.corpus.server import Site, running_site
@@ -65,11 +65,11 @@ def links(tmp_path):
     return write
 
 
-async def fetched(site: Site, path: str, **words: object) -> Page | Refused:
+async def fetched(site: Site, path: str, **words: object) -> Page | PageError:
     async with Fetcher(DownloadConfig(**{**SPEED, **words}), 4) as fetcher:
         try:
             return await fetcher.fetch(site.url(path))
-        except Refused as refused:
+        except PageError as refused:
             return refused
 
 
@@ -147,7 +147,7 @@ def test_robots(site, robots, agent, reason):
     site.robots = robots
     answer = asyncio.run(fetched(site, "page/1", user_agent=agent))
 
-    assert (answer.reason if isinstance(answer, Refused) else None) == reason
+    assert (answer.reason if isinstance(answer, PageError) else None) == reason
     assert site.visits["page/1"] == (1 if reason is None else 0)
 
 
@@ -169,11 +169,11 @@ def test_pages_are_as_far_apart_as_robots_asks(site):
     [(None, 0), ("7", 7), ("soon", 0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("", 0)],
 )
 def test_retry_after(header, seconds):
-    assert seconds_to_wait(header) == seconds
+    assert parse_retry_after(header) == seconds
 
 
 def test_retry_after_a_date():
-    assert 10**8 < seconds_to_wait("Fri, 31 Dec 2100 23:59:59 GMT") < 10**10
+    assert 10**8 < parse_retry_after("Fri, 31 Dec 2100 23:59:59 GMT") < 10**10
 
 
 SICK = """
@@ -195,7 +195,7 @@ def test_a_page_that_breaks_the_extraction_costs_one_page(tmp_path):
             for body in bodies:
                 try:
                     answers.append(await extractor.text_of(Page(body, "text/html", None)))
-                except Refused as refused:
+                except PageError as refused:
                     answers.append(f"{refused.reason}: {refused.detail}")
         return answers
 

@@ -9,8 +9,8 @@ from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SlurmConfig
 from meshtrain.corpus.steps import executors
-from meshtrain.corpus.steps.executors import counted, run_stage
-from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.blocks import ShardPass
+from meshtrain.corpus.steps.executors import run_pass, total_counts
 from meshtrain.corpus.steps.shards import list_shards, write_shard
 from meshtrain.corpus.steps.step import CountShards
 from meshtrain.errors import UserError
@@ -55,23 +55,23 @@ def slurm(tmp_path, monkeypatch):
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(tmp_path))
-    monkeypatch.setattr(executors, "SECONDS_BETWEEN_QUEUE_GLANCES", 0.1)
+    monkeypatch.setattr(executors, "QUEUE_POLL_SECONDS", 0.1)
     return SlurmConfig(time="01:00:00", partition="cpus", mem_per_cpu_gb=3, sbatch_args={"account": "me"})
 
 
 def test_this_machine(tmp_path, stage, capfd):
-    run_stage(stage, tmp_path / "logs", config(tmp_path), "counting")
+    run_pass(stage, tmp_path / "logs", config(tmp_path), "counting")
 
-    assert counted(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}
+    assert total_counts(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("counting  2/2 shards\n", "")
     assert "Processing done" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
 
 
 def test_slurm_runs_the_same_stage(tmp_path, stage, slurm, capfd):
-    run_stage(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+    run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
 
-    assert counted(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}, (tmp_path / "log").read_text()
+    assert total_counts(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}, (tmp_path / "log").read_text()
     asked = (tmp_path / "asked").read_text().splitlines()
     assert {"#SBATCH --partition=cpus", "#SBATCH --mem-per-cpu=3G", "#SBATCH --array=0-1%1"} < set(asked)
     assert {"#SBATCH --account=me", "#SBATCH --job-name=meshtrain-count"} < set(asked)
@@ -81,7 +81,7 @@ def test_slurm_runs_the_same_stage(tmp_path, stage, slurm, capfd):
 def test_a_task_that_slurm_lost_is_told(tmp_path, stage, slurm, monkeypatch):
     monkeypatch.setenv("LOSES", "yes")
     with pytest.raises(UserError) as caught:
-        run_stage(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
 
     assert str(caught.value) == (
         f"counting: 2 of 2 tasks did not end, the first is 0; see {tmp_path}/logs, then run the same command again: "
@@ -93,13 +93,13 @@ def test_without_slurm_or_ray_it_is_said(tmp_path, stage, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     slurm = SlurmConfig(time="01:00:00", partition="cpus")
     with pytest.raises(UserError) as caught:
-        run_stage(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
     assert str(caught.value) == (
         'executor = "slurm" needs the command sbatch, which is not on this machine; start it where jobs are submitted'
     )
     monkeypatch.setattr(executors, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        run_stage(stage, tmp_path / "logs", config(tmp_path, executor="ray"), "counting")
+        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="ray"), "counting")
     assert str(caught.value) == (
         'executor = "ray" needs a package that is not installed; run pip install "ray[default]"'
     )

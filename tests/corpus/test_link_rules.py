@@ -42,12 +42,12 @@ BAD = {
 
 @pytest.mark.parametrize("link", GOOD)
 def test_a_good_link_is_brought_into_its_normal_form(link):
-    assert LinkRules().judge(link) == (GOOD[link], None)
+    assert LinkRules().normalize(link) == (GOOD[link], None)
 
 
 @pytest.mark.parametrize("link", BAD, ids=repr)
 def test_a_bad_link_has_a_reason(link):
-    assert LinkRules().judge(link)[1] == BAD[link]
+    assert LinkRules().normalize(link)[1] == BAD[link]
 
 
 def test_lists_of_ones_own_replace_those_that_are_built_in(tmp_path):
@@ -56,11 +56,11 @@ def test_lists_of_ones_own_replace_those_that_are_built_in(tmp_path):
     endings.write_text("html\n.txt\n")
     rules = load_rules(str(domains), str(endings))
 
-    assert rules.judge("http://www.example.org/")[1] == "blacklisted domain"
-    assert rules.judge("http://boring.net/")[1] == "blacklisted domain"
-    assert rules.judge("http://example.com/a.html")[1] == "blacklisted extension"
-    assert rules.judge("http://example.com/a.txt")[1] == "blacklisted extension"
-    assert rules.judge("http://imgur.com/a.jpg")[1] is None
+    assert rules.normalize("http://www.example.org/")[1] == "blacklisted domain"
+    assert rules.normalize("http://boring.net/")[1] == "blacklisted domain"
+    assert rules.normalize("http://example.com/a.html")[1] == "blacklisted extension"
+    assert rules.normalize("http://example.com/a.txt")[1] == "blacklisted extension"
+    assert rules.normalize("http://imgur.com/a.jpg")[1] is None
 
 
 def test_a_list_that_cannot_be_read(tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from meshtrain.cli import text
 from meshtrain.errors import UserError
 from tests.corpus.preparations import (
     contents,
@@ -126,14 +127,14 @@ def test_other_documents_are_told(tmp_path, file):
 def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
     from meshtrain.corpus import preparation as run
 
-    run_stage = run.run_stage
+    run_pass = run.run_pass
 
     def write_to_a_source(*arguments, **options):
-        run_stage(*arguments, **options)
+        run_pass(*arguments, **options)
         with (tmp_path / "in" / "b.jsonl").open("a") as stream:
             stream.write('{"text": "late"}\n')
 
-    monkeypatch.setattr(run, "run_stage", write_to_a_source)
+    monkeypatch.setattr(run, "run_pass", write_to_a_source)
     assert problem(file) == (
         f"{tmp_path}/in/b.jsonl changed while it was read; add --redo read when nothing writes to it any more"
     )
@@ -229,13 +230,13 @@ def test_a_place_that_cannot_be_written(tmp_path, file):
 def test_a_shard_that_vanishes_is_noticed(tmp_path, file, monkeypatch):
     from meshtrain.corpus import preparation as run
 
-    counting_stage = run.counting_stage
+    counting_pass = run.counting_pass
 
     def lose_a_shard(place):
         place.shards()[0].unlink()
-        return counting_stage(place)
+        return counting_pass(place)
 
-    monkeypatch.setattr(run, "counting_stage", lose_a_shard)
+    monkeypatch.setattr(run, "counting_pass", lose_a_shard)
     told = problem(file)
     assert told.startswith("read: 74 documents came in, but ")
     assert told.endswith(f"something else writes into {tmp_path}/out/01-read, or a disk lost files: add --redo read")
@@ -328,12 +329,10 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_packages_of_the_extra_are_asked_for(monkeypatch):
-    from meshtrain.corpus import installed
-
-    monkeypatch.setattr(installed, "PACKAGES", ("ftfy", "no_such_package"))
+def test_missing_packages_of_the_extra_are_named(monkeypatch, file):
+    monkeypatch.setattr(text, "CORPUS_PACKAGES", ("ftfy", "no_such_package"))
     with pytest.raises(UserError) as caught:
-        installed.check_installed()
+        text.corpus("run", file)
     assert str(caught.value) == (
         'meshtrain corpus needs packages that are not installed (no_such_package); run pip install "meshtrain[corpus]"'
     )

@@ -7,7 +7,7 @@ from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SplitConfig
 from meshtrain.corpus.steps.shards import write_shard
-from meshtrain.corpus.steps.shuffle import part_of, shuffling_stages, split_stages
+from meshtrain.corpus.steps.shuffle import choose_part, shuffling_passes, split_passes
 from meshtrain.errors import DataError
 from tests.corpus.preparations import read_shards, texts
 
@@ -20,7 +20,7 @@ def shuffled(directory, documents, *, num_shards=3, seed=0, bucket_megabytes=256
         write_shard(directory / "in", f"{shard:05}", "gzip", documents[shard::num_shards])
     words = ShuffleConfig(seed=seed, bucket_megabytes=bucket_megabytes)
     num_bytes = sum(len(document.text) for document in documents)
-    stages = shuffling_stages(
+    stages = shuffling_passes(
         directory / "in", directory / "out", directory / "work", CONFIG, seed=words, num_bytes=num_bytes
     )
     for stage in stages:
@@ -57,7 +57,7 @@ def test_the_order_depends_on_the_seed_and_not_on_shards_or_buckets(tmp_path, do
 
 def test_too_many_buckets_are_told(tmp_path):
     with pytest.raises(DataError) as caught:
-        shuffling_stages(tmp_path, tmp_path, tmp_path, CONFIG, seed=ShuffleConfig(), num_bytes=10**12)
+        shuffling_passes(tmp_path, tmp_path, tmp_path, CONFIG, seed=ShuffleConfig(), num_bytes=10**12)
     assert str(caught.value) == (
         "shuffle.bucket_megabytes = 256 makes 3,907 buckets, more than 512 files that are written at once; set it to "
         "1954 or more"
@@ -66,24 +66,24 @@ def test_too_many_buckets_are_told(tmp_path):
 
 def test_the_parts_have_their_sizes_and_stay_when_documents_are_added():
     config = SplitConfig(validation=0.1, test=0.05)
-    parts = [part_of(text, config) for text in texts(4000)]
+    parts = [choose_part(text, config) for text in texts(4000)]
 
     sizes = Counter(parts)
     assert 320 < sizes["validation"] < 480
     assert 140 < sizes["test"] < 260
-    assert [part_of(text, config) for text in texts(5000)][:4000] == parts
-    assert {part_of("x", SplitConfig(validation=0.0))} == {"train"}
+    assert [choose_part(text, config) for text in texts(5000)][:4000] == parts
+    assert {choose_part("x", SplitConfig(validation=0.0))} == {"train"}
 
 
 def test_documents_are_written_to_their_part(tmp_path, documents):
     write_shard(tmp_path / "in", "00000", "zstd", documents)
-    (stage,) = split_stages(tmp_path / "in", tmp_path / "out", SplitConfig(validation=0.3), "zstd")
+    (stage,) = split_passes(tmp_path / "in", tmp_path / "out", SplitConfig(validation=0.3), "zstd")
     stage.pipeline[0].run(None, 0, 1)
 
     train, validation = (
         [record["text"] for record in read_shards(tmp_path / "out" / part)] for part in ("train", "validation")
     )
     assert train + validation != []
-    assert [part_of(text, SplitConfig(validation=0.3)) for text in train] == ["train"] * len(train)
+    assert [choose_part(text, SplitConfig(validation=0.3)) for text in train] == ["train"] * len(train)
     assert sorted(train + validation) == sorted(document.text for document in documents)
     assert not (tmp_path / "out" / "test").exists()

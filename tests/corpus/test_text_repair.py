@@ -5,9 +5,8 @@ import random
 import ftfy
 import pytest
 
-from meshtrain.corpus.steps import text_repair
-from meshtrain.corpus.steps.boilerplate import is_boilerplate, without_boilerplate
-from meshtrain.corpus.steps.text_repair import fix_text
+from meshtrain.corpus.steps import clean
+from meshtrain.corpus.steps.clean import fix_text, is_boilerplate, remove_boilerplate
 from meshtrain.data.text.sources import find_files
 
 # Everything that any step of ftfy looks for, and what may keep it from it.
@@ -37,7 +36,7 @@ def test_real_text_is_what_ftfy_makes_of_it():
 
 
 def test_plain_text_is_not_given_to_ftfy(monkeypatch):
-    monkeypatch.setattr(text_repair, "fix_and_explain", None)
+    monkeypatch.setattr(clean, "fix_and_explain", None)
 
     assert fix_text("plain & simple\n\ttext; <b>&x</b>\n") == "plain & simple\n\ttext; <b>&x</b>\n"
 
@@ -62,7 +61,7 @@ def test_a_line_longer_than_ftfy_takes_at_once_is_left_to_it():
     ],
 )
 def test_general_cleaning(text, cleaned):
-    assert without_boilerplate(text) == cleaned
+    assert remove_boilerplate(text) == cleaned
 
 
 def test_a_short_document_about_javascript_is_boilerplate():

@@ -1,4 +1,8 @@
-"""Buckets: which documents meet in a band, and which could have to do with each other at all."""
+"""Buckets: which documents share a bucket, and which documents a chain of shared buckets connects.
+
+Each band puts a document into one bucket, named by its key (see `minhash.py`). Only buckets with
+several documents are kept, as entries: pairs of a bucket number and a document number.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,29 +14,29 @@ from meshtrain.corpus.duplicates.shingles import Hashes, Positions
 from meshtrain.corpus.duplicates.sketches import Sketches
 
 KEYS_AT_ONCE = 1 << 23
-"""How many keys are sorted at once: half a GB."""
+"""Number of keys that are sorted at once, which takes half a GB."""
 
-MEETINGS_AT_ONCE = 1 << 22
+ENTRIES_AT_ONCE = 1 << 22
 SPREAD = 0x9E3779B1
-"""Neighbours, which cost alike, go to different parts."""
+"""Multiplier that puts neighboring components, which cost about the same, into different parts."""
 
-MEETING = np.dtype([("bucket", "<i8"), ("document", "<i8")])
-"""A document in a bucket that holds others, too."""
+BUCKET_ENTRY = np.dtype([("bucket", "<i8"), ("document", "<i8")])
+"""A document in a bucket that also holds others."""
 
-Meetings = NDArray[np.void]
+BucketEntries = NDArray[np.void]
 
 
-def find_meetings(sketches: Sketches, band: int, keys_at_once: int = KEYS_AT_ONCE) -> Iterator[Meetings]:
-    """Yield the meetings of a band by bucket, counted from zero; the documents ascend within each bucket."""
+def find_shared_buckets(sketches: Sketches, band: int, keys_at_once: int = KEYS_AT_ONCE) -> Iterator[BucketEntries]:
+    """Yield the entries of a band by bucket, numbered from zero; documents ascend within a bucket."""
     num_ranges = sketches.num_documents // keys_at_once + 1
     num_buckets = 0
     for number in range(num_ranges):
         lowest, highest = (number << 64) // num_ranges, ((number + 1 << 64) // num_ranges) - 1
         keys, documents = _keys_between(sketches, band, lowest, highest)
-        meetings = _meetings(keys, documents)
-        meetings["bucket"] += num_buckets
-        num_buckets = int(meetings["bucket"][-1]) + 1 if len(meetings) else num_buckets
-        yield meetings
+        entries = _entries(keys, documents)
+        entries["bucket"] += num_buckets
+        num_buckets = int(entries["bucket"][-1]) + 1 if len(entries) else num_buckets
+        yield entries
 
 
 def _keys_between(sketches: Sketches, band: int, lowest: int, highest: int) -> tuple[Hashes, Positions]:
@@ -44,32 +48,32 @@ def _keys_between(sketches: Sketches, band: int, lowest: int, highest: int) -> t
     return np.concatenate(keys), np.concatenate(documents)
 
 
-def _meetings(keys: Hashes, documents: Positions) -> Meetings:
-    # Stable: of documents with one key, the first shard's come first.
+def _entries(keys: Hashes, documents: Positions) -> BucketEntries:
+    # A stable sort keeps documents with the same key in the order of the shards.
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    as_before = np.zeros(len(keys) + 1, bool)
-    as_before[1:-1] = keys[1:] == keys[:-1]
-    meets = as_before[1:] | as_before[:-1]
-    meetings = np.empty(int(np.count_nonzero(meets)), MEETING)
-    meetings["document"] = documents[order[meets]]
-    meetings["bucket"] = np.cumsum(~as_before[:-1][meets]) - 1
-    return meetings
+    same_as_previous = np.zeros(len(keys) + 1, bool)
+    same_as_previous[1:-1] = keys[1:] == keys[:-1]
+    is_shared = same_as_previous[1:] | same_as_previous[:-1]
+    entries = np.empty(int(np.count_nonzero(is_shared)), BUCKET_ENTRY)
+    entries["document"] = documents[order[is_shared]]
+    entries["bucket"] = np.cumsum(~same_as_previous[:-1][is_shared]) - 1
+    return entries
 
 
 class Components:
-    """Documents that could have to do with each other: those that meet, those that meet those, and so on.
+    """Connected components: documents that share a bucket, directly or through others.
 
-    A component is named by its first document.
+    Documents of different components are never compared. A component is named by its first document.
     """
 
     def __init__(self, num_documents: int) -> None:
         self._first = np.arange(num_documents)
 
-    def unite(self, meetings: Meetings) -> None:
-        """Make one component of all that meet in a bucket."""
-        same = meetings["bucket"][1:] == meetings["bucket"][:-1]
-        ones, others = meetings["document"][:-1][same], meetings["document"][1:][same]
+    def unite(self, entries: BucketEntries) -> None:
+        """Make one component of all documents that share a bucket."""
+        same = entries["bucket"][1:] == entries["bucket"][:-1]
+        ones, others = entries["document"][:-1][same], entries["document"][1:][same]
         while len(ones):
             first, second = self.of(ones), self.of(others)
             differ = first != second
@@ -78,7 +82,7 @@ class Components:
             np.minimum.at(self._first, np.maximum(first, second)[differ], lower)
 
     def of(self, documents: Positions) -> Positions:
-        """Return the components of documents."""
+        """Return the component of each document."""
         found = self._first[documents]
         while True:
             following = self._first[found]
@@ -88,25 +92,26 @@ class Components:
             found = following
 
 
-def write_parts(meetings: Sequence[Meetings], components: Components, target: Path, num_parts: int) -> None:
-    """Sort meetings into files, so that no component is in two of them.
+def write_parts(bands: Sequence[BucketEntries], components: Components, target: Path, num_parts: int) -> None:
+    """Divide bucket entries into files, so that each component is in one file only.
 
     Args:
-        meetings: of each band.
-        components: of all the documents.
-        target: a directory; it gets the files 00000.bin and so on, with the buckets counted through all bands.
-        num_parts: how many files.
+        bands: the entries of each band.
+        components: the components of all documents.
+        target: a directory that gets the files 00000.bin and so on. In them the buckets are
+            numbered through all bands.
+        num_parts: the number of files.
     """
     files = [target / f"{part:05d}.bin" for part in range(num_parts)]
     for file in files:
         file.touch()
     num_buckets = 0
-    for band in meetings:
-        for begin in range(0, len(band), MEETINGS_AT_ONCE):
-            some = np.array(band[begin : begin + MEETINGS_AT_ONCE])
-            some["bucket"] += num_buckets
-            parts = components.of(some["document"]) * SPREAD % 2**32 % num_parts
+    for band in bands:
+        for begin in range(0, len(band), ENTRIES_AT_ONCE):
+            entries = np.array(band[begin : begin + ENTRIES_AT_ONCE])
+            entries["bucket"] += num_buckets
+            parts = components.of(entries["document"]) * SPREAD % 2**32 % num_parts
             for part in np.unique(parts):
                 with files[part].open("ab") as file:
-                    some[parts == part].tofile(file)
+                    entries[parts == part].tofile(file)
         num_buckets += int(band["bucket"][-1]) + 1 if len(band) else 0

@@ -1,11 +1,12 @@
-"""MinHash signatures, and the buckets in which similar documents meet.
+"""MinHash signatures, and the bands that put similar documents into the same bucket.
 
-Of each document the smallest value of every one of many hash functions over its shingles is taken: two documents agree
-in one of them with a probability of their Jaccard similarity. The hashes are cut into bands; documents that agree in
-all hashes of a band meet in a bucket.
+A MinHash of a document is the smallest value of one hash function over its shingles. Two documents
+have the same MinHash with a probability that equals their Jaccard similarity. A signature is the
+MinHashes of many hash functions. It is cut into bands, and documents that agree in all MinHashes of
+a band share a bucket.
 
-Source: Broder, On the resemblance and containment of documents (1997); Leskovec, Rajaraman, Ullman, Mining of Massive
-Datasets, section 3.4.
+Source: Broder, On the resemblance and containment of documents (1997); Leskovec, Rajaraman, Ullman,
+Mining of Massive Datasets, section 3.4.
 """
 
 import math
@@ -22,35 +23,39 @@ RECALL_AT_SIMILARITY = 0.98
 MOST_HASHES = 128
 MOST_ROWS = 16
 DEVIATIONS = 3
-"""How many standard deviations below the threshold an estimate of the similarity still counts as a candidate."""
+"""An estimated similarity may be this number of standard deviations below the threshold."""
 
 
 @dataclass(frozen=True)
 class Bands:
-    """How the hashes of a signature are cut: documents with the similarity s meet with 1 - (1 - s^rows)^bands."""
+    """How a signature is cut into bands of `rows` MinHashes.
+
+    Documents of similarity s share a bucket with the probability 1 - (1 - s^rows)^num_bands.
+    """
 
     num_bands: int
     rows: int
 
     @property
     def num_hashes(self) -> int:
-        """The length of a signature."""
+        """Length of a signature."""
         return self.num_bands * self.rows
 
     def probability(self, similarity: float) -> float:
-        """Return the probability that two documents of a similarity meet in a bucket."""
+        """Return the probability that two documents of this similarity share a bucket."""
         return 1 - (1 - similarity**self.rows) ** self.num_bands
 
     def least_agreement(self, similarity: float) -> int:
-        """Return how many hashes two documents of a similarity share, save for one pair in 700."""
+        """Return the number of MinHashes that all but one in 700 pairs of this similarity share."""
         deviation = math.sqrt(self.num_hashes * similarity * (1 - similarity))
         return math.floor(self.num_hashes * similarity - DEVIATIONS * deviation)
 
 
 def choose_bands(config: DeduplicateConfig) -> Bands:
-    """Return the bands that are asked for, or the steepest that find 98% of the pairs at the threshold with 128 hashes.
+    """Return the bands that the settings ask for, or the most selective ones within 128 MinHashes.
 
-    More rows to a band are more selective: fewer dissimilar pairs meet. Each needs more bands for the same recall.
+    Chosen bands find 98% of the pairs at the threshold. With more rows in a band, fewer dissimilar
+    pairs share a bucket, but the same recall needs more bands.
     """
     if config.hashes_per_bucket:
         rows = config.hashes_per_bucket
@@ -62,8 +67,8 @@ def choose_bands(config: DeduplicateConfig) -> Bands:
 
 
 def _enough_bands(similarity: float, rows: int) -> int:
-    met = similarity**rows
-    return 1 if met == 1 else math.ceil(math.log(1 - RECALL_AT_SIMILARITY) / math.log1p(-met))
+    shared = similarity**rows
+    return 1 if shared == 1 else math.ceil(math.log(1 - RECALL_AT_SIMILARITY) / math.log1p(-shared))
 
 
 def _most_rows(similarity: float, num_bands: int) -> int:
@@ -72,7 +77,7 @@ def _most_rows(similarity: float, num_bands: int) -> int:
 
 
 class MinHasher:
-    """Computes signatures with fixed hash functions: the same on every machine."""
+    """Computes signatures with fixed hash functions, which are the same on every machine."""
 
     def __init__(self, bands: Bands) -> None:
         self._bands = bands
@@ -81,7 +86,7 @@ class MinHasher:
         self._summands = [np.uint32(draw >> 32) for draw in draws]
 
     def signatures(self, shingles: Shingles) -> NDArray[np.uint32]:
-        """Return (documents, hashes) uint32; zeros for a document without shingles."""
+        """Return the signatures: (documents, hashes) uint32, zeros for a document without shingles."""
         signatures = np.zeros((len(shingles.starts) - 1, self._bands.num_hashes), np.uint32)
         has_any = np.flatnonzero(np.diff(shingles.starts))
         if not len(has_any):
@@ -91,7 +96,7 @@ class MinHasher:
         values = np.empty_like(halves)
         smallest = np.empty((self._bands.num_hashes, len(starts)), np.uint32)
         for number, (factor, summand) in enumerate(zip(self._factors, self._summands, strict=True)):
-            # Modulo 2^32 an odd factor makes a permutation of all values.
+            # Multiplication by an odd factor permutes the values modulo 2^32.
             np.multiply(halves, factor, out=values)
             np.add(values, summand, out=values)
             np.minimum.reduceat(values, starts, out=smallest[number])
@@ -99,7 +104,7 @@ class MinHasher:
         return signatures
 
     def bucket_keys(self, signatures: NDArray[np.uint32]) -> Hashes:
-        """Return (documents, bands) uint64: equal where documents meet."""
+        """Return the keys of buckets: (documents, bands) uint64, equal where documents share one."""
         bands = signatures.reshape(len(signatures), self._bands.num_bands, self._bands.rows)
         keys = np.zeros(bands.shape[:2], np.uint64)
         for row in range(self._bands.rows):

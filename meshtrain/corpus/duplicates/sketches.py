@@ -1,17 +1,20 @@
-"""Sketches: what is kept on disk of every document to find and to check its near duplicates, shard by shard.
+"""Sketches: the data that the step stores for every document to find and check near duplicates.
 
-A document is named by its number: documents are counted through all shards in the order of their names. What comes out
-depends on that order alone, and neither on the number of tasks nor on where one shard ends.
+A document is identified by its number. Documents are numbered through all shards, in the order of
+the shards' names. The result depends only on this order, not on the number of tasks or the size of
+the shards.
 
-The arrays of a shard are raw little-endian files in a directory of its own:
+Each shard has a directory with these arrays, as raw little-endian files:
 
-    shingles.bin        (shingles,) uint64, those of one document after the other; see `shingles.py`
-    shingle_ends.bin    (documents,) int64, where each document's shingles end
-    identifiers.bin     the `id` of each document, UTF-8
-    identifier_ends.bin (documents,) int64
-    agreement.bin       (documents, hashes) uint8, the low byte of every MinHash, to estimate a similarity cheaply
-    keys-BBB.bin        (documents with shingles,) uint64, their keys in band B, ascending
-    documents-BBB.bin   (documents with shingles,) uint32, whose key it is, counted in this shard
+    shingles.bin         (shingles,) uint64, document by document; see `shingles.py`
+    shingle_ends.bin     (documents,) int64, the end of each document's shingles
+    identifiers.bin      the `id` of each document, UTF-8
+    identifier_ends.bin  (documents,) int64, the end of each document's `id`
+    agreement.bin        (documents, hashes) uint8, the low byte of every MinHash, from which a
+                         similarity is estimated quickly
+    keys-BBB.bin         (documents with shingles,) uint64, their keys in band B, ascending
+    documents-BBB.bin    (documents with shingles,) uint32, the document of each key, numbered
+                         within this shard
 """
 
 import shutil
@@ -34,8 +37,8 @@ class SketchWriter:
     """Writes the sketches of one shard.
 
     Args:
-        directory: of the shard; there when all is written, and not before.
-        bands: how signatures are cut.
+        directory: the directory for the sketches. It appears when they are complete.
+        bands: how signatures are cut into bands.
     """
 
     def __init__(self, directory: Path, bands: Bands) -> None:
@@ -48,15 +51,15 @@ class SketchWriter:
         self._identifiers: list[bytes] = []
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Write what is added meanwhile; a process that is killed leaves nothing that is believed."""
-        with written_whole(self._directory) as partial:
-            with (partial / "shingles.bin").open("wb") as self._shingles:
+    def open(self) -> Iterator[None]:
+        """Write the documents that are added inside the context."""
+        with atomic_directory(self._directory) as temporary:
+            with (temporary / "shingles.bin").open("wb") as self._shingles:
                 yield
-            self._finish(partial)
+            self._finish(temporary)
 
     def add(self, identifiers: Sequence[str], shingles: Shingles) -> None:
-        """Add documents."""
+        """Add the sketches of some documents."""
         signatures = self._hasher.signatures(shingles)
         shingles.hashes.tofile(self._shingles)
         self._num_shingles.append(np.diff(shingles.starts))
@@ -64,50 +67,50 @@ class SketchWriter:
         self._keys.append(self._hasher.bucket_keys(signatures))
         self._identifiers.extend(identifier.encode() for identifier in identifiers)
 
-    def _finish(self, partial: Path) -> None:
+    def _finish(self, temporary: Path) -> None:
         num_shingles = np.concatenate(self._num_shingles)
-        np.cumsum(num_shingles).tofile(partial / "shingle_ends.bin")
-        (partial / "identifiers.bin").write_bytes(b"".join(self._identifiers))
+        np.cumsum(num_shingles).tofile(temporary / "shingle_ends.bin")
+        (temporary / "identifiers.bin").write_bytes(b"".join(self._identifiers))
         lengths = np.array([len(identifier) for identifier in self._identifiers], np.int64)
-        np.cumsum(lengths).tofile(partial / "identifier_ends.bin")
-        np.concatenate(self._agreement).tofile(partial / "agreement.bin")
+        np.cumsum(lengths).tofile(temporary / "identifier_ends.bin")
+        np.concatenate(self._agreement).tofile(temporary / "agreement.bin")
         documents = np.flatnonzero(num_shingles).astype(np.uint32)
         keys = np.concatenate(self._keys)[documents]
         for band in range(self._bands.num_bands):
             order = np.argsort(keys[:, band], kind="stable")
-            keys[order, band].tofile(partial / f"keys-{band:03d}.bin")
-            documents[order].tofile(partial / f"documents-{band:03d}.bin")
+            keys[order, band].tofile(temporary / f"keys-{band:03d}.bin")
+            documents[order].tofile(temporary / f"documents-{band:03d}.bin")
 
 
 class ShardSketches:
-    """The sketches of one shard, mapped into memory."""
+    """Reads the sketches of one shard, which are mapped into memory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     @cached_property
     def shingle_ends(self) -> Positions:
-        """(documents,) int64."""
-        return mapped(self._directory / "shingle_ends.bin", np.int64)
+        """(documents,) int64, the end of each document's shingles."""
+        return map_array(self._directory / "shingle_ends.bin", np.int64)
 
     @cached_property
     def _shingles(self) -> Hashes:
-        return mapped(self._directory / "shingles.bin", np.uint64)
+        return map_array(self._directory / "shingles.bin", np.uint64)
 
     @cached_property
     def _identifiers(self) -> tuple[NDArray[np.uint8], Positions]:
         names = ("identifiers.bin", np.uint8), ("identifier_ends.bin", np.int64)
-        text, ends = (mapped(self._directory / name, kind) for name, kind in names)
+        text, ends = (map_array(self._directory / name, kind) for name, kind in names)
         return text, ends
 
     @cached_property
     def agreement(self) -> NDArray[np.uint8]:
-        """(documents, hashes) uint8."""
-        flat = mapped(self._directory / "agreement.bin", np.uint8)
+        """(documents, hashes) uint8, the low byte of every MinHash."""
+        flat = map_array(self._directory / "agreement.bin", np.uint8)
         return flat.reshape(len(self.shingle_ends), -1) if len(flat) else flat.reshape(0, 0)
 
     def num_shingles(self, documents: Positions) -> Positions:
-        """Return (documents,) int64."""
+        """Return the number of shingles of documents of this shard: (documents,) int64."""
         begins = np.where(documents > 0, self.shingle_ends[documents - 1], 0)
         return self.shingle_ends[documents] - begins
 
@@ -121,89 +124,89 @@ class ShardSketches:
         return text[_begin(ends, document) : ends[document]].tobytes().decode()
 
     def keys_between(self, band: int, lowest: int, highest: int) -> tuple[Hashes, NDArray[np.uint32]]:
-        """Return the keys of a band from `lowest` to `highest`, ascending, and whose they are."""
-        keys = mapped(self._directory / f"keys-{band:03d}.bin", np.uint64)
-        documents = mapped(self._directory / f"documents-{band:03d}.bin", np.uint32)
+        """Return the keys of a band from `lowest` to `highest`, ascending, and their documents."""
+        keys = map_array(self._directory / f"keys-{band:03d}.bin", np.uint64)
+        documents = map_array(self._directory / f"documents-{band:03d}.bin", np.uint32)
         begin = int(np.searchsorted(keys, np.uint64(lowest), "left"))
         end = int(np.searchsorted(keys, np.uint64(highest), "right"))
         return keys[begin:end], documents[begin:end]
 
 
 class Sketches:
-    """The sketches of all shards.
+    """Reads the sketches of all shards.
 
     Args:
-        work: holds them.
-        names: of the shards, in the order that numbers the documents.
+        work: the directory of the sketches.
+        names: the names of the shards, in the order in which documents are numbered.
     """
 
     def __init__(self, work: Path, names: Sequence[str]) -> None:
         self.shards = [ShardSketches(work / SKETCHES / name) for name in names]
         sizes = [len(shard.shingle_ends) for shard in self.shards]
         self.first_documents = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
-        """(shards + 1,) int64: the number of the first document of each shard, and of all documents."""
+        """(shards + 1,) int64: number of the first document of each shard, then of all documents."""
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents in all shards."""
         return int(self.first_documents[-1])
 
     def shingles(self, document: int) -> Hashes:
         """Return the shingles of a document."""
-        shard, place = self._locate(document)
-        return shard.shingles(place)
+        shard, position = self._locate(document)
+        return shard.shingles(position)
 
     def identifier(self, document: int) -> str:
         """Return the `id` of a document."""
-        shard, place = self._locate(document)
-        return shard.identifier(place)
+        shard, position = self._locate(document)
+        return shard.identifier(position)
 
     def num_shingles(self, documents: Positions) -> Positions:
-        """Return (documents,) int64 of ascending documents."""
+        """Return the number of shingles of ascending documents: (documents,) int64."""
         return np.concatenate([shard.num_shingles(inside) for shard, inside in self._by_shard(documents)])
 
     def agreement(self, documents: Positions) -> NDArray[np.uint8]:
-        """Return (documents, hashes) uint8 of ascending documents."""
+        """Return the low bytes of the MinHashes of ascending documents: (documents, hashes) uint8."""
         return np.concatenate([shard.agreement[inside] for shard, inside in self._by_shard(documents)])
 
     def _by_shard(self, documents: Positions) -> Iterator[tuple[ShardSketches, Positions]]:
-        """Cut ascending documents at the shards."""
-        borders = np.searchsorted(documents, self.first_documents)
+        """Yield each shard, and those of the ascending documents that it holds."""
+        boundaries = np.searchsorted(documents, self.first_documents)
         for number, shard in enumerate(self.shards):
-            if borders[number] < borders[number + 1]:
-                yield shard, documents[borders[number] : borders[number + 1]] - self.first_documents[number]
+            if boundaries[number] < boundaries[number + 1]:
+                yield shard, documents[boundaries[number] : boundaries[number + 1]] - self.first_documents[number]
 
     def _locate(self, document: int) -> tuple[ShardSketches, int]:
         number = int(np.searchsorted(self.first_documents, document, "right")) - 1
         return self.shards[number], document - int(self.first_documents[number])
 
 
-def _begin(ends: Positions, place: int) -> int:
-    return int(ends[place - 1]) if place else 0
+def _begin(ends: Positions, position: int) -> int:
+    return int(ends[position - 1]) if position else 0
 
 
-def mapped(path: Path, kind: type[np.generic] | np.dtype[np.void]) -> NDArray:
-    """Map a raw array into memory: what is not read costs nothing."""
+def map_array(path: Path, kind: type[np.generic] | np.dtype[np.void]) -> NDArray:
+    """Map a raw array into memory, so that only what is used gets read."""
     # An empty file cannot be mapped.
     return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.zeros(0, kind)
 
 
 @contextmanager
-def written_whole(directory: Path) -> Iterator[Path]:
-    """Fill a directory beside its place, and put it there when it is complete."""
-    partial = directory.with_name(f"{directory.name}.partial")
-    for left_behind in (partial, directory):
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory to fill, and rename it to `directory` when it is complete."""
+    temporary = directory.with_name(f"{directory.name}.partial")
+    for left_behind in (temporary, directory):
         shutil.rmtree(left_behind, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    partial.rename(directory)
+    temporary.mkdir(parents=True)
+    yield temporary
+    temporary.rename(directory)
 
 
 @contextmanager
-def written_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside its place, and put it there when it is complete."""
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file to write, and rename it to `path` when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    temporary = path.with_name(f"{path.name}.partial")
+    with temporary.open("wb") as file:
         yield file
-    partial.rename(path)
+    temporary.rename(path)

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.duplicates.deduplicate import deduplication_stages
-from meshtrain.corpus.steps.clean import check_cleaning, cleaning_stages
-from meshtrain.corpus.steps.reading import reading_stages
-from meshtrain.corpus.steps.shard_pass import ShardPass
-from meshtrain.corpus.steps.shuffle import shuffling_stages, split_stages
+from meshtrain.corpus.duplicates.deduplication import deduplication_passes
+from meshtrain.corpus.steps.blocks import ShardPass
+from meshtrain.corpus.steps.clean import check_cleaning, cleaning_passes
+from meshtrain.corpus.steps.reading import reading_passes
+from meshtrain.corpus.steps.shuffle import shuffling_passes, split_passes
 from meshtrain.corpus.steps.step import READ, Step, StepDirectory, step_directories
-from meshtrain.corpus.web.download import download_stages
+from meshtrain.corpus.web.download import download_passes
 from meshtrain.corpus.web.link_rules import load_rules
-from meshtrain.corpus.web.urls import link_stages
+from meshtrain.corpus.web.urls import link_passes
 from meshtrain.data.cache import Cache, identity_of
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.sources import SourceFile, find_files
@@ -22,7 +22,7 @@ from meshtrain.data.text.sources import SourceFile, find_files
 VERSION = 2
 """Counts the ways in which the same words have made the same documents into something else."""
 
-NEVER_DECIDE = {"user_agent", "concurrent", "concurrent_per_host"}
+NO_EFFECT_ON_RESULT = {"user_agent", "concurrent", "concurrent_per_host"}
 """Words of a step that do not decide its result."""
 
 
@@ -65,7 +65,7 @@ def _words(config: CorpusConfig, name: str) -> dict[str, Any]:
     words: dict[str, Any] = {"compression": config.compression, "shard_megabytes": config.shard_megabytes}
     if name == READ:
         return {**words, "text_key": config.text_key, "on_bad_record": config.on_bad_record}
-    own = getattr(config, name).model_dump(exclude=NEVER_DECIDE)
+    own = getattr(config, name).model_dump(exclude=NO_EFFECT_ON_RESULT)
     if name == "urls":
         own |= {"lists": None, "shards": config.download.shards if config.download else None}
     for key in ("blacklisted_domains", "blacklisted_extensions", "tokenizer"):
@@ -88,24 +88,24 @@ def _stages(
     num_bytes = counts.num_bytes if (counts := source.counts()) else 0
     match name:
         case "read":
-            return reading_stages(files, kept, dropped, config)
+            return reading_passes(files, kept, dropped, config)
         case "urls":
-            return link_stages(files, kept, dropped, work, config)
+            return link_passes(files, kept, dropped, work, config)
         case "download":
             assert config.download is not None
-            return download_stages(
+            return download_passes(
                 read, kept, dropped, work, config.download, compression=compression, workers=config.workers
             )
         case "clean":
             assert config.clean is not None
-            return cleaning_stages(read, kept, dropped, config.clean, compression)
+            return cleaning_passes(read, kept, dropped, config.clean, compression)
         case "deduplicate":
             assert config.deduplicate is not None
             tasks = len(source.shards())
-            return deduplication_stages(read, kept, dropped, work, config.deduplicate, tasks)
+            return deduplication_passes(read, kept, dropped, work, config.deduplicate, tasks)
         case "shuffle":
             assert config.shuffle is not None
-            return shuffling_stages(read, kept, work, config, seed=config.shuffle, num_bytes=num_bytes)
+            return shuffling_passes(read, kept, work, config, seed=config.shuffle, num_bytes=num_bytes)
         case _:
             assert config.split is not None
-            return split_stages(read, kept, config.split, compression)
+            return split_passes(read, kept, config.split, compression)

@@ -28,14 +28,14 @@ from multiprocess import forkserver
 from meshtrain import console
 from meshtrain.compat.datatrove import TaskExecutor
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.blocks import ShardPass
 from meshtrain.errors import DataError, UserError
 from meshtrain.runtime.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 
 WORKERS = "workers.lock"
 """Held by workers, beside the directories of the stages: a killed run's may live for a moment longer than it does."""
-SECONDS_BETWEEN_GLANCES = 0.2
-SECONDS_BETWEEN_QUEUE_GLANCES = 10.0
+POLL_SECONDS = 0.2
+QUEUE_POLL_SECONDS = 10.0
 
 
 class LocalExecutor(TaskExecutor):
@@ -88,7 +88,7 @@ def _start_server() -> None:
     signal.signal(signal.SIGINT, handler)
 
 
-def run_stage(stage: ShardPass, logs: Path, config: CorpusConfig, description: str, *, is_shown: bool = True) -> None:
+def run_pass(stage: ShardPass, logs: Path, config: CorpusConfig, description: str, *, is_shown: bool = True) -> None:
     """Run what is not done yet of a stage, and wait for it.
 
     Args:
@@ -156,7 +156,7 @@ def build_executor(stage: ShardPass, logs: Path, config: CorpusConfig) -> Pipeli
     return LocalExecutor(pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(logs))
 
 
-def counted(logs: Path) -> Counter[str]:
+def total_counts(logs: Path) -> Counter[str]:
     """Return what the blocks of a stage have counted, over all tasks."""
     totals: Counter[str] = Counter()
     for path in sorted((logs / "stats").glob("*.json")):
@@ -176,7 +176,7 @@ def _progress(executor: PipelineExecutor, stage: ShardPass, description: str) ->
         with console.progress(description, stage.tasks, unit="shards") as advance:
             is_last = False
             while not is_last:
-                is_last = is_over.wait(SECONDS_BETWEEN_GLANCES)
+                is_last = is_over.wait(POLL_SECONDS)
                 now = stage.tasks - len(executor.get_incomplete_ranks(skip_completed=True))
                 if now > done:
                     advance(now - done)
@@ -198,4 +198,4 @@ def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:
         if not queue.stdout.strip():
             # The last task may have ended between the two looks: the caller looks again.
             return
-        time.sleep(SECONDS_BETWEEN_QUEUE_GLANCES)
+        time.sleep(QUEUE_POLL_SECONDS)

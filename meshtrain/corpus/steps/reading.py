@@ -11,9 +11,8 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.steps.blocks import Documents, dropped_line
+from meshtrain.corpus.steps.blocks import Documents, ShardPass, dropped_line
 from meshtrain.corpus.steps.records import BadRecord, read_records
-from meshtrain.corpus.steps.shard_pass import ShardPass
 from meshtrain.corpus.steps.shards import RollingWriter, ShardWriter, as_line
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
@@ -22,7 +21,7 @@ EMPTY = "empty"
 BYTES_PER_MEGABYTE = 1e6
 
 
-def reading_stages(files: Sequence[SourceFile], target: Path, dropped: Path, config: CorpusConfig) -> list[ShardPass]:
+def reading_passes(files: Sequence[SourceFile], target: Path, dropped: Path, config: CorpusConfig) -> list[ShardPass]:
     """Return the stages that turn source files into shards.
 
     Args:

@@ -1,7 +1,8 @@
-"""Shards: the files of JSON lines between two steps. The same documents make the same bytes, and a file is whole.
+"""Shards: the files of JSON lines between two steps.
 
-A line is a document: `text`, `id`, and whatever else came with it (`url`, ...), in that order. A dropped document also
-has a `reason`, and a `detail` where there is more to say.
+The same documents always make the same bytes. A shard appears only when it is complete.
+A line is a document: `text`, `id`, and then its other keys, such as `url`. A dropped document
+also has a `reason`, and some reasons have a `detail`.
 """
 
 import gzip
@@ -11,8 +12,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
+import orjson
 import zstandard
 from datatrove.data import Document
 
@@ -23,47 +25,97 @@ from meshtrain.errors import DataError
 Compression = Literal["gzip", "zstd", "none"]
 SUFFIXES: dict[Compression, str] = {"gzip": ".jsonl.gz", "zstd": ".jsonl.zst", "none": ".jsonl"}
 GROUPS_NAME = "groups.jsonl"
-"""Which documents are near duplicates of which; beside the shards of those that go."""
+"""The groups of near duplicates. This file is stored beside the shards of removed documents."""
 PARTIAL = ".partial"
 GZIP_LEVEL = 4
 ZSTD_LEVEL = 3
 
 
 def list_shards(directory: Path) -> list[Path]:
-    """Return the shards in a directory, sorted by name; those in directories below it are not its own.
+    """Return the shards in a directory, sorted by name, without those in its subdirectories.
 
-    Beside them may lie GROUPS_NAME, which holds no documents.
+    The file GROUPS_NAME is left out, because it holds no documents.
     """
     found = (path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}"))
     return sorted(path for path in found if path.name != GROUPS_NAME)
 
 
+def existing_shards(directory: Path) -> list[Path]:
+    """Return the shards in a directory, sorted by name.
+
+    Raises:
+        DataError: if there are no shards.
+    """
+    shards = list_shards(directory)
+    if not shards:
+        endings = ", ".join(f"*{suffix}" for suffix in SUFFIXES.values())
+        raise DataError(f"{directory}: there are no shards ({endings}); run the step before this one first")
+    return shards
+
+
+def compression_of(shard: Path) -> Compression:
+    """Return the compression of a shard."""
+    return next(compression for compression, suffix in SUFFIXES.items() if shard.name.endswith(suffix))
+
+
 def shard_name(path: Path) -> str:
-    """Return the name of a shard without what says how it is written."""
+    """Return the name of a shard without its suffixes."""
     return path.name.partition(".")[0]
 
 
 def remove_partials(directory: Path) -> None:
-    """Remove what a killed task left behind: files, and directories with all that is in them."""
+    """Remove the incomplete files and directories that a killed task left behind."""
     for path in sorted(directory.rglob(f"*{PARTIAL}")):
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            # It may have been in such a directory.
+            # The file may have been inside a directory that was just removed.
             path.unlink(missing_ok=True)
 
 
 def as_line(document: Document) -> bytes:
-    """Write a document as a line."""
+    """Return the line of a document."""
     record = {"text": document.text, "id": document.id, **document.metadata}
-    # json and not orjson: it keeps whole numbers of any size and NaN as they are.
+    # orjson cannot write integers over 64 bits, and writes NaN as null.
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def as_document(line: bytes) -> Document:
-    """Read a line that `as_line` wrote."""
+    """Return the document of a line that `as_line` wrote."""
     record = json.loads(line)
     return Document(text=record.pop("text"), id=record.pop("id"), metadata=record)
+
+
+def parse_document(line: bytes, shard: Path, position: int) -> dict[str, Any]:
+    """Return the document of a line, and check that it is one.
+
+    Args:
+        line: a line of the shard.
+        shard: the path of the shard, for error messages.
+        position: the index of the line in the shard, from zero.
+
+    Raises:
+        DataError: if the line is not a document. The message names the shard and the line.
+    """
+    where = f"{shard}, line {position + 1}"
+    record = _parse_json(line, where)
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: not a JSON object; redo the step that wrote it (--redo)")
+    for key in ("text", "id"):
+        if not isinstance(record.get(key), str):
+            raise DataError(f'{where}: no text under the key "{key}"; every document needs one')
+    return record
+
+
+def _parse_json(line: bytes, where: str) -> object:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # orjson rejects NaN and unpaired surrogates, which other programs write.
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); redo the step that wrote it (--redo)") from None
 
 
 def _kind_of(path: Path) -> Kind:
@@ -75,7 +127,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a shard.
 
     Raises:
-        DataError: if it is damaged or cannot be read.
+        DataError: if the shard is damaged or cannot be read.
     """
     try:
         with opened(SourceFile(path, _kind_of(path), 0, 0)) as (lines, _):
@@ -88,7 +140,7 @@ def read_shard(path: Path) -> Iterator[Document]:
     """Yield the documents of a shard.
 
     Raises:
-        DataError: if it is damaged or cannot be read.
+        DataError: if the shard is damaged or cannot be read.
     """
     return map(as_document, read_lines(path))
 
@@ -96,7 +148,7 @@ def read_shard(path: Path) -> Iterator[Document]:
 @contextmanager
 def _compressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     if compression == "gzip":
-        # Neither a name nor a time: they would make the same documents different bytes.
+        # The header gets no name and no time, so that the same documents make the same bytes.
         with gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0) as stream:
             yield stream  # type: ignore[misc]
     elif compression == "none":
@@ -108,12 +160,14 @@ def _compressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
 
 
 class ShardWriter:
-    """Writes one shard, a context manager. The file appears when it is whole; without any line it does not.
+    """Writes one shard; a context manager. The file appears when it is complete.
+
+    No file is written if there are no lines.
 
     Args:
-        directory: made if it is not there.
-        name: of the shard.
-        compression: of the file.
+        directory: the directory of the shard, which is created if it is missing.
+        name: the name of the shard, without suffix.
+        compression: the compression of the file.
     """
 
     def __init__(self, directory: Path, name: str, compression: Compression) -> None:
@@ -130,7 +184,7 @@ class ShardWriter:
         return self
 
     def write(self, line: bytes) -> None:
-        """Add a line, which ends with a line feed."""
+        """Write a line, which must end with a line feed."""
         if self._raw is None:
             self._open()
         self._lines.write(line)
@@ -157,11 +211,18 @@ class ShardWriter:
 
 
 class RollingWriter:
-    """Writes shards `NAME-00000`, `NAME-00001`, ... of about the same size, a context manager."""
+    """Writes shards `NAME-00000`, `NAME-00001` and so on, of similar size; a context manager.
+
+    Args:
+        directory: the directory of the shards, which is created if it is missing.
+        name: the first part of the names of the shards.
+        compression: the compression of the shards.
+        shard_bytes: the uncompressed size after which the next shard begins.
+    """
 
     def __init__(self, directory: Path, name: str, compression: Compression, shard_bytes: float) -> None:
         self.num_lines = 0
-        self._place = directory, name, compression
+        self._location = directory, name, compression
         self._shard_bytes = shard_bytes
         self._num_shards = 0
         self._writer = self._next_writer()
@@ -170,7 +231,7 @@ class RollingWriter:
         return self
 
     def write(self, line: bytes) -> None:
-        """Add a line, which ends with a line feed."""
+        """Write a line, which must end with a line feed."""
         if self._writer.num_bytes >= self._shard_bytes:
             self._writer.__exit__(None)
             self._writer = self._next_writer()
@@ -181,13 +242,13 @@ class RollingWriter:
         self._writer.__exit__(*exception)
 
     def _next_writer(self) -> ShardWriter:
-        directory, name, compression = self._place
+        directory, name, compression = self._location
         self._num_shards += 1
         return ShardWriter(directory, f"{name}-{self._num_shards - 1:05}", compression)
 
 
 def write_shard(directory: Path, name: str, compression: Compression, documents: Iterable[Document]) -> None:
-    """Write documents into one shard."""
+    """Write documents to one shard."""
     with ShardWriter(directory, name, compression) as writer:
         for document in documents:
             writer.write(as_line(document))

@@ -13,9 +13,8 @@ from datatrove.pipeline.base import PipelineStep
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SplitConfig
-from meshtrain.corpus.steps.blocks import Documents, names_of
+from meshtrain.corpus.steps.blocks import Documents, ShardPass, shard_names
 from meshtrain.corpus.steps.reading import BYTES_PER_MEGABYTE
-from meshtrain.corpus.steps.shard_pass import ShardPass
 from meshtrain.corpus.steps.shards import Compression, RollingWriter, ShardWriter, as_document, list_shards, read_lines
 from meshtrain.errors import DataError
 
@@ -24,7 +23,7 @@ MOST_BUCKETS = 512
 """Each task of the first stage holds a file open for every bucket."""
 
 
-def shuffling_stages(
+def shuffling_passes(
     source: Path, target: Path, work: Path, config: CorpusConfig, *, seed: ShuffleConfig, num_bytes: int
 ) -> list[ShardPass]:
     """Return the stages that put the documents in `source` into a random order.
@@ -54,7 +53,7 @@ def shuffling_stages(
     return [ShardPass("scatter", [scatter], len(shards)), ShardPass("sort", [sort], num_buckets)]
 
 
-def split_stages(source: Path, target: Path, config: SplitConfig, compression: Compression) -> list[ShardPass]:
+def split_passes(source: Path, target: Path, config: SplitConfig, compression: Compression) -> list[ShardPass]:
     """Return the stage that writes the documents in `source` into the directories PARTS."""
     shards = list_shards(source)
     return [ShardPass("split", [SplitShards(shards, target, compression, config)], len(shards))]
@@ -65,7 +64,7 @@ def order_key(line: bytes, seed: int) -> bytes:
     return xxh3_128_digest(line, seed=seed % 2**64)
 
 
-def part_of(text: str, config: SplitConfig) -> str:
+def choose_part(text: str, config: SplitConfig) -> str:
     """Return which of PARTS a document belongs to; the same text always to the same."""
     place = xxh3_64_intdigest(text.encode()) / 2**64
     if place < config.validation:
@@ -84,7 +83,7 @@ class ScatterLines(PipelineStep):
     ) -> None:
         super().__init__()
         self.shards = tuple(shards)
-        self.names = names_of(shards)
+        self.names = shard_names(shards)
         self.work = work
         self.compression = compression
         self.seed = seed
@@ -134,7 +133,7 @@ class SplitShards(PipelineStep):
     def __init__(self, shards: Sequence[Path], target: Path, compression: Compression, config: SplitConfig) -> None:
         super().__init__()
         self.shards = tuple(shards)
-        self.names = names_of(shards)
+        self.names = shard_names(shards)
         self.target = target
         self.compression = compression
         self.config = config
@@ -147,4 +146,4 @@ class SplitShards(PipelineStep):
                 for part in PARTS
             }
             for line in read_lines(self.shards[rank]):
-                writers[part_of(as_document(line).text, self.config)].write(line)
+                writers[choose_part(as_document(line).text, self.config)].write(line)

@@ -17,8 +17,7 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.corpus.steps.blocks import Documents
-from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.blocks import Documents, ShardPass
 from meshtrain.corpus.steps.shards import list_shards, read_lines
 from meshtrain.corpus.steps.shuffle import PARTS
 from meshtrain.data.cache import write_atomically
@@ -185,7 +184,7 @@ def step_directories(config: CorpusConfig) -> list[tuple[str, StepDirectory]]:
     ]
 
 
-def counting_stage(place: StepDirectory) -> ShardPass:
+def counting_pass(place: StepDirectory) -> ShardPass:
     """Return the stage that counts what a step has written."""
     directory = place.directory
     shards = [("" if path.parent == directory else path.parent.name, path) for path in place.shards()]

@@ -16,20 +16,19 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import DownloadConfig
-from meshtrain.corpus.steps.blocks import Documents, dropped_line, names_of
-from meshtrain.corpus.steps.shard_pass import ShardPass
+from meshtrain.corpus.steps.blocks import Documents, ShardPass, dropped_line, shard_names
 from meshtrain.corpus.steps.shards import Compression, ShardWriter, as_line, list_shards, read_shard
-from meshtrain.corpus.web.answers import CONNECTION, TIME_OUT, Refused
 from meshtrain.corpus.web.extractor import Extractor
 from meshtrain.corpus.web.fetch import Fetcher
+from meshtrain.corpus.web.responses import CONNECTION, TIME_OUT, PageError
 from meshtrain.errors import UserError
 
-SILENT_HOST = "host does not answer"
-PAGES_OF_A_SILENT_HOST = 5
+UNRESPONSIVE_HOST = "host does not answer"
+MAX_UNANSWERED_PAGES = 5
 """After so many pages in a row without any answer the other links of a host are dropped: each would take minutes."""
 
 
-def download_stages(
+def download_passes(
     source: Path,
     target: Path,
     dropped: Path,
@@ -117,7 +116,7 @@ class DownloadPages(PipelineStep):
     ) -> None:
         super().__init__()
         self.shards = tuple(shards)
-        self.names = names_of(shards)
+        self.names = shard_names(shards)
         self.target = target
         self.dropped = dropped
         self.work = work
@@ -181,16 +180,16 @@ class DownloadPages(PipelineStep):
             if not queues[host]:
                 continue
             position, url = queues[host].popleft()
-            if self._silent[host] < PAGES_OF_A_SILENT_HOST:
+            if self._silent[host] < MAX_UNANSWERED_PAGES:
                 outcome = await self._outcome(url, fetcher, extractor)
                 self._silent[host] = self._silent[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
             else:
-                outcome = {"reason": SILENT_HOST, "detail": f"{PAGES_OF_A_SILENT_HOST} pages before it had none"}
+                outcome = {"reason": UNRESPONSIVE_HOST, "detail": f"{MAX_UNANSWERED_PAGES} pages before it had none"}
             journal.add(position, outcome)
             turns.put_nowait(host)
 
     async def _outcome(self, url: str, fetcher: Fetcher, extractor: Extractor) -> dict[str, str]:
         try:
             return {"text": await extractor.text_of(await fetcher.fetch(url))}
-        except Refused as refused:
+        except PageError as refused:
             return {"reason": refused.reason, "detail": refused.detail}

@@ -6,8 +6,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from meshtrain.corpus.web.answers import Page, Refused
 from meshtrain.corpus.web.extraction import LENGTH_BYTES, READY
+from meshtrain.corpus.web.responses import Page, PageError
 from meshtrain.errors import DataError
 
 START_SECONDS = 120.0
@@ -43,7 +43,7 @@ class Extractor:
         """Return the text of a page.
 
         Raises:
-            Refused: if it has none, or no process could extract it.
+            PageError: if it has none, or no process could extract it.
             DataError: if the process cannot be started.
         """
         if page.content_type == "text/plain":
@@ -52,7 +52,7 @@ class Extractor:
             async with self._lock:
                 text = await self._extract(page)
         if text is None or not text.strip():
-            raise Refused(NO_TEXT, f"{len(page.body):,} bytes of {page.content_type}")
+            raise PageError(NO_TEXT, f"{len(page.body):,} bytes of {page.content_type}")
         return text
 
     async def _extract(self, page: Page) -> str | None:
@@ -61,10 +61,10 @@ class Extractor:
             return json.loads(await asyncio.wait_for(_asked(process, page), self._seconds))
         except TimeoutError:
             await self._end()
-            raise Refused(EXTRACTION_TIME_OUT, f"{self._seconds:g} s") from None
+            raise PageError(EXTRACTION_TIME_OUT, f"{self._seconds:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._end()
-            raise Refused(EXTRACTION_CRASH, f"exit code {code}, see {self._log}") from None
+            raise PageError(EXTRACTION_CRASH, f"exit code {code}, see {self._log}") from None
 
     async def _start(self) -> Process:
         with self._log.open("ab") as log:

@@ -14,22 +14,22 @@ import aiohttp
 from protego import Protego
 
 from meshtrain.config.corpus import DownloadConfig
-from meshtrain.corpus.web.answers import (
+from meshtrain.corpus.web.responses import (
     ASKED_TO_WAIT,
     BAD_REDIRECT,
     CONNECTION,
-    PASSING,
     REDIRECT_LOOP,
-    REDIRECTS,
+    REDIRECT_STATUSES,
+    RETRYABLE_STATUSES,
     ROBOTS,
     TIME_OUT,
     TOO_LARGE,
     TOO_MANY_REDIRECTS,
     WRONG_TYPE,
-    NotNow,
     Page,
-    Refused,
-    refusal,
+    PageError,
+    RetryablePageError,
+    status_error,
 )
 
 CHUNK_BYTES = 1 << 16
@@ -70,18 +70,18 @@ class Fetcher:
         """Fetch a page, again and again while there is hope.
 
         Raises:
-            Refused: why there is none.
+            PageError: why there is none.
         """
         attempt = 0
         while True:
             try:
                 return await self._follow(url)
-            except NotNow as trouble:
+            except RetryablePageError as trouble:
                 if attempt == self._config.max_retries:
                     raise
                 longest = self._config.longest_wait_seconds
                 if trouble.retry_after > longest:
-                    raise Refused(ASKED_TO_WAIT, f"{trouble.retry_after:.0f} s ({trouble.detail})") from None
+                    raise PageError(ASKED_TO_WAIT, f"{trouble.retry_after:.0f} s ({trouble.detail})") from None
                 wait = min(self._config.first_retry_seconds * 2**attempt, longest)
                 await asyncio.sleep(max(wait, trouble.retry_after))
                 attempt += 1
@@ -99,30 +99,30 @@ class Fetcher:
                 following = urljoin(visited[-1], answer)
                 scheme = urlsplit(following).scheme
             except ValueError as error:
-                raise Refused(BAD_REDIRECT, f"{answer} ({error})") from None
+                raise PageError(BAD_REDIRECT, f"{answer} ({error})") from None
             if scheme not in ("http", "https"):
-                raise Refused(BAD_REDIRECT, following)
+                raise PageError(BAD_REDIRECT, following)
             if following in visited:
-                raise Refused(REDIRECT_LOOP, following)
+                raise PageError(REDIRECT_LOOP, following)
             if len(visited) > self._config.max_redirects:
-                raise Refused(TOO_MANY_REDIRECTS, f"{len(visited)}, the last one to {following}")
+                raise PageError(TOO_MANY_REDIRECTS, f"{len(visited)}, the last one to {following}")
             visited.append(following)
 
     async def _get(self, parts: SplitResult) -> Page | str:
         """Return the page, or where it has gone."""
         async with self._asked(parts) as response:
-            if response.status in REDIRECTS and (place := response.headers.get("Location")):
+            if response.status in REDIRECT_STATUSES and (place := response.headers.get("Location")):
                 return place
             if response.status != HTTPStatus.OK:
-                raise refusal(response)
+                raise status_error(response)
             if response.content_type not in self._config.content_types:
-                raise Refused(WRONG_TYPE, response.content_type)
+                raise PageError(WRONG_TYPE, response.content_type)
             most_bytes = int(self._config.max_megabytes * 1_000_000)
             if (response.content_length or 0) > most_bytes:
-                raise Refused(TOO_LARGE, f"{response.content_length:,} bytes")
+                raise PageError(TOO_LARGE, f"{response.content_length:,} bytes")
             body = await _read(response, most_bytes)
             if body is None:
-                raise Refused(TOO_LARGE, f"more than {most_bytes:,} bytes")
+                raise PageError(TOO_LARGE, f"more than {most_bytes:,} bytes")
             return Page(body, response.content_type, response.charset)
 
     @asynccontextmanager
@@ -134,12 +134,12 @@ class Fetcher:
                 async with self._session.get(parts.geturl(), allow_redirects=False) as response:
                     yield response
             except TimeoutError as error:
-                raise NotNow(TIME_OUT, str(error) or f"{self._config.total_seconds:g} s") from error
+                raise RetryablePageError(TIME_OUT, str(error) or f"{self._config.total_seconds:g} s") from error
             except aiohttp.InvalidURL as error:
-                raise Refused(BAD_REDIRECT, parts.geturl()) from error
+                raise PageError(BAD_REDIRECT, parts.geturl()) from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 # aiohttp raises a ValueError for header lines that are none.
-                raise NotNow(CONNECTION, f"{type(error).__name__}: {error}") from error
+                raise RetryablePageError(CONNECTION, f"{type(error).__name__}: {error}") from error
 
     async def _keep_distance(self, host: str) -> None:
         if host not in self._next_visit:
@@ -157,8 +157,8 @@ class Fetcher:
         """Check that robots.txt allows a page; it is read once for each host.
 
         Raises:
-            Refused: if it does not, or if it asks for longer waits than we have time for.
-            NotNow: if it cannot be read.
+            PageError: if it does not, or if it asks for longer waits than we have time for.
+            RetryablePageError: if it cannot be read.
         """
         place = f"{parts.scheme}://{parts.netloc}"
         async with self._robots_locks[place]:
@@ -167,21 +167,23 @@ class Fetcher:
                 if self._crawl_delay(parts.netloc):
                     self._next_visit[parts.netloc] = asyncio.get_running_loop().time()
         if not self._robots[place].can_fetch(parts.geturl(), self._config.user_agent):
-            raise Refused(ROBOTS, f"{place}/robots.txt does not allow it")
+            raise PageError(ROBOTS, f"{place}/robots.txt does not allow it")
         if (delay := self._crawl_delay(parts.netloc)) > self._config.longest_wait_seconds:
-            raise Refused(ASKED_TO_WAIT, f"{delay:g} s between pages ({place}/robots.txt)")
+            raise PageError(ASKED_TO_WAIT, f"{delay:g} s between pages ({place}/robots.txt)")
 
     async def _read_robots(self, place: str) -> Protego:
         """Read a robots.txt as RFC 9309 (section 2.3.1) says: there is none, all is allowed; no answer, nothing is."""
         address = f"{place}/robots.txt"
         for _ in range(self._config.max_redirects + 1):
             async with self._asked(urlsplit(address)) as response:
-                if response.status in REDIRECTS and (following := response.headers.get("Location")):
+                if response.status in REDIRECT_STATUSES and (following := response.headers.get("Location")):
                     address = urljoin(address, following)
                     continue
-                if response.status in PASSING or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                    trouble = refusal(response)
-                    raise NotNow(ROBOTS, f"{address}: {trouble.detail}", getattr(trouble, "retry_after", 0.0))
+                if response.status in RETRYABLE_STATUSES or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                    trouble = status_error(response)
+                    raise RetryablePageError(
+                        ROBOTS, f"{address}: {trouble.detail}", getattr(trouble, "retry_after", 0.0)
+                    )
                 if response.status != HTTPStatus.OK:
                     break
                 text = await response.content.read(LARGEST_ROBOTS_BYTES)

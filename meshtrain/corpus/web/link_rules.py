@@ -45,7 +45,7 @@ class LinkRules:
     domains: frozenset[str] = DOMAINS
     extensions: frozenset[str] = EXTENSIONS
 
-    def judge(self, link: str) -> tuple[str, str | None]:
+    def normalize(self, link: str) -> tuple[str, str | None]:
         """Return the link in its normal form, and why it is not to be fetched, if it is not."""
         if len(link) <= LONGEST_TOO_SHORT:
             return link, TOO_SHORT

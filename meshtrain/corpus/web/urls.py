@@ -13,10 +13,9 @@ from datatrove.pipeline.base import PipelineStep
 from xxhash import xxh3_64_intdigest
 
 from meshtrain.config.corpus import CorpusConfig, DownloadConfig, UrlsConfig
-from meshtrain.corpus.steps.blocks import Documents, Judge, Scatter, Sieve, WriteShards
+from meshtrain.corpus.steps.blocks import Documents, Filter, FilterDocuments, ShardPass, WriteBuckets, WriteShards
 from meshtrain.corpus.steps.reading import BYTES_PER_MEGABYTE, group_files, relative_names
 from meshtrain.corpus.steps.records import read_text_lines
-from meshtrain.corpus.steps.shard_pass import ShardPass
 from meshtrain.corpus.steps.shards import list_shards, read_shard
 from meshtrain.corpus.web.link_rules import load_rules
 from meshtrain.data.text.sources import SourceFile
@@ -25,7 +24,7 @@ from meshtrain.errors import DataError
 DUPLICATE = "duplicate"
 
 
-def link_stages(
+def link_passes(
     files: Sequence[SourceFile], target: Path, dropped: Path, work: Path, config: CorpusConfig
 ) -> list[ShardPass]:
     """Return the stages that sort out lists of links.
@@ -47,34 +46,36 @@ def link_stages(
     groups = group_files(files, config.shard_megabytes * BYTES_PER_MEGABYTE)
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards
-    build = partial(build_judge, config.urls)
+    build = partial(build_filter, config.urls)
     first = [
         ReadLinks(groups),
-        Sieve(build, dropped, names, config.compression),
-        Scatter(work, names, config.compression, partial(_shard_of, num_shards=num_shards)),
+        FilterDocuments(build, dropped, names, config.compression),
+        WriteBuckets(work, names, config.compression, partial(_shard_of, num_shards=num_shards)),
     ]
-    shard_names = [f"{shard:05}" for shard in range(num_shards)]
+    bucket_names = [f"{shard:05}" for shard in range(num_shards)]
     second = [
         ReadBucket(work),
-        Sieve(_build_duplicate_judge, dropped, [f"repeated-{name}" for name in shard_names], config.compression),
-        WriteShards(target, shard_names, config.compression),
+        FilterDocuments(
+            _build_duplicate_filter, dropped, [f"repeated-{name}" for name in bucket_names], config.compression
+        ),
+        WriteShards(target, bucket_names, config.compression),
     ]
     return [ShardPass("judge", first, len(groups)), ShardPass("duplicates", second, num_shards)]
 
 
-def build_judge(config: UrlsConfig) -> Judge:
+def build_filter(config: UrlsConfig) -> Filter:
     """Return what brings a link into its normal form, and tells why it is dropped, if it is."""
     rules = load_rules(config.blacklisted_domains, config.blacklisted_extensions)
 
     def judge(document: Document) -> str | None:
-        url, reason = rules.judge(document.metadata["url"])
+        url, reason = rules.normalize(document.metadata["url"])
         document.metadata["url"] = url
         return reason
 
     return judge
 
 
-def _build_duplicate_judge() -> Judge:
+def _build_duplicate_filter() -> Filter:
     seen: set[str] = set()
 
     def judge(document: Document) -> str | None:
@@ -115,7 +116,7 @@ class ReadLinks(PipelineStep):
 
 
 class ReadBucket(PipelineStep):
-    """Yields the documents of one bucket that Scatter filled, in the order of the tasks that did."""
+    """Yields the documents of one bucket that WriteBuckets filled, in the order of the tasks that did."""
 
     name = "bucket"
     type = "reader"

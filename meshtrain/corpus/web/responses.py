@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import aiohttp
 
-REDIRECTS = (301, 302, 303, 307, 308)
-PASSING = (408, 429, 500, 502, 503, 504)
+REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
 """Statuses that may be another one soon."""
 
 TIME_OUT = "time-out"
@@ -29,7 +29,7 @@ class Page(NamedTuple):
     charset: str | None
 
 
-class Refused(Exception):
+class PageError(Exception):
     """There is no page, and there will be none.
 
     Args:
@@ -43,7 +43,7 @@ class Refused(Exception):
         self.detail = detail
 
 
-class NotNow(Refused):
+class RetryablePageError(PageError):
     """There is no page, but there may be one later.
 
     Args:
@@ -55,16 +55,16 @@ class NotNow(Refused):
         self.retry_after = retry_after
 
 
-def refusal(response: aiohttp.ClientResponse) -> Refused:
+def status_error(response: aiohttp.ClientResponse) -> PageError:
     """Return what a status says that stands for no page."""
     reason = f"HTTP {response.status // 100}xx"
     detail = f"{response.status} {response.reason or ''}".strip()
-    if response.status in PASSING:
-        return NotNow(reason, detail, seconds_to_wait(response.headers.get("Retry-After")))
-    return Refused(reason, detail)
+    if response.status in RETRYABLE_STATUSES:
+        return RetryablePageError(reason, detail, parse_retry_after(response.headers.get("Retry-After")))
+    return PageError(reason, detail)
 
 
-def seconds_to_wait(retry_after: str | None) -> float:
+def parse_retry_after(retry_after: str | None) -> float:
     """Return what a Retry-After header asks for: seconds, or a date; one that is neither asks for nothing."""
     if retry_after is None:
         return 0.0
