@@ -1,4 +1,4 @@
-"""Preparation of a corpus: from links or raw documents to shuffled shards that are ready to train on.
+"""Preparation of a corpus: links or raw documents become shards that are ready to train on.
 
 preparation  Runs the steps of a corpus file, one after another.
 steps/       The steps that every corpus uses: read, clean, shuffle, split, and what runs them.

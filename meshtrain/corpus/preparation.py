@@ -1,4 +1,7 @@
-"""Running the steps of a corpus file, one after another, each on what the one before has written."""
+"""Preparation of a corpus: the steps of a corpus file run one after another.
+
+Each step reads the shards that the step before has written.
+"""
 
 import json
 import re
@@ -18,26 +21,28 @@ from meshtrain.errors import DataError
 from meshtrain.runtime.lifetime import wait_for_holders
 from meshtrain.runtime.lock import locked
 
-DIRECTORY_OF_A_STEP = re.compile(r"\d\d-\w+")
+STEP_DIRECTORY = re.compile(r"\d\d-\w+")
 
 
 def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None = None) -> None:
-    """Run the steps of a corpus file, or one of them; what is complete already is skipped.
+    """Run the steps of a corpus file, or one of them. Complete steps are skipped.
 
     Args:
-        config: with absolute paths.
-        only: the step to run; what it reads must be complete. The sources are read before the first step.
-        redo: a step whose directory is removed first, with all that follow.
+        config: the corpus file, with absolute paths.
+        only: the step to run. The steps before it must be complete, except `read`, which runs too.
+        redo: the step whose directory is removed first, with those of the steps after it.
 
     Raises:
-        UserError: what is wrong with the configuration, the sources or a step.
+        UserError: if the settings, the sources or a step are wrong.
     """
     directory = Path(config.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"directory: cannot write into {directory}: {error.strerror}; choose another place") from error
-    with locked(directory, f"directory = {shown(directory)}", "choose another place", DataError):
+        raise DataError(
+            f"directory: cannot write into {directory}: {error.strerror}; choose another location"
+        ) from error
+    with locked(directory, f"directory = {shown(directory)}", "choose another location", DataError):
         steps = build_chain(config)
         _check_known(steps, "run", only)
         _check_known(steps, "redo", redo)
@@ -49,7 +54,7 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
             if only in (None, step.name) or step.name == READ:
                 counts = _run_step(step, entered, config)
             else:
-                counts = _complete(step)
+                counts = _read_counts(step)
             entered = counts.kept
             if step.name == only:
                 break
@@ -58,32 +63,35 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
 
 
 def _run_step(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
-    step.place.begin(step.name, step.words)
-    counts = step.place.counts()
+    step.directory.begin(step.name, step.settings)
+    counts = step.directory.counts()
     if counts is not None:
         console.line(f"{summary(step.name, counts)}  (done before)")
     else:
-        counts = _work(step, entered, config)
+        counts = _run_passes(step, entered, config)
         console.line(summary(step.name, counts))
     if not counts.kept:
-        raise DataError(f"{step.name} kept none of {counts.entered:,} documents; look at {step.place.dropped}")
+        raise DataError(
+            f"{step.name} kept none of {counts.entered:,} documents; see the reasons in {step.directory.dropped}"
+        )
     return counts
 
 
-def _work(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
-    place = step.place
-    wait_for_holders(place.logs(WORKERS))
-    remove_partials(place.directory)
+def _run_passes(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
+    directory = step.directory
+    wait_for_holders(directory.logs(WORKERS))
+    remove_partials(directory.path)
     began = time.monotonic()
-    stages = step.stages()
-    logs = [place.logs(f"{number}-{stage.name}") for number, stage in enumerate(stages)]
-    for stage, log in zip(stages, logs, strict=True):
-        run_pass(stage, log, config, step.name if len(stages) == 1 else f"{step.name}: {stage.name}")
+    passes = step.passes()
+    logs = [directory.logs(f"{number}-{shard_pass.name}") for number, shard_pass in enumerate(passes)]
+    for shard_pass, log in zip(passes, logs, strict=True):
+        description = step.name if len(passes) == 1 else f"{step.name}: {shard_pass.name}"
+        run_pass(shard_pass, log, config, description)
     step.check_unchanged()
-    seconds = place.add_seconds(time.monotonic() - began)
-    counting = counting_pass(place)
-    run_pass(counting, place.logs("count"), config, f"{step.name}: count", is_shown=False)
-    found = total_counts(place.logs("count"))
+    seconds = directory.add_seconds(time.monotonic() - began)
+    counting = counting_pass(directory)
+    run_pass(counting, directory.logs("count"), config, f"{step.name}: count", is_shown=False)
+    found = total_counts(directory.logs("count"))
     if entered is None:
         entered = total_counts(logs[0])["in"]
     dropped = {label.removeprefix("dropped: "): found[label] for label in found if label.startswith("dropped: ")}
@@ -92,16 +100,17 @@ def _work(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
     if entered != kept + sum(dropped.values()):
         raise DataError(
             f"{step.name}: {entered:,} documents came in, but {kept:,} are kept and {sum(dropped.values()):,} dropped; "
-            f"something else writes into {place.directory}, or a disk lost files: add --redo {step.name}"
+            f"something else writes into {directory.path}, or a disk lost files; run again with "
+            f"--redo {step.name}"
         )
     by_number = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
     counts = Counts(entered, kept, by_number, parts, found["bytes"], seconds)
-    place.write_counts(counts)
+    directory.write_counts(counts)
     return counts
 
 
 def summary(name: str, counts: Counts) -> str:
-    """Say in a line what a step did."""
+    """Return a line that says what a step did."""
     reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts.dropped.items())
     parts = ", ".join(f"{part} {number:,}" for part, number in counts.parts.items())
     lines = (
@@ -113,11 +122,11 @@ def summary(name: str, counts: Counts) -> str:
     return "  ".join(lines)
 
 
-def _complete(step: Step) -> Counts:
-    counts = step.place.counts()
+def _read_counts(step: Step) -> Counts:
+    counts = step.directory.counts()
     if counts is None:
-        raise DataError(f"{step.place.directory} is not complete; run `meshtrain corpus {step.name}` first")
-    step.place.begin(step.name, step.words)
+        raise DataError(f"{step.directory.path} is not complete; run `meshtrain corpus {step.name}` first")
+    step.directory.begin(step.name, step.settings)
     return counts
 
 
@@ -128,33 +137,33 @@ def _check_known(steps: list[Step], what: str, name: str | None) -> None:
 
 
 def _remove_from(steps: list[Step], redo: str) -> None:
-    first = next(step for step in steps if step.name == redo).place.directory
+    first = next(step for step in steps if step.name == redo).directory.path
     for path in sorted(first.parent.iterdir()):
-        if DIRECTORY_OF_A_STEP.fullmatch(path.name) and path.name[:2] >= first.name[:2]:
+        if STEP_DIRECTORY.fullmatch(path.name) and path.name[:2] >= first.name[:2]:
             console.line(f"Removing {shown(path)}")
             shutil.rmtree(path)
 
 
 def _check_no_others(directory: Path, steps: list[Step]) -> None:
-    known = {step.place.directory.name for step in steps}
-    others = sorted(path.name for path in directory.iterdir() if DIRECTORY_OF_A_STEP.fullmatch(path.name))
+    known = {step.directory.path.name for step in steps}
+    others = sorted(path.name for path in directory.iterdir() if STEP_DIRECTORY.fullmatch(path.name))
     for other in others:
         if other not in known:
             raise DataError(
-                f"{directory} holds {other}, which is no step of this file (it has {', '.join(sorted(known))}); "
-                "remove it, or set directory to a new place"
+                f"{directory} holds {other}, which is not a step of this file (it has {', '.join(sorted(known))}); "
+                "remove it, or set directory to a new location"
             )
 
 
 def _next_command(step: Step, counts: Counts, following: str | None) -> str:
-    directory = Path(shown(step.place.directory))
+    directory = Path(shown(step.directory.path))
     if following is not None:
         return f"Done. The next step: meshtrain corpus {following} FILE"
     if step.name == "urls":
         return f"Done. The links are in {directory}; add a table [download] to fetch them"
 
     def source(part: str) -> str:
-        endings = {path.name.partition(".")[2] for path in step.place.shards()}
+        endings = {path.name.partition(".")[2] for path in step.directory.shards()}
         return json.dumps([str(directory / part / f"*.{ending}") for ending in sorted(endings)])
 
     if not counts.parts:

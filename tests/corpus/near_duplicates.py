@@ -1,4 +1,4 @@
-"""Documents that are similar to a known degree, and the plain way to compare them all."""
+"""Similar documents, and a plain comparison of all pairs."""
 
 import gzip
 import json
@@ -36,22 +36,22 @@ def read_shards(directory: Path) -> Documents:
 
 def deduplicate(directory: Path, config: DeduplicateConfig, tasks: int = 1, workers: int = 1) -> None:
     """Deduplicate `directory / "source"` into `target` and `dropped` beside it."""
-    places = [directory / name for name in ("source", "target", "dropped", "work")]
-    for number, stage in enumerate(deduplication_passes(*places, config, tasks)):
-        logs = str(directory / "logs" / f"{number}-{stage.name}")
-        LocalPipelineExecutor(list(stage.pipeline), stage.tasks, min(workers, stage.tasks), logs).run()
+    directories = [directory / name for name in ("source", "target", "dropped", "work")]
+    for number, shard_pass in enumerate(deduplication_passes(*directories, config, tasks)):
+        logs = str(directory / "logs" / f"{number}-{shard_pass.name}")
+        LocalPipelineExecutor(list(shard_pass.pipeline), shard_pass.tasks, min(workers, shard_pass.tasks), logs).run()
 
 
 def similar_documents(number: int, seed: int) -> Documents:
-    """Return documents of 3 to 120 words: originals, and copies of others in which more or fewer words are changed."""
+    """Return documents of 3 to 120 words: originals, and copies with some changed words."""
     source = random.Random(seed)
-    vocabulary = [f"word{place}" for place in range(400)] + ["Grüße", "ΝΑΙ", "naïve", "天地"]
+    vocabulary = [f"word{number}" for number in range(400)] + ["Grüße", "ΝΑΙ", "naïve", "天地"]
     texts = [source.choices(vocabulary, k=source.randint(3, 120)) for _ in range(number // 3)]
     while len(texts) < number:
         words = list(source.choice(texts))
         for _ in range(source.choice((0, 1, 1, 2, 3, 5))):
-            place = source.randrange(len(words))
-            words[place : place + source.randint(0, 1)] = source.choices(vocabulary, k=source.randint(0, 2))
+            position = source.randrange(len(words))
+            words[position : position + source.randint(0, 1)] = source.choices(vocabulary, k=source.randint(0, 2))
         texts.append(words or ["nothing"])
     source.shuffle(texts)
     return [{"text": " ".join(words), "id": f"{number}", "url": "ä"} for number, words in enumerate(texts)]
@@ -63,10 +63,10 @@ def plain_words(text: str) -> list[str]:
 
 
 def plain_shingles(text: str, ngram: int) -> set[tuple[str, ...]]:
-    """Return the runs of n words; all words where there are fewer."""
+    """Return the runs of n words, or all words if there are fewer."""
     words = plain_words(text)
     num_runs = max(1, len(words) - ngram + 1) if words else 0
-    return {tuple(words[place : place + ngram]) for place in range(num_runs)}
+    return {tuple(words[start : start + ngram]) for start in range(num_runs)}
 
 
 def plain_jaccard(first: str, second: str, ngram: int) -> float:
@@ -74,8 +74,8 @@ def plain_jaccard(first: str, second: str, ngram: int) -> float:
     return _jaccard(plain_shingles(first, ngram), plain_shingles(second, ngram))
 
 
-def plain_verdicts(documents: Documents, similarity: float, ngram: int) -> set[object]:
-    """Return the ids of the documents that go, each being similar to an earlier one that stays."""
+def plain_duplicates(documents: Documents, similarity: float, ngram: int) -> set[object]:
+    """Return the ids of the documents that are similar to an earlier kept one."""
     kept: list[set[tuple[str, ...]]] = []
     removed = set()
     for document in documents:

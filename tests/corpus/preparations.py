@@ -1,4 +1,4 @@
-"""Corpus files and what they made, as the tests see them."""
+"""Corpus files for the tests, and the documents that the steps wrote."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ WORDS = SENTENCE.split()
 
 
 def texts(number: int, *, words: int = 40, seed: int = 0) -> list[str]:
-    """Make English texts that differ."""
+    """Return English texts that differ."""
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=words)) + f" {position}." for position in range(number)]
 
@@ -27,10 +27,10 @@ def write_records(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def write_corpus_file(directory: Path, **words: object) -> Path:
-    """Write a corpus file; one worker runs in the process of the test."""
+def write_corpus_file(directory: Path, **settings: object) -> Path:
+    """Write a corpus file with one worker, which runs in the process of the test."""
     path = directory / "corpus.toml"
-    path.write_text(tomli_w.dumps({"directory": "out", "workers": 1, **words}))
+    path.write_text(tomli_w.dumps({"directory": "out", "workers": 1, **settings}))
     return path
 
 
@@ -39,7 +39,7 @@ def prepare(file: Path, *overrides: str, only: str | None = None, redo: str | No
 
 
 def read_shards(directory: Path) -> list[dict]:
-    """Read all records of a directory of shards, in order."""
+    """Return all records of a directory of shards, in order."""
     lines: list[str] = []
     unpack = {".gz": gzip.decompress, ".zst": _unpack_zstd, ".jsonl": bytes}
     for path in sorted(directory.glob("*.jsonl*")):
@@ -56,7 +56,7 @@ def counts_of(step: Path) -> dict:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return all that decides a result: shards, dropped shards and what the steps were made of; no logs, no times."""
+    """Return the files of a result: shards, dropped shards and settings, without logs and times."""
     paths = (path for path in directory.rglob("*") if path.is_file() and "logs" not in path.parts)
     kept = {str(path.relative_to(directory)): path.read_bytes() for path in paths if path.name[0] != "."}
     return {

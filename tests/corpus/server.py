@@ -1,4 +1,4 @@
-"""A web site with every kind of page, on this machine."""
+"""A local web site with every kind of page."""
 
 import asyncio
 import threading
@@ -17,14 +17,14 @@ def html(text: str) -> str:
 
 
 class Site:
-    """What was asked for, and how often and how much at the same time."""
+    """A site that counts its requests, in total and at the same time."""
 
     def __init__(self) -> None:
         self.port = 0
         self.visits: Counter[str] = Counter()
         self.agents: set[str] = set()
-        self.under_way = 0
-        self.most_under_way = 0
+        self.active = 0
+        self.most_active = 0
         self.robots: tuple[int, str] = (200, ROBOTS)
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
@@ -34,12 +34,12 @@ class Site:
         path = request.path[1:]
         self.visits[path] += 1
         self.agents.add(request.headers["User-Agent"])
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.active += 1
+        self.most_active = max(self.most_active, self.active)
         try:
             return await self._answer(request, path, self.visits[path])
         finally:
-            self.under_way -= 1
+            self.active -= 1
 
     async def _answer(self, request: web.Request, path: str, visit: int) -> web.StreamResponse:
         kind, _, rest = path.partition("/")
@@ -53,20 +53,20 @@ class Site:
                 await asyncio.sleep(30)
             case "status":
                 return web.Response(status=int(rest))
-            case "passing":
+            case "temporary":
                 if visit == 1:
                     return web.Response(status=int(rest), headers={"Retry-After": "0"})
                 return web.Response(text=html(f"Story {rest}."), content_type="text/html")
-            case "patience":
+            case "long-wait":
                 return web.Response(status=429, headers={"Retry-After": "3600"})
             case "redirect":
-                places = {
+                targets = {
                     "loop": "/redirect/loop2",
                     "loop2": "/redirect/loop",
                     "out": "ftp://x/",
                     "nowhere": "http://[::/",
                 }
-                return web.Response(status=302, headers={"Location": places.get(rest, f"/{rest}")})
+                return web.Response(status=302, headers={"Location": targets.get(rest, f"/{rest}")})
             case "hops":
                 raise web.HTTPFound(f"/hops/{int(rest) - 1}" if int(rest) else "/page/hopped")
             case "type":
@@ -86,7 +86,7 @@ class Site:
                 assert request.transport is not None
                 request.transport.close()
                 return response
-            case "said":
+            case "announced":
                 response = web.StreamResponse(headers={"Content-Type": "text/html", "Content-Length": "50000000"})
                 await response.prepare(request)
                 return response

@@ -1,4 +1,4 @@
-"""Documents meet in the buckets of their keys, however few are sorted at once; components are what meetings connect."""
+"""Shared buckets hold the documents with equal keys, and connect them to components."""
 
 from collections import defaultdict
 from itertools import combinations
@@ -24,7 +24,7 @@ BANDS = Bands(6, 2)
 
 @pytest.fixture
 def sketched(tmp_path: Path) -> tuple[Sketches, np.ndarray]:
-    """Sketches of three shards, one of them empty; and the keys of all documents."""
+    """Return the sketches of three shards, one of them empty, and the keys of all documents."""
     documents = similar_documents(300, seed=0)
     for number, (begin, end) in enumerate([(0, 100), (100, 100), (100, 300)]):
         writer = SketchWriter(tmp_path / SKETCHES / f"{number}", BANDS)
@@ -36,16 +36,18 @@ def sketched(tmp_path: Path) -> tuple[Sketches, np.ndarray]:
     return Sketches(tmp_path, ["0", "1", "2"]), hasher.bucket_keys(hasher.signatures(shingles))
 
 
-def by_bucket(meetings: BucketEntries) -> list[list[int]]:
+def by_bucket(entries: BucketEntries) -> list[list[int]]:
     buckets = defaultdict(list)
-    for bucket, document in meetings.tolist():
+    for bucket, document in entries.tolist():
         buckets[bucket].append(document)
     assert list(buckets) == list(range(len(buckets)))
     return list(buckets.values())
 
 
 @pytest.mark.parametrize("keys_at_once", [10, 100, 1 << 20])
-def test_those_meet_whose_keys_are_equal(sketched: tuple[Sketches, np.ndarray], keys_at_once: int) -> None:
+def test_documents_share_a_bucket_exactly_when_their_keys_are_equal(
+    sketched: tuple[Sketches, np.ndarray], keys_at_once: int
+) -> None:
     sketches, keys = sketched
     for band in range(BANDS.num_bands):
         expected = defaultdict(list)
@@ -55,7 +57,7 @@ def test_those_meet_whose_keys_are_equal(sketched: tuple[Sketches, np.ndarray], 
         assert found == [documents for _, documents in sorted(expected.items()) if len(documents) > 1]
 
 
-def test_a_document_is_found_by_its_number(sketched: tuple[Sketches, np.ndarray]) -> None:
+def test_sketches_find_a_document_by_its_number(sketched: tuple[Sketches, np.ndarray]) -> None:
     sketches, _ = sketched
     documents = similar_documents(300, seed=0)
     assert sketches.num_documents == 300
@@ -68,7 +70,7 @@ def test_a_document_is_found_by_its_number(sketched: tuple[Sketches, np.ndarray]
 
 
 def connected(groups: list[list[int]], number: int) -> list[int]:
-    """Return the first document of the component of each document, the slow way."""
+    """Return the first document of each document's component, computed slowly."""
     component = list(range(number))
     for one, other in (pair for group in groups for pair in combinations(group, 2)):
         low, high = sorted((component[one], component[other]))
@@ -76,20 +78,20 @@ def connected(groups: list[list[int]], number: int) -> list[int]:
     return component
 
 
-def test_components_are_what_meetings_connect_and_no_part_shares_any(tmp_path: Path) -> None:
+def test_shared_buckets_connect_components_and_each_component_is_in_one_part(tmp_path: Path) -> None:
     source = np.random.default_rng(0)
     bands = [[sorted(source.choice(300, 3, replace=False).tolist()) for _ in range(25)] for _ in range(4)]
-    meetings = [
+    entries = [
         np.array([(number, document) for number, group in enumerate(band) for document in group], BUCKET_ENTRY)
         for band in bands
     ]
     components = Components(300)
-    for band in meetings:
+    for band in entries:
         components.unite(band)
     expected = connected([group for band in bands for group in band], 300)
     assert components.of(np.arange(300)).tolist() == expected
     assert 3 < len(set(expected)) < 290
-    write_parts(meetings, components, tmp_path, 5)
+    write_parts(entries, components, tmp_path, 5)
     parts = [np.fromfile(path, BUCKET_ENTRY) for path in sorted(tmp_path.iterdir())]
     found = [{expected[document] for document in part["document"]} for part in parts]
     assert sum(map(len, found)) == len(set.union(*found))

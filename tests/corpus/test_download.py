@@ -1,4 +1,4 @@
-"""Downloading, from a site on this machine that has every kind of page."""
+"""Downloading from a local site that has every kind of page."""
 
 import asyncio
 import json
@@ -28,12 +28,12 @@ SPEED = {
     "max_megabytes": 1.0,
     "longest_wait_seconds": 1.0,
 }
-REFUSED = {
+DROPPED = {
     "status/404": ("HTTP 4xx", "404 Not Found"),
     "status/503": ("HTTP 5xx", "503 Service Unavailable"),
     "status/501": ("HTTP 5xx", "501 Not Implemented"),
     "slow": ("time-out", "0.6 s"),
-    "said": ("too large", "50,000,000 bytes"),
+    "announced": ("too large", "50,000,000 bytes"),
     "huge/plain": ("too large", "more than 1,000,000 bytes"),
     "huge/packed": ("too large", "more than 1,000,000 bytes"),
     "private/1": ("robots.txt", "http://127.0.0.1:{port}/robots.txt does not allow it"),
@@ -43,11 +43,11 @@ REFUSED = {
     "redirect/nowhere": ("bad redirect", "http://[::/ (Invalid IPv6 URL)"),
     "hops/9": ("too many redirects", "6, the last one to http://127.0.0.1:{port}/hops/3"),
     "type": ("wrong type", "application/pdf"),
-    "patience": ("asked to wait too long", "3600 s (429 Too Many Requests)"),
+    "long-wait": ("asked to wait too long", "3600 s (429 Too Many Requests)"),
     "empty": ("no text", "26 bytes of text/html"),
     "broken": ("connection", None),
 }
-KEPT = ["page/1", "page/2", "passing/503", "passing/429", "hops/3", "plain", "latin", "redirect/page/3"]
+KEPT = ["page/1", "page/2", "temporary/503", "temporary/429", "hops/3", "plain", "latin", "redirect/page/3"]
 
 
 @pytest.fixture
@@ -65,17 +65,17 @@ def links(tmp_path):
     return write
 
 
-async def fetched(site: Site, path: str, **words: object) -> Page | PageError:
-    async with Fetcher(DownloadConfig(**{**SPEED, **words}), 4) as fetcher:
+async def fetched(site: Site, path: str, **settings: object) -> Page | PageError:
+    async with Fetcher(DownloadConfig(**{**SPEED, **settings}), 4) as fetcher:
         try:
             return await fetcher.fetch(site.url(path))
-        except PageError as refused:
-            return refused
+        except PageError as error:
+            return error
 
 
-def test_every_page_is_a_document_or_has_a_reason(tmp_path, site, links):
+def test_every_page_becomes_a_document_or_is_dropped_with_a_reason(tmp_path, site, links):
     nowhere = "http://127.0.0.1:9/page"
-    prepare(links([*(site.url(path) for path in [*KEPT, *REFUSED]), nowhere]))
+    prepare(links([*(site.url(path) for path in [*KEPT, *DROPPED]), nowhere]))
 
     out = tmp_path / "out" / "02-download"
     kept = {record["url"]: record for record in read_shards(out)}
@@ -88,28 +88,28 @@ def test_every_page_is_a_document_or_has_a_reason(tmp_path, site, links):
     assert "Story hopped." in kept[site.url("hops/3")]["text"]
     assert dropped.pop(nowhere)["reason"] == "connection"
     found = {url: (record["reason"], record["detail"]) for url, record in dropped.items()}
-    expected = {site.url(path): REFUSED[path] for path in REFUSED}
+    expected = {site.url(path): DROPPED[path] for path in DROPPED}
     assert {url: reason for url, (reason, _) in found.items()} == {url: reason for url, (reason, _) in expected.items()}
-    told = {url: (reason, detail.format(port=site.port)) for url, (reason, detail) in expected.items() if detail}
-    assert {url: found[url] for url in told} == told
-    reasons = Counter(reason for reason, _ in REFUSED.values())
+    detailed = {url: (reason, detail.format(port=site.port)) for url, (reason, detail) in expected.items() if detail}
+    assert {url: found[url] for url in detailed} == detailed
+    reasons = Counter(reason for reason, _ in DROPPED.values())
     reasons["connection"] += 1
     assert counts_of(out)["dropped"] == reasons
-    # Retries: twice after the first; none where it cannot help.
+    # There are two further attempts, but none after errors that are final.
     visits = {
-        path: site.visits[path] for path in ("status/503", "slow", "broken", "status/404", "passing/503", "page/1")
+        path: site.visits[path] for path in ("status/503", "slow", "broken", "status/404", "temporary/503", "page/1")
     }
-    assert visits == {"status/503": 3, "slow": 3, "broken": 3, "status/404": 1, "passing/503": 2, "page/1": 1}
+    assert visits == {"status/503": 3, "slow": 3, "broken": 3, "status/404": 1, "temporary/503": 2, "page/1": 1}
     assert (site.visits["private/1"], site.visits["robots.txt"]) == (0, 1)
     assert site.agents == {"meshtrain"}
 
 
-def test_no_more_requests_at_the_same_time_than_allowed(tmp_path, site, links):
+def test_simultaneous_requests_stay_within_the_limits(tmp_path, site, links):
     file = links([site.url(f"page/{number}", host) for number in range(12) for host in ("127.0.0.1", "localhost")])
 
     prepare(file, "download.concurrent_per_host=2", "download.respect_robots=false")
-    per_host = site.most_under_way
-    site.most_under_way = 0
+    per_host = site.most_active
+    site.most_active = 0
     prepare(
         file,
         "download.concurrent_per_host=10",
@@ -120,12 +120,12 @@ def test_no_more_requests_at_the_same_time_than_allowed(tmp_path, site, links):
     )
 
     assert per_host in (2, 4)
-    assert site.most_under_way == 3
+    assert site.most_active == 3
     assert site.visits["robots.txt"] == 0
     assert sum(site.visits.values()) == 48
 
 
-def test_a_host_that_never_answers_does_not_take_for_ever(tmp_path, site, links):
+def test_the_remaining_links_of_a_host_that_never_answers_are_dropped(tmp_path, site, links):
     nowhere = [f"http://127.0.0.1:9/{number}" for number in range(9)]
     prepare(links([*nowhere, site.url("page/1")]), "download.concurrent_per_host=1")
 
@@ -143,7 +143,7 @@ def test_a_host_that_never_answers_does_not_take_for_ever(tmp_path, site, links)
         ((200, "\x00\xff nonsense"), "meshtrain", None),
     ],
 )
-def test_robots(site, robots, agent, reason):
+def test_robots_txt_is_respected(site, robots, agent, reason):
     site.robots = robots
     answer = asyncio.run(fetched(site, "page/1", user_agent=agent))
 
@@ -151,7 +151,7 @@ def test_robots(site, robots, agent, reason):
     assert site.visits["page/1"] == (1 if reason is None else 0)
 
 
-def test_pages_are_as_far_apart_as_robots_asks(site):
+def test_the_crawl_delay_of_robots_txt_is_kept(site):
     site.robots = (200, "User-agent: *\nCrawl-delay: 0.2\n")
 
     async def fetch_all() -> None:
@@ -168,15 +168,15 @@ def test_pages_are_as_far_apart_as_robots_asks(site):
     ("header", "seconds"),
     [(None, 0), ("7", 7), ("soon", 0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("", 0)],
 )
-def test_retry_after(header, seconds):
+def test_retry_after_is_parsed(header, seconds):
     assert parse_retry_after(header) == seconds
 
 
-def test_retry_after_a_date():
+def test_retry_after_may_be_a_date():
     assert 10**8 < parse_retry_after("Fri, 31 Dec 2100 23:59:59 GMT") < 10**10
 
 
-SICK = """
+BROKEN_EXTRACTION = """
 import sys, time
 from meshtrain.corpus.web.extraction import READY, receive, send
 send(sys.stdout.buffer, READY)
@@ -188,15 +188,15 @@ while (charset := receive(sys.stdin.buffer)) is not None:
 """
 
 
-def test_a_page_that_breaks_the_extraction_costs_one_page(tmp_path):
+def test_a_page_that_breaks_the_extraction_does_not_affect_others(tmp_path):
     async def extract_all(bodies: list[bytes]) -> list[str]:
         answers = []
-        async with Extractor(1.0, tmp_path / "log", (sys.executable, "-c", SICK)) as extractor:
+        async with Extractor(1.0, tmp_path / "log", (sys.executable, "-c", BROKEN_EXTRACTION)) as extractor:
             for body in bodies:
                 try:
                     answers.append(await extractor.text_of(Page(body, "text/html", None)))
-                except PageError as refused:
-                    answers.append(f"{refused.reason}: {refused.detail}")
+                except PageError as error:
+                    answers.append(f"{error.reason}: {error.detail}")
         return answers
 
     assert asyncio.run(extract_all([b"one", b"hang", b"two", b"crash", b"three"])) == [
@@ -209,7 +209,7 @@ def test_a_page_that_breaks_the_extraction_costs_one_page(tmp_path):
 
 
 @pytest.mark.parametrize("charset", ["idna", "undefined", "base64", "no-such", None])
-def test_plain_text_of_a_character_set_that_cannot_be(tmp_path, charset):
+def test_plain_text_with_an_unusable_character_set_is_read_as_utf8(tmp_path, charset):
     async def extract() -> str:
         async with Extractor(1.0, tmp_path / "log") as extractor:
             return await extractor.text_of(Page(b"text \xff", "text/plain", charset))
@@ -217,7 +217,7 @@ def test_plain_text_of_a_character_set_that_cannot_be(tmp_path, charset):
     assert asyncio.run(extract()) == "text \ufffd"
 
 
-def test_half_a_surrogate_pair_of_plain_text(tmp_path):
+def test_an_unpaired_surrogate_in_plain_text_is_replaced(tmp_path):
     async def extract() -> str:
         async with Extractor(1.0, tmp_path / "log") as extractor:
             return await extractor.text_of(Page(b"text \\ud800", "text/plain", "unicode_escape"))
@@ -225,7 +225,7 @@ def test_half_a_surrogate_pair_of_plain_text(tmp_path):
     assert asyncio.run(extract()) == "text ?"
 
 
-def test_an_extraction_that_does_not_start_is_told(tmp_path):
+def test_an_extraction_process_that_does_not_start_is_an_error(tmp_path):
     async def extract() -> None:
         async with Extractor(1.0, tmp_path / "log", (sys.executable, "-c", "print(1 / 0)")) as extractor:
             await extractor.text_of(Page(b"", "text/html", None))
@@ -235,24 +235,24 @@ def test_an_extraction_that_does_not_start_is_told(tmp_path):
     assert "ZeroDivisionError" in (tmp_path / "log").read_text()
 
 
-def test_half_a_line_of_a_journal_is_not_trusted(tmp_path):
+def test_an_incomplete_line_of_a_journal_is_cut_off(tmp_path):
     path = tmp_path / "work" / "00000.journal"
     journal = Journal(path)
     journal.add(3, {"text": "drei\n"})
     journal.add(0, {"reason": "time-out", "detail": ""})
     journal.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:20])
+    complete = path.read_bytes()
+    path.write_bytes(complete + complete[:20])
 
     again = Journal(path)
     assert [position in again for position in range(4)] == [True, False, False, True]
     again.add(1, {"text": "eins"})
     assert [again.read(position).get("text") for position in (3, 1, 0)] == ["drei\n", "eins", None]
     again.close()
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(complete)
 
 
-def test_after_a_kill_nothing_is_fetched_twice(tmp_path, site, links):
+def test_no_page_is_fetched_twice_after_a_kill(tmp_path, site, links):
     urls = [site.url(f"page/{number}") for number in range(40)]
     file = links(urls)
     command = [

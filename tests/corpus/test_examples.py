@@ -1,4 +1,4 @@
-"""The shipped corpus files: read, and run small."""
+"""The shipped corpus files can be read, and prepare a small corpus."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def test_a_shipped_file_names_every_step_it_needs(file):
     assert Path(config.directory).parts[-3:] == ("runs", "corpus", file.stem)
 
 
-def test_the_python_corpus_is_ready_to_train_on(tmp_path, capsys):
-    """A part of the library, so that it takes seconds."""
+def test_the_shipped_python_corpus_file_prepares_training_data(tmp_path, capsys):
+    """Only a part of the library is used, so that the test takes seconds."""
     for name in ("json", "email", "encodings"):
         source = Path(json.__file__).parents[1] / name
         for path in source.glob("*.py"):

@@ -1,4 +1,4 @@
-"""What runs a stage: this machine, and clusters as far as they can be had here."""
+"""Passes run on this machine, and on Slurm as far as a fake of its commands can show."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from meshtrain.corpus.steps.shards import list_shards, write_shard
 from meshtrain.corpus.steps.step import CountShards
 from meshtrain.errors import UserError
 
-# Slurm as datatrove sees it: sbatch runs the tasks of the array one after another, in the background.
+# A fake Slurm: sbatch runs the tasks of the array one after another, in the background.
 SBATCH = """#!/usr/bin/env bash
 script="${@: -1}"
 tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
@@ -34,13 +34,13 @@ SQUEUE = '#!/usr/bin/env bash\nif [ -e "$FAKE/running" ]; then echo "7 batch run
 SCONTROL = "#!/usr/bin/env bash\necho localhost\n"
 
 
-def config(tmp_path: Path, **words: object) -> CorpusConfig:
-    return CorpusConfig(directory=str(tmp_path), sources=["any"], shuffle=ShuffleConfig(), workers=1, **words)
+def config(tmp_path: Path, **settings: object) -> CorpusConfig:
+    return CorpusConfig(directory=str(tmp_path), sources=["any"], shuffle=ShuffleConfig(), workers=1, **settings)
 
 
 @pytest.fixture
-def stage(tmp_path):
-    """Three documents in two shards, to be counted by two tasks."""
+def counting(tmp_path):
+    """Return a pass of two tasks that counts three documents in two shards."""
     write_shard(tmp_path / "in", "00000", "gzip", [Document(text="one", id="1"), Document(text="two", id="2")])
     write_shard(tmp_path / "in", "00001", "gzip", [Document(text="three", id="3")])
     return ShardPass("count", [CountShards([("", path) for path in list_shards(tmp_path / "in")])], 2)
@@ -59,17 +59,17 @@ def slurm(tmp_path, monkeypatch):
     return SlurmConfig(time="01:00:00", partition="cpus", mem_per_cpu_gb=3, sbatch_args={"account": "me"})
 
 
-def test_this_machine(tmp_path, stage, capfd):
-    run_pass(stage, tmp_path / "logs", config(tmp_path), "counting")
+def test_the_local_executor_runs_a_pass(tmp_path, counting, capfd):
+    run_pass(counting, tmp_path / "logs", config(tmp_path), "counting")
 
     assert total_counts(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}
     shown = capfd.readouterr()
-    assert (shown.out, shown.err) == ("counting  2/2 shards\n", "")
+    assert (shown.out.splitlines()[-1], shown.err) == ("counting  2/2 shards", "")
     assert "Processing done" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
 
 
-def test_slurm_runs_the_same_stage(tmp_path, stage, slurm, capfd):
-    run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+def test_slurm_runs_the_same_pass(tmp_path, counting, slurm, capfd):
+    run_pass(counting, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
 
     assert total_counts(tmp_path / "logs") == {"kept: ": 3, "bytes": 74}, (tmp_path / "log").read_text()
     asked = (tmp_path / "asked").read_text().splitlines()
@@ -78,28 +78,28 @@ def test_slurm_runs_the_same_stage(tmp_path, stage, slurm, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_task_that_slurm_lost_is_told(tmp_path, stage, slurm, monkeypatch):
+def test_a_task_that_slurm_lost_is_an_error(tmp_path, counting, slurm, monkeypatch):
     monkeypatch.setenv("LOSES", "yes")
     with pytest.raises(UserError) as caught:
-        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+        run_pass(counting, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
 
     assert str(caught.value) == (
-        f"counting: 2 of 2 tasks did not end, the first is 0; see {tmp_path}/logs, then run the same command again: "
-        "what is done stays done"
+        f"counting: 2 of 2 tasks did not end, the first is 0; see {tmp_path}/logs, then run the same command again; "
+        "finished tasks are not repeated"
     )
 
 
-def test_without_slurm_or_ray_it_is_said(tmp_path, stage, monkeypatch):
+def test_missing_slurm_or_ray_is_an_error(tmp_path, counting, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     slurm = SlurmConfig(time="01:00:00", partition="cpus")
     with pytest.raises(UserError) as caught:
-        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
+        run_pass(counting, tmp_path / "logs", config(tmp_path, executor="slurm", slurm=slurm), "counting")
     assert str(caught.value) == (
-        'executor = "slurm" needs the command sbatch, which is not on this machine; start it where jobs are submitted'
+        'executor = "slurm" needs the command sbatch, which is not on this machine; run it where jobs are submitted'
     )
     monkeypatch.setattr(executors, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        run_pass(stage, tmp_path / "logs", config(tmp_path, executor="ray"), "counting")
+        run_pass(counting, tmp_path / "logs", config(tmp_path, executor="ray"), "counting")
     assert str(caught.value) == (
         'executor = "ray" needs a package that is not installed; run pip install "ray[default]"'
     )

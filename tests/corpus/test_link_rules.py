@@ -1,4 +1,4 @@
-"""Links: which are worth fetching."""
+"""Rules for links: which are normalized, and which are dropped."""
 
 import pytest
 
@@ -41,7 +41,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("link", GOOD)
-def test_a_good_link_is_brought_into_its_normal_form(link):
+def test_a_good_link_is_normalized(link):
     assert LinkRules().normalize(link) == (GOOD[link], None)
 
 
@@ -50,7 +50,7 @@ def test_a_bad_link_has_a_reason(link):
     assert LinkRules().normalize(link)[1] == BAD[link]
 
 
-def test_lists_of_ones_own_replace_those_that_are_built_in(tmp_path):
+def test_lists_of_the_user_replace_the_built_in_ones(tmp_path):
     domains, endings = tmp_path / "domains", tmp_path / "endings"
     domains.write_text("# mine\nExample.ORG  # all of it\n\nboring\n")
     endings.write_text("html\n.txt\n")
@@ -63,9 +63,9 @@ def test_lists_of_ones_own_replace_those_that_are_built_in(tmp_path):
     assert rules.normalize("http://imgur.com/a.jpg")[1] is None
 
 
-def test_a_list_that_cannot_be_read(tmp_path):
-    with pytest.raises(DataError, match=r"^urls.blacklisted_domains: cannot read .*: No such file or directory; mend"):
+def test_an_unreadable_blacklist_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"^urls.blacklisted_domains: cannot read .*: No such file or directory; fix"):
         load_rules(str(tmp_path / "none"), None)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"^urls.blacklisted_extensions: cannot read .*latin: .*codec.*; mend it$"):
+    with pytest.raises(DataError, match=r"^urls.blacklisted_extensions: cannot read .*latin: .*codec.*; fix it$"):
         load_rules(None, str(tmp_path / "latin"))

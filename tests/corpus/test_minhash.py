@@ -9,7 +9,7 @@ from meshtrain.corpus.duplicates.shingles import Shingles
 
 
 @pytest.mark.parametrize("similarity", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
-def test_the_bands_find_nearly_all_pairs_at_the_threshold_with_few_hashes(similarity: float) -> None:
+def test_chosen_bands_find_98_percent_at_the_threshold_with_few_hashes(similarity: float) -> None:
     bands = choose_bands(DeduplicateConfig(similarity=similarity))
     assert bands.probability(similarity) >= 0.98
     assert bands.num_hashes <= 128
@@ -17,7 +17,7 @@ def test_the_bands_find_nearly_all_pairs_at_the_threshold_with_few_hashes(simila
     assert steeper.probability(similarity) < 0.98 or steeper.num_hashes > 128 or similarity == 1
 
 
-def test_what_is_asked_for_is_taken_and_the_other_follows() -> None:
+def test_a_given_band_setting_is_used_and_the_other_is_derived() -> None:
     def chosen(num_buckets: int | None, hashes_per_bucket: int | None) -> Bands:
         return choose_bands(DeduplicateConfig(num_buckets=num_buckets, hashes_per_bucket=hashes_per_bucket))
 
@@ -42,7 +42,7 @@ def pairs_of(similarity: float, number: int, size: int) -> Shingles:
 
 @pytest.mark.parametrize("similarity", [0.2, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("size", [10, 300])
-def test_documents_agree_and_meet_as_often_as_their_similarity_says(similarity: float, size: int) -> None:
+def test_hashes_and_buckets_agree_with_the_expected_probability(similarity: float, size: int) -> None:
     number, bands = 1500, Bands(22, 5)
     shingles = pairs_of(similarity, number, size)
     exact = len(np.intersect1d(shingles.hashes[:size], shingles.hashes[size : 2 * size])) / len(
@@ -62,7 +62,7 @@ def test_documents_agree_and_meet_as_often_as_their_similarity_says(similarity: 
     assert np.count_nonzero(agreeing < bands.least_agreement(exact)) <= 0.005 * number
 
 
-def test_documents_without_shingles_disturb_no_other() -> None:
+def test_documents_without_shingles_do_not_affect_others() -> None:
     shingles = pairs_of(0.5, 2, 20)
     with_empty = Shingles(shingles.hashes, np.array([0, 0, 20, 40, 40, 40, 60, 80, 80]))
     hasher = MinHasher(Bands(4, 3))

@@ -1,4 +1,4 @@
-"""Records: every kind of source, and everything that can be wrong with a record."""
+"""Records of every kind of source file, and records that are wrong."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def simple(found):
 @pytest.mark.parametrize(
     ("kind", "pack"), [("jsonl", bytes), ("jsonl.gz", gzip.compress), ("jsonl.zst", zstandard.compress)]
 )
-def test_json_lines_keep_their_keys_and_are_called_by_place(tmp_path, kind, pack):
+def test_json_lines_keep_their_keys_and_get_their_line_as_id(tmp_path, kind, pack):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(pack(LINES))
 
@@ -39,7 +39,7 @@ def test_json_lines_keep_their_keys_and_are_called_by_place(tmp_path, kind, pack
     ]
 
 
-def test_rows_of_a_table(tmp_path):
+def test_rows_of_a_parquet_file_become_documents(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"text": f"text {number}", "n": number} for number in range(2500)] + [{"text": None, "n": 1}]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -48,20 +48,20 @@ def test_rows_of_a_table(tmp_path):
 
     assert simple(found) == [(f"a.parquet:{number + 1}", f"text {number}", {"n": number}) for number in range(2500)]
     assert bad == BadRecord(
-        f"{path}, row 2501", "broken record", 'the key "text" (text_key) holds null and not text', ""
+        f"{path}, row 2501", "broken record", 'the key "text" (text_key) holds null instead of text', ""
     )
 
 
-def test_bytes_of_a_table_are_not_shown_as_text(tmp_path):
+def test_a_binary_column_of_a_parquet_file_is_not_text(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array([b"one"], pa.binary()), "n": [1]}), path)
 
     assert records(path, "parquet") == [
-        BadRecord(f"{path}, row 1", "broken record", 'the key "text" (text_key) holds bytes and not text', "")
+        BadRecord(f"{path}, row 1", "broken record", 'the key "text" (text_key) holds bytes instead of text', "")
     ]
 
 
-def test_a_row_of_a_table_that_is_no_utf8_costs_one_row(tmp_path):
+def test_a_parquet_row_that_is_not_utf8_does_not_affect_other_rows(tmp_path):
     path = tmp_path / "a.parquet"
     ends = b"".join(end.to_bytes(4, "little") for end in (0, 3, 8, 11))
     texts = pa.StringArray.from_buffers(3, pa.py_buffer(ends), pa.py_buffer(b"onecaf\xe9 two"))
@@ -85,16 +85,16 @@ BROKEN = {
     b'{"text": "half': "not JSON (column 15: Invalid control character at)",
     b'["text"]': '["text"] where an object is expected',
     b'{"id": 1, "content": "a"}': 'no key "text" (text_key); the keys are "id", "content"',
-    b'{"text": 3.5}': 'the key "text" (text_key) holds 3.5 and not text',
-    b'{"text": "\\ud83e"}': "it holds half a surrogate pair, which stands for no character",
-    b'{"text": "a", "title": "\\ud83e"}': "it holds half a surrogate pair, which stands for no character",
+    b'{"text": 3.5}': 'the key "text" (text_key) holds 3.5 instead of text',
+    b'{"text": "\\ud83e"}': "it holds an unpaired surrogate, which is not a character",
+    b'{"text": "a", "title": "\\ud83e"}': "it holds an unpaired surrogate, which is not a character",
     b'{"text": "caf\xe9"}': "not UTF-8 text (byte 14: invalid continuation byte)",
     b"[" * 100_000: "maximum recursion depth exceeded",
 }
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=[repr(line[:20]) for line in BROKEN])
-def test_a_broken_line_is_told_with_its_place(tmp_path, line):
+def test_a_broken_line_is_returned_with_its_location(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
 
@@ -106,7 +106,7 @@ def test_a_broken_line_is_told_with_its_place(tmp_path, line):
     assert bad.text == line[:1000].decode("utf-8", "backslashreplace") + ("\n" if len(line) < 1000 else "")
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_a_text_file_that_is_not_utf8_is_a_bad_record(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9 au lait")
 
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "txt.gz", "parquet"])
-def test_a_file_that_was_cut_short_is_told(tmp_path, kind):
+def test_a_truncated_file_ends_with_a_bad_record(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
     lines = "".join(json.dumps({"text": f"{number} " * 50}) + "\n" for number in range(3000)).encode()
     pack = {"gz": gzip.compress, "zst": zstandard.compress, "parquet": lambda content: b"PAR1" + content}
@@ -131,14 +131,14 @@ def test_a_file_that_was_cut_short_is_told(tmp_path, kind):
     assert bad.where == str(path) or bad.where.endswith(f" {len(found)}")
 
 
-def test_a_file_that_is_gone(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*a.jsonl: No such file or directory; mend it or leave it out"):
+def test_a_missing_source_file_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*a.jsonl: No such file or directory"):
         records(tmp_path / "a.jsonl", "jsonl")
-    with pytest.raises(DataError, match=r"cannot read .*a.txt: No such file or directory; mend it or leave it out"):
+    with pytest.raises(DataError, match=r"cannot read .*a.txt: No such file or directory"):
         list(read_text_lines(SourceFile(tmp_path / "a.txt", "txt", 1, 0)))
 
 
-def test_a_damaged_list(tmp_path):
+def test_a_damaged_list_of_links_is_an_error(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"http://a.example\n" * 1000)[:-10])
 
     with pytest.raises(DataError, match=r"cannot read .*a.txt.gz: the gzip file is damaged: .*; write it again"):

@@ -1,4 +1,4 @@
-"""The report: what happened to every document, on the screen and on a page."""
+"""The report shows what happened to every document, on the screen and on a page."""
 
 import re
 from html.parser import HTMLParser
@@ -12,7 +12,7 @@ from tests.corpus.preparations import prepare, texts, write_corpus_file, write_r
 
 
 class Page(HTMLParser):
-    """What a browser would load and draw."""
+    """Records what a browser would load and draw."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def file(tmp_path):
     return write_corpus_file(tmp_path, sources=["in.jsonl"], clean={"minimum_tokens": 10}, split={"validation": 0.3})
 
 
-def test_the_tables_say_what_happened(tmp_path, file, capsys):
+def test_the_tables_show_counts_and_examples(tmp_path, file, capsys):
     prepare(file)
     capsys.readouterr()
     report(load_corpus(file))
@@ -61,7 +61,7 @@ def test_the_tables_say_what_happened(tmp_path, file, capsys):
     assert shown.splitlines()[-1] == f"Charts: {tmp_path}/out/report.html"
 
 
-def test_the_page_is_whole_and_asks_nothing_of_others(tmp_path, file):
+def test_the_page_is_valid_escaped_and_loads_nothing(tmp_path, file):
     prepare(file)
     report(load_corpus(file))
 
@@ -69,14 +69,14 @@ def test_the_page_is_whole_and_asks_nothing_of_others(tmp_path, file):
     page = Page(text)
     assert page.open == []
     assert page.links == []
-    # At first, after each of three steps, and one reason.
+    # There are four bars for the documents (the start and three steps), and one for the reason.
     assert page.bars == 5
     assert "<script>alert(0)</script> & [bold]" in page.words
     assert "<script>" not in text
     assert "clean: too short (5)" in page.words
 
 
-def test_a_chain_that_stopped_early_is_reported_as_far_as_it_went(tmp_path, file, capsys):
+def test_the_report_covers_only_complete_steps(tmp_path, file, capsys):
     with pytest.raises(DataError, match=f"^no step is complete in {tmp_path}/out; run `meshtrain corpus run` first$"):
         report(load_corpus(file))
     with pytest.raises(DataError):

@@ -1,4 +1,4 @@
-"""Running the chain: every document accounted for, whatever is skipped, redone, interrupted or shared among workers."""
+"""Runs of a corpus file: skipped, redone, interrupted, and shared among workers."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ STEPS = {"clean": {"minimum_tokens": 20}, "shuffle": {}, "split": {"validation":
 
 @pytest.fixture
 def file(tmp_path):
-    """Documents in two files: good ones, short ones, near duplicates, and some without any text."""
+    """Return a corpus file with good, short, near-duplicate and empty documents in two sources."""
     good = [{"text": text, "url": f"http://example.org/{number}"} for number, text in enumerate(texts(60))]
     short = [{"text": "too short"}] * 5
     copies = [{"text": f"{record['text']} Copied!"} for record in good[:7]]
@@ -38,7 +38,7 @@ def file(tmp_path):
 
 
 def command(file, *overrides: str) -> list[str]:
-    # A process of its own: workers that pytest starts would each import pytest again.
+    # The run gets a process of its own, because workers of pytest would import pytest again.
     return [sys.executable, "-m", "meshtrain", "corpus", "run", str(file), *overrides]
 
 
@@ -79,7 +79,7 @@ def test_every_document_is_accounted_for(tmp_path, file, capsys):
     )
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path, file):
+def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path, file):
     prepare(file)
     again = command(file, "workers=3", f"directory={tmp_path}/again")
     subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
@@ -88,7 +88,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path, file):
     assert len(contents(tmp_path / "out")) > 20
 
 
-def test_what_is_complete_is_skipped(tmp_path, file, capsys):
+def test_complete_steps_are_skipped(tmp_path, file, capsys):
     prepare(file)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jsonl.*")}
     capsys.readouterr()
@@ -98,14 +98,14 @@ def test_what_is_complete_is_skipped(tmp_path, file, capsys):
     assert sum(line.endswith("(done before)") for line in capsys.readouterr().out.splitlines()) == 4
 
 
-def test_other_settings_are_told_and_redone_on_demand(tmp_path, file, capsys):
+def test_changed_settings_are_refused_until_the_step_is_redone(tmp_path, file, capsys):
     prepare(file)
     first = contents(tmp_path / "out")
     out = tmp_path / "out" / "02-clean"
 
     assert problem(file, "clean.minimum_tokens=30") == (
         f"clean: {out} was made with other settings: minimum_tokens was 20 and is 30; add --redo clean to remove it "
-        "and what follows it, or set directory to a new place"
+        "and the steps after it, or set directory to a new location"
     )
     assert contents(tmp_path / "out") == first
     prepare(file, "clean.minimum_tokens=30", redo="clean")
@@ -115,43 +115,44 @@ def test_other_settings_are_told_and_redone_on_demand(tmp_path, file, capsys):
     assert contents(tmp_path / "out") == first
 
 
-def test_other_documents_are_told(tmp_path, file):
+def test_changed_sources_are_refused(tmp_path, file):
     prepare(file)
     write_records(tmp_path / "in" / "c.jsonl", [{"text": "more"}])
 
     assert problem(file).startswith(
-        f"read: {tmp_path}/out/01-read was made with other settings: what it reads has changed; add --redo read to "
+        f"read: {tmp_path}/out/01-read was made with other settings: its input has changed; add --redo read to "
     )
 
 
-def test_documents_that_change_while_they_are_read_are_told(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import preparation as run
+def test_sources_that_change_while_they_are_read_are_an_error(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import preparation
 
-    run_pass = run.run_pass
+    run_pass = preparation.run_pass
 
     def write_to_a_source(*arguments, **options):
         run_pass(*arguments, **options)
         with (tmp_path / "in" / "b.jsonl").open("a") as stream:
             stream.write('{"text": "late"}\n')
 
-    monkeypatch.setattr(run, "run_pass", write_to_a_source)
+    monkeypatch.setattr(preparation, "run_pass", write_to_a_source)
     assert problem(file) == (
-        f"{tmp_path}/in/b.jsonl changed while it was read; add --redo read when nothing writes to it any more"
+        f"{tmp_path}/in/b.jsonl changed while it was read; when nothing writes to it any more, run again with "
+        "--redo read"
     )
 
 
-def test_a_step_that_is_no_longer_named_is_told(tmp_path, file):
+def test_the_directory_of_a_removed_step_is_an_error(tmp_path, file):
     prepare(file)
 
     assert problem(file, "shuffle=") == (
-        f"{tmp_path}/out holds 03-shuffle, which is no step of this file (it has 01-read, 02-clean, 03-split); remove "
-        "it, or set directory to a new place"
+        f"{tmp_path}/out holds 03-shuffle, which is not a step of this file (it has 01-read, 02-clean, 03-split); "
+        "remove it, or set directory to a new location"
     )
     prepare(file, "shuffle=", redo="clean")
     assert sorted(path.name for path in (tmp_path / "out").glob("*-*")) == ["01-read", "02-clean", "03-split"]
 
 
-def test_steps_one_by_one(tmp_path, file, capsys):
+def test_single_steps_make_the_same_result_as_all_steps(tmp_path, file, capsys):
     assert problem(file, only="split") == f"{tmp_path}/out/02-clean is not complete; run `meshtrain corpus clean` first"
     for step in STEPS:
         prepare(file, only=step)
@@ -168,14 +169,14 @@ def test_steps_one_by_one(tmp_path, file, capsys):
     assert problem(file, redo="urls").startswith("cannot redo urls: the file has no such step; it has read, clean, ")
 
 
-def test_a_broken_record_ends_the_step_or_is_counted(tmp_path, file):
+def test_a_broken_record_ends_the_step_or_is_dropped(tmp_path, file):
     lines = (tmp_path / "in" / "b.jsonl").read_bytes()
     (tmp_path / "in" / "b.jsonl").write_bytes(lines.replace(b'{"text"', b'{"txt"', 1))
     (tmp_path / "in" / "c.jsonl").write_bytes(b'{"text": ')
 
     assert problem(file) == (
-        f'{tmp_path}/in/b.jsonl, line 1: broken record: no key "text" (text_key); the keys are "txt", "url"; mend it, '
-        'or leave such records out with on_bad_record = "skip"'
+        f'{tmp_path}/in/b.jsonl, line 1: broken record: no key "text" (text_key); the keys are "txt", "url"; fix it, '
+        'or drop such records with on_bad_record = "skip"'
     )
     prepare(file, "on_bad_record=skip", redo="read")
     assert counts_of(tmp_path / "out" / "01-read")["dropped"] == {"broken record": 2, "empty": 2}
@@ -186,15 +187,15 @@ def test_a_broken_record_ends_the_step_or_is_counted(tmp_path, file):
     ]
 
 
-def test_nothing_left_is_told_with_the_place(tmp_path, file):
+def test_a_step_that_keeps_no_document_is_an_error(tmp_path, file):
     for _ in range(2):
         assert problem(file, "clean.minimum_tokens=1000") == (
-            f"clean kept none of 72 documents; look at {tmp_path}/out/02-clean/dropped"
+            f"clean kept none of 72 documents; see the reasons in {tmp_path}/out/02-clean/dropped"
         )
 
 
 @pytest.mark.parametrize(("compression", "suffix"), [("zstd", ".zst"), ("none", ".jsonl")])
-def test_every_compression_holds_the_same(tmp_path, file, compression, suffix):
+def test_every_compression_stores_the_same_documents(tmp_path, file, compression, suffix):
     prepare(file, only="clean")
     prepare(file, f"compression={compression}", "deduplicate={}", f"directory={tmp_path}/packed")
 
@@ -204,45 +205,47 @@ def test_every_compression_holds_the_same(tmp_path, file, compression, suffix):
     assert {path.suffix for path in (tmp_path / "packed").rglob("0*.jsonl*")} == {suffix}
 
 
-def test_two_at_once_are_refused(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import preparation as run
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import preparation
 
-    build_chain, said = run.build_chain, []
+    build_chain, errors = preparation.build_chain, []
 
-    def build_after_another_has_come(config):
-        if not said:
-            said.append("")
-            said.append(problem(file))
+    def build_while_another_run_starts(config):
+        if not errors:
+            errors.append("")
+            errors.append(problem(file))
         return build_chain(config)
 
-    monkeypatch.setattr(run, "build_chain", build_after_another_has_come)
+    monkeypatch.setattr(preparation, "build_chain", build_while_another_run_starts)
     prepare(file, only="clean")
-    assert said[1].startswith(f"directory = {tmp_path}/out is in use by process {os.getpid()} on ")
-    assert said[1].endswith("; wait until it ends, end it, or choose another place")
+    assert errors[1].startswith(f"directory = {tmp_path}/out is in use by process {os.getpid()} on ")
+    assert errors[1].endswith("; wait until it ends, end it, or choose another location")
     assert not list((tmp_path / "out").glob(".lock*"))
 
 
-def test_a_place_that_cannot_be_written(tmp_path, file):
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, file):
     (tmp_path / "out").write_text("a file")
-    assert problem(file) == f"directory: cannot write into {tmp_path}/out: File exists; choose another place"
+    assert problem(file) == f"directory: cannot write into {tmp_path}/out: File exists; choose another location"
 
 
-def test_a_shard_that_vanishes_is_noticed(tmp_path, file, monkeypatch):
-    from meshtrain.corpus import preparation as run
+def test_a_shard_that_vanishes_is_an_error(tmp_path, file, monkeypatch):
+    from meshtrain.corpus import preparation
 
-    counting_pass = run.counting_pass
+    counting_pass = preparation.counting_pass
 
-    def lose_a_shard(place):
-        place.shards()[0].unlink()
-        return counting_pass(place)
+    def lose_a_shard(directory):
+        directory.shards()[0].unlink()
+        return counting_pass(directory)
 
-    monkeypatch.setattr(run, "counting_pass", lose_a_shard)
-    told = problem(file)
-    assert told.startswith("read: 74 documents came in, but ")
-    assert told.endswith(f"something else writes into {tmp_path}/out/01-read, or a disk lost files: add --redo read")
+    monkeypatch.setattr(preparation, "counting_pass", lose_a_shard)
+    message = problem(file)
+    assert message.startswith("read: 74 documents came in, but ")
+    assert message.endswith(
+        f"something else writes into {tmp_path}/out/01-read, or a disk lost files; run again with --redo read"
+    )
 
 
-def test_a_damaged_shard_is_told(tmp_path, file):
+def test_a_damaged_shard_is_an_error(tmp_path, file):
     prepare(file, only="clean")
     shard = sorted((tmp_path / "out" / "02-clean").glob("*.gz"))[0]
     shard.write_bytes(shard.read_bytes()[:-20])
@@ -250,7 +253,7 @@ def test_a_damaged_shard_is_told(tmp_path, file):
     assert problem(file).startswith(f"cannot read {shard}: the gzip file is damaged: ")
 
 
-def test_links_alone(tmp_path, capsys):
+def test_a_corpus_file_may_end_with_links(tmp_path, capsys):
     (tmp_path / "links.txt.gz").write_bytes(
         gzip.compress(b"http://example.org/a\n\nhttp://example.org/a#b\nhttp://imgur.com/\n\xff\xff\xff\xff\xff\n")
     )
@@ -264,16 +267,16 @@ def test_links_alone(tmp_path, capsys):
     )
 
 
-def test_links_in_something_else_are_told(tmp_path):
+def test_a_list_of_links_must_be_a_text_file(tmp_path):
     write_records(tmp_path / "links.jsonl", [{"url": "http://example.org"}])
-    told = problem(write_corpus_file(tmp_path, urls={"lists": ["links.jsonl"]}))
+    message = problem(write_corpus_file(tmp_path, urls={"lists": ["links.jsonl"]}))
 
-    assert told == f"urls.lists: {tmp_path}/links.jsonl is no .txt; give files with one link per line"
+    assert message == f"urls.lists: {tmp_path}/links.jsonl is not a .txt file; give files with one link per line"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A corpus file of twenty shards, and what it makes when nobody disturbs it."""
+    """Return a corpus file of twenty shards, and the result of an undisturbed run."""
     directory = tmp_path_factory.mktemp("corpus")
     write_records(directory / "in.jsonl", [{"text": text} for text in texts(400)])
     file = write_corpus_file(directory, sources=["in.jsonl"], shard_megabytes=0.012, **STEPS)
@@ -281,26 +284,26 @@ def undisturbed(tmp_path_factory):
     return file, contents(directory / "out")
 
 
-@pytest.mark.parametrize("stage", ["02-clean/logs/0-clean", "03-shuffle/logs/0-scatter"])
-def test_after_a_kill_the_result_is_the_same(tmp_path, undisturbed, stage):
-    file, whole = undisturbed
+@pytest.mark.parametrize("shard_pass", ["02-clean/logs/0-clean", "03-shuffle/logs/0-scatter"])
+def test_a_killed_run_resumes_to_the_same_result(tmp_path, undisturbed, shard_pass):
+    file, expected = undisturbed
     again = command(file, "workers=2", f"directory={tmp_path}/out")
     process = subprocess.Popen(again, stdout=subprocess.DEVNULL)
-    completions = tmp_path / "out" / stage / "completions"
+    completions = tmp_path / "out" / shard_pass / "completions"
     while process.poll() is None and not (completions.exists() and len(os.listdir(completions)) >= 2):
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
-    assert 2 <= len(os.listdir(completions)) < sum(name.startswith("02-clean/0") for name in whole)
-    # At once: what is left of the killed run must not get in the way.
+    assert 2 <= len(os.listdir(completions)) < sum(name.startswith("02-clean/0") for name in expected)
+    # The next run starts at once: what the killed run left must not disturb it.
     subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).stdout == b""
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == expected
 
 
-def test_control_c_ends_all_processes_without_a_word(tmp_path, undisturbed):
-    file, whole = undisturbed
+def test_control_c_ends_all_processes_silently(tmp_path, undisturbed):
+    file, expected = undisturbed
     again = command(file, "workers=2", f"directory={tmp_path}/out")
     process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     completions = tmp_path / "out" / "02-clean" / "logs" / "0-clean" / "completions"
@@ -311,10 +314,10 @@ def test_control_c_ends_all_processes_without_a_word(tmp_path, undisturbed):
 
     assert (process.returncode, error) == (130, b"")
     subprocess.run(again, stdout=subprocess.DEVNULL, check=True)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == expected
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_full_disk_is_reported_in_one_line(tmp_path):
     write_records(tmp_path / "in.jsonl", [{"text": text} for text in texts(300, words=400)])
     file = write_corpus_file(tmp_path, sources=["in.jsonl"], clean={})
     limited = 'ulimit -f 100 && exec "$@"'
@@ -323,7 +326,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
     assert (stopped.returncode, len(stopped.stderr.splitlines())) == (2, 1), stopped.stderr
     assert stopped.stderr.endswith(
-        "File too large; mend it, then run the same command again: what is done stays done\n"
+        "File too large; fix it, then run the same command again; finished tasks are not repeated\n"
     )
     done = subprocess.run(run, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -339,21 +342,21 @@ def test_missing_packages_of_the_extra_are_named(monkeypatch, file):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("setting", "message"),
     [
         ('clean.languages=["klingon"]', "clean.languages: klingon cannot be identified; known are "),
         ('clean.tokenizer="{}/no"', "clean.tokenizer: there is no {}/no; name a local tokenizer.json or "),
         ('clean.tokenizer="{}/corpus.toml"', "clean.tokenizer: {}/corpus.toml is not a tokenizer ("),
     ],
 )
-def test_what_cannot_be_used_later_is_told_before_anything_is_read(tmp_path, file, word, said):
-    assert problem(file, word.format(tmp_path)).startswith(said.format(tmp_path))
+def test_settings_that_need_a_model_are_checked_before_sources_are_read(tmp_path, file, setting, message):
+    assert problem(file, setting.format(tmp_path)).startswith(message.format(tmp_path))
     assert not list((tmp_path / "out").glob("*-*"))
 
     prepare(file)
 
 
-def test_a_blacklist_that_is_missing_is_told_before_anything_is_made(tmp_path):
+def test_a_missing_blacklist_is_reported_before_anything_is_written(tmp_path):
     (tmp_path / "links.txt").write_text("http://a.example/page\n")
     file = write_corpus_file(tmp_path, urls={"lists": ["links.txt"], "blacklisted_domains": "domains.txt"})
     assert problem(file).startswith("urls.blacklisted_domains: cannot read ")
@@ -362,23 +365,23 @@ def test_a_blacklist_that_is_missing_is_told_before_anything_is_made(tmp_path):
     prepare(file)
 
 
-def test_what_was_killed_while_it_sketched_is_gone_on_with(tmp_path, file):
+def test_incomplete_sketches_of_a_killed_run_are_replaced(tmp_path, file):
     prepare(file, "deduplicate={}")
     expected = contents(tmp_path / "out")
     step = tmp_path / "out" / "03-deduplicate"
-    # As a killed task leaves it.
+    # A killed task leaves these files.
     (step / "counts.json").unlink()
     shutil.rmtree(step / "logs" / "0-sketch")
-    left = step / "work" / "sketches" / "00000-00000.jsonl.gz.partial"
-    left.mkdir(parents=True)
-    (left / "shingles.bin.partial").write_bytes(b"half")
+    left_behind = step / "work" / "sketches" / "00000-00000.jsonl.gz.partial"
+    left_behind.mkdir(parents=True)
+    (left_behind / "shingles.bin.partial").write_bytes(b"half")
 
     prepare(file, "deduplicate={}")
 
     assert contents(tmp_path / "out") == expected
 
 
-def test_a_mistake_that_a_worker_finds_is_a_line(tmp_path, file):
+def test_an_error_in_a_worker_is_reported_in_one_line(tmp_path, file):
     (tmp_path / "in" / "b.jsonl").write_text("{\n" * 1000)
 
     ended = subprocess.run(command(file, "workers=2"), capture_output=True, text=True)

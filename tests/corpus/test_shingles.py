@@ -1,4 +1,4 @@
-"""Shingles are what a regular expression and Python's sets say."""
+"""Shingles equal those made with a regular expression and Python's sets."""
 
 import random
 import re
@@ -32,17 +32,17 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_words_are_those_of_the_regular_expression(text: str) -> None:
+def test_words_equal_those_of_the_regular_expression(text: str) -> None:
     assert [word.decode() for word in word_bytes(text).split(b"\0") if word] == plain_words(text)
 
 
-def test_every_character_is_taken_for_what_the_regular_expression_takes_it() -> None:
+def test_every_character_is_classified_as_by_the_regular_expression() -> None:
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     assert set(re.findall(r"\w", every)) == {every[point] for point in np.flatnonzero(_word_points())}
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 5])
-def test_shingles_are_equal_where_the_runs_of_words_are(ngram: int) -> None:
+def test_shingles_are_equal_exactly_where_runs_of_words_are_equal(ngram: int) -> None:
     shingles = shingles_of(TEXTS, ngram)
     sets = [shingles.hashes[start:end] for start, end in zip(shingles.starts, shingles.starts[1:], strict=False)]
     assert [len(one) for one in sets] == [len(plain_shingles(text, ngram)) for text in TEXTS]
@@ -52,7 +52,7 @@ def test_shingles_are_equal_where_the_runs_of_words_are(ngram: int) -> None:
             assert jaccard(one, other) == plain_jaccard(text, other_text, ngram)
 
 
-def test_a_text_has_the_same_shingles_in_any_company() -> None:
+def test_shingles_of_a_text_do_not_depend_on_the_other_texts() -> None:
     together = shingles_of(TEXTS, 5)
     for number, text in enumerate(TEXTS):
         alone = shingles_of([text], 5)
@@ -60,7 +60,7 @@ def test_a_text_has_the_same_shingles_in_any_company() -> None:
     assert len(shingles_of([], 5).hashes) == 0
 
 
-def test_no_two_of_many_words_and_runs_share_a_hash() -> None:
+def test_many_words_and_runs_have_distinct_hashes() -> None:
     source = random.Random(0)
     words = {"".join(source.choices("abcdefgh_é", k=source.randint(1, 30))) for _ in range(100_000)}
     assert len(shingles_of([" ".join(sorted(words))], 1).hashes) == len(words)

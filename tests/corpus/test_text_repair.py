@@ -1,4 +1,4 @@
-"""Mending text: what ftfy says, faster; and white space, control characters and requests."""
+"""Text is fixed as by ftfy, and cleaned of superfluous spaces, control characters and requests."""
 
 import random
 
@@ -9,7 +9,7 @@ from meshtrain.corpus.steps import clean
 from meshtrain.corpus.steps.clean import fix_text, is_boilerplate, remove_boilerplate
 from meshtrain.data.text.sources import find_files
 
-# Everything that any step of ftfy looks for, and what may keep it from it.
+# Everything that a step of ftfy searches for, and text that may prevent the step.
 ATOMS = [
     *["a", "b", " ", "\n", "\n\n", "\t", "<", "<b>", "&lt;", "&amp;", "&amp;eacute;", "&eacute;", "&;", "&x", "&#233;"],
     *["\r", "\r\n", "\x1b[31m", "\x00", "\x0c", "\x0b", "\x7f", "\x85", "\u2028", "\ud83e", "\ufeff"],
@@ -17,7 +17,7 @@ ATOMS = [
 ]
 
 
-def test_the_text_is_what_ftfy_makes_of_it():
+def test_random_text_is_fixed_as_by_ftfy():
     rng = random.Random(0)
     changed = 0
     for _ in range(8_000):
@@ -28,20 +28,20 @@ def test_the_text_is_what_ftfy_makes_of_it():
     assert 1000 < changed < 7_800
 
 
-def test_real_text_is_what_ftfy_makes_of_it():
+def test_real_text_is_fixed_as_by_ftfy():
     files = find_files(["python-stdlib"], key="sources")[::12]
     texts = [file.path.read_text("utf-8", "replace") for file in files]
 
     assert [fix_text(text) for text in texts] == [ftfy.fix_text(text) for text in texts]
 
 
-def test_plain_text_is_not_given_to_ftfy(monkeypatch):
+def test_plain_text_is_not_passed_to_ftfy(monkeypatch):
     monkeypatch.setattr(clean, "fix_and_explain", None)
 
     assert fix_text("plain & simple\n\ttext; <b>&x</b>\n") == "plain & simple\n\ttext; <b>&x</b>\n"
 
 
-def test_a_line_longer_than_ftfy_takes_at_once_is_left_to_it():
+def test_a_line_that_ftfy_cuts_is_fixed_as_by_ftfy():
     text = "a" * 999_999 + "é&eacute;<" + "a" * 1_000_000 + "&eacute;\n&eacute;"
 
     assert fix_text(text) == ftfy.fix_text(text)
@@ -60,7 +60,7 @@ def test_a_line_longer_than_ftfy_takes_at_once_is_left_to_it():
         ("We bake cookies, and JavaScript is a language.", "We bake cookies, and JavaScript is a language."),
     ],
 )
-def test_general_cleaning(text, cleaned):
+def test_spaces_control_characters_and_requests_are_removed(text, cleaned):
     assert remove_boilerplate(text) == cleaned
 
 

@@ -1,4 +1,4 @@
-"""The step `deduplicate`: near duplicates are found with MinHash, compared exactly and removed.
+"""The step `deduplicate`: near duplicates are found with MinHash, compared exactly, and removed.
 
 deduplication  The passes of the step, and the blocks that they run.
 shingles       Word n-grams of a document, as hashes.

@@ -27,7 +27,7 @@ BucketEntries = NDArray[np.void]
 
 
 def find_shared_buckets(sketches: Sketches, band: int, keys_at_once: int = KEYS_AT_ONCE) -> Iterator[BucketEntries]:
-    """Yield the entries of a band by bucket, numbered from zero; documents ascend within a bucket."""
+    """Yield the entries of a band, sorted by bucket and document. Buckets are numbered from zero."""
     num_ranges = sketches.num_documents // keys_at_once + 1
     num_buckets = 0
     for number in range(num_ranges):
@@ -64,7 +64,8 @@ def _entries(keys: Hashes, documents: Positions) -> BucketEntries:
 class Components:
     """Connected components: documents that share a bucket, directly or through others.
 
-    Documents of different components are never compared. A component is named by its first document.
+    Documents of different components are never compared. A component has the number of its first
+    document.
     """
 
     def __init__(self, num_documents: int) -> None:

@@ -1,4 +1,6 @@
-"""The step `deduplicate`: MinHash finds candidates, an exact comparison decides, one of each group stays.
+"""The step `deduplicate`, which removes near duplicates.
+
+MinHash finds candidates, and an exact comparison decides. One document of each group is kept.
 
 The work is divided like datatrove's own deduplication (signatures, buckets, clusters, filter), and
 it runs on datatrove's executors. Two things differ. Candidates are compared exactly, so no document
@@ -51,7 +53,7 @@ from meshtrain.corpus.steps.shards import (
 from meshtrain.errors import DataError
 
 CHARACTERS_AT_ONCE = 1 << 19
-"""Texts of about this length together are hashed at once, so that the arrays fit the processor's cache."""
+"""Texts of about this total length are hashed at once, so the arrays fit the processor's cache."""
 
 REMOVAL = np.dtype([*DUPLICATE.descr, ("group", "<i8")])
 """A duplicate, and the number of its group."""

@@ -86,7 +86,7 @@ class MinHasher:
         self._summands = [np.uint32(draw >> 32) for draw in draws]
 
     def signatures(self, shingles: Shingles) -> NDArray[np.uint32]:
-        """Return the signatures: (documents, hashes) uint32, zeros for a document without shingles."""
+        """Return signatures: (documents, hashes) uint32, zeros for a document without shingles."""
         signatures = np.zeros((len(shingles.starts) - 1, self._bands.num_hashes), np.uint32)
         has_any = np.flatnonzero(np.diff(shingles.starts))
         if not len(has_any):
@@ -104,7 +104,7 @@ class MinHasher:
         return signatures
 
     def bucket_keys(self, signatures: NDArray[np.uint32]) -> Hashes:
-        """Return the keys of buckets: (documents, bands) uint64, equal where documents share one."""
+        """Return bucket keys: (documents, bands) uint64, equal where documents share a bucket."""
         bands = signatures.reshape(len(signatures), self._bands.num_bands, self._bands.rows)
         keys = np.zeros(bands.shape[:2], np.uint64)
         for row in range(self._bands.rows):

@@ -144,7 +144,7 @@ class Sketches:
         self.shards = [ShardSketches(work / SKETCHES / name) for name in names]
         sizes = [len(shard.shingle_ends) for shard in self.shards]
         self.first_documents = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
-        """(shards + 1,) int64: number of the first document of each shard, then of all documents."""
+        """(shards + 1,) int64: the first document of each shard, then the number of documents."""
 
     @property
     def num_documents(self) -> int:
@@ -166,7 +166,11 @@ class Sketches:
         return np.concatenate([shard.num_shingles(inside) for shard, inside in self._by_shard(documents)])
 
     def agreement(self, documents: Positions) -> NDArray[np.uint8]:
-        """Return the low bytes of the MinHashes of ascending documents: (documents, hashes) uint8."""
+        """Return the low bytes of the MinHashes of ascending documents.
+
+        Returns:
+            (documents, hashes) uint8.
+        """
         return np.concatenate([shard.agreement[inside] for shard, inside in self._by_shard(documents)])
 
     def _by_shard(self, documents: Positions) -> Iterator[tuple[ShardSketches, Positions]]:

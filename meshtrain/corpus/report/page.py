@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its charts inside, that asks nothing of any other place."""
+"""The page of a report: one HTML file that contains its charts and loads nothing else."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ LABEL_WIDTH = 170
 NUMBER_WIDTH = 110
 BAR_HEIGHT = 22
 BAR_GAP = 8
-KEPT_COLOUR = "#4878a8"
-DROPPED_COLOURS = ("#c0504d", "#e08e45", "#d8b94a", "#8064a2", "#7f7f7f", "#4f9d90", "#a5678e")
+KEPT_COLOR = "#4878a8"
+DROPPED_COLORS = ("#c0504d", "#e08e45", "#d8b94a", "#8064a2", "#7f7f7f", "#4f9d90", "#a5678e")
 SHOWN_CHARACTERS = 600
 
 STYLE = """
@@ -31,28 +31,28 @@ class Example:
     """A dropped document."""
 
     name: str
-    """Its link, or else its id."""
+    """The link of the document, or its id if it has no link."""
     text: str
     detail: str
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is known of a complete step."""
+    """The counts of a complete step, and examples of dropped documents."""
 
     name: str
     counts: Counts
     examples: dict[str, list[Example]] = field(default_factory=dict)
-    """By reason."""
+    """Dropped documents by reason."""
 
 
 def write_page(path: Path, title: str, steps: Sequence[StepReport]) -> None:
     """Write the page of a report."""
     sections = [
         "<h2>Documents after each step</h2>",
-        _survivors(steps),
+        _remaining(steps),
         "<h2>Why documents were dropped</h2>",
-        _reasons(steps) or "<p>None was.</p>",
+        _drop_reasons(steps) or "<p>No document was dropped.</p>",
         "<h2>Counts</h2>",
         _table(steps),
         "<h2>Examples of what was dropped</h2>",
@@ -63,31 +63,31 @@ def write_page(path: Path, title: str, steps: Sequence[StepReport]) -> None:
     write_atomically(path, f"{head}<style>{STYLE}</style>\n<h1>Corpus {escape(title)}</h1>\n{body}\n</html>\n")
 
 
-def _survivors(steps: Sequence[StepReport]) -> str:
-    rows = [("(at first)", steps[0].counts.entered), *((step.name, step.counts.kept) for step in steps)]
-    return _bars([(name, number, KEPT_COLOUR) for name, number in rows])
+def _remaining(steps: Sequence[StepReport]) -> str:
+    rows = [("(at the start)", steps[0].counts.entered), *((step.name, step.counts.kept) for step in steps)]
+    return _bars([(name, number, KEPT_COLOR) for name, number in rows])
 
 
-def _reasons(steps: Sequence[StepReport]) -> str:
+def _drop_reasons(steps: Sequence[StepReport]) -> str:
     rows = []
     for position, step in enumerate(steps):
-        colour = DROPPED_COLOURS[position % len(DROPPED_COLOURS)]
-        rows += [(f"{step.name}: {reason}", number, colour) for reason, number in step.counts.dropped.items()]
+        color = DROPPED_COLORS[position % len(DROPPED_COLORS)]
+        rows += [(f"{step.name}: {reason}", number, color) for reason, number in step.counts.dropped.items()]
     return _bars(rows) if rows else ""
 
 
 def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
-    """Draw horizontal bars: a name, a length and a colour each."""
+    """Draw a horizontal bar for each name, number and color."""
     longest = max(number for _, number, _ in rows) or 1
-    room = CHART_WIDTH - LABEL_WIDTH - NUMBER_WIDTH
+    most_width = CHART_WIDTH - LABEL_WIDTH - NUMBER_WIDTH
     drawn = []
-    for position, (name, number, colour) in enumerate(rows):
+    for position, (name, number, color) in enumerate(rows):
         top = position * (BAR_HEIGHT + BAR_GAP)
-        width = room * number / longest
+        width = most_width * number / longest
         middle = top + BAR_HEIGHT * 0.7
         drawn.append(
             f'<text x="{LABEL_WIDTH - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
-            f'<rect x="{LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{colour}"/>'
+            f'<rect x="{LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{color}"/>'
             f'<text x="{LABEL_WIDTH + width + 6:.1f}" y="{middle:.1f}">{number:,}</text>'
         )
     height = len(rows) * (BAR_HEIGHT + BAR_GAP)

@@ -1,4 +1,4 @@
-"""What happened to every document: tables on the screen, and a page with charts."""
+"""The report: prints tables of what happened to the documents, and has the page written."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -11,21 +11,21 @@ from meshtrain.corpus.steps.step import StepDirectory, read_dropped, step_direct
 from meshtrain.errors import DataError
 
 EXAMPLES = 3
-"""Dropped documents shown for each reason of a step: the first ones."""
+"""Number of dropped documents that are shown for each reason of a step, from the first on."""
 SHOWN_CHARACTERS = 100
 
 
 def report(config: CorpusConfig) -> None:
-    """Show what the complete steps of a corpus file did, and write `report.html` beside them.
+    """Print what the complete steps of a corpus file did, and write `report.html` beside them.
 
     Raises:
         DataError: if no step is complete.
     """
     directory = Path(config.directory)
     steps = [
-        StepReport(name, counts, _examples(place))
-        for name, place in step_directories(config)
-        if (counts := place.counts()) is not None
+        StepReport(name, counts, _examples(step_directory))
+        for name, step_directory in step_directories(config)
+        if (counts := step_directory.counts()) is not None
     ]
     if not steps:
         raise DataError(f"no step is complete in {directory}; run `meshtrain corpus run` first")
@@ -63,18 +63,18 @@ def _show_dropped(steps: list[StepReport]) -> None:
                 heading = (step.name, reason, f"{number:,}") if position == 0 else ("", "", "")
                 rows.append((*heading, example.name, shortened(example.detail or example.text)))
     if rows:
-        console.table("Dropped", ("step", "reason", "documents", "for example", "which is"), rows)
+        console.table("Dropped", ("step", "reason", "documents", "example", "detail or text"), rows)
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a text in one line."""
+    """Return the beginning of a text, in one line."""
     line = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
 
 
-def _examples(place: StepDirectory) -> dict[str, list[Example]]:
+def _examples(step_directory: StepDirectory) -> dict[str, list[Example]]:
     examples: defaultdict[str, list[Example]] = defaultdict(list)
-    for record in read_dropped(place):
+    for record in read_dropped(step_directory):
         if len(found := examples[record["reason"]]) < EXAMPLES:
             name = record.get("url", record["id"])
             found.append(Example(str(name), record["text"], str(record.get("detail", ""))))

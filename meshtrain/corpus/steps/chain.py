@@ -1,4 +1,4 @@
-"""The chain: the steps that a corpus file names, what decides their results, and the stages that they consist of."""
+"""The chain: the steps that a corpus file names, with the settings and passes of each step."""
 
 import os
 from functools import partial
@@ -20,33 +20,33 @@ from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.sources import SourceFile, find_files
 
 VERSION = 2
-"""Counts the ways in which the same words have made the same documents into something else."""
+"""Increases when the same settings and documents begin to give another result."""
 
 NO_EFFECT_ON_RESULT = {"user_agent", "concurrent", "concurrent_per_host"}
-"""Words of a step that do not decide its result."""
+"""Settings of a step that do not change its result."""
 
 
 def build_chain(config: CorpusConfig) -> list[Step]:
     """Return the steps of a corpus file, in order.
 
     Raises:
-        DataError: if sources or files that the words name are missing, or cannot be used.
+        DataError: if sources, or files that the settings name, are missing or cannot be used.
     """
     if config.urls is not None:
         load_rules(config.urls.blacklisted_domains, config.urls.blacklisted_extensions)
     if config.clean is not None:
         check_cleaning(config.clean)
-    directory = Path(config.directory)
+    cache = Cache(Path(config.directory) / ".cache")
     files = find_files(config.sources, key="sources") if config.urls is None else _lists(config)
     steps: list[Step] = []
-    read = identity_of(list(zip(_relative(files), content_hashes(files, Cache(directory / ".cache")), strict=True)))
+    source_identity = identity_of(list(zip(_relative(files), content_hashes(files, cache), strict=True)))
     source: StepDirectory | None = None
-    for name, place in step_directories(config):
-        words = {"version": VERSION, "input": read, **_words(config, name)}
-        stages = partial(_stages, config, name, files, source or place, place)
-        steps.append(Step(name, place, words, stages, () if source else tuple(files)))
-        read = identity_of(words)
-        source = place
+    for name, directory in step_directories(config):
+        settings = {"version": VERSION, "input": source_identity, **_settings(config, name)}
+        passes = partial(_passes, config, name, files, source or directory, directory)
+        steps.append(Step(name, directory, settings, passes, () if source else tuple(files)))
+        source_identity = identity_of(settings)
+        source = directory
     return steps
 
 
@@ -60,30 +60,30 @@ def _lists(config: CorpusConfig) -> list[SourceFile]:
     return find_files(config.urls.lists, key="urls.lists")
 
 
-def _words(config: CorpusConfig, name: str) -> dict[str, Any]:
-    """Return what decides the result of a step."""
-    words: dict[str, Any] = {"compression": config.compression, "shard_megabytes": config.shard_megabytes}
+def _settings(config: CorpusConfig, name: str) -> dict[str, Any]:
+    """Return the settings that the result of a step depends on."""
+    settings: dict[str, Any] = {"compression": config.compression, "shard_megabytes": config.shard_megabytes}
     if name == READ:
-        return {**words, "text_key": config.text_key, "on_bad_record": config.on_bad_record}
+        return {**settings, "text_key": config.text_key, "on_bad_record": config.on_bad_record}
     own = getattr(config, name).model_dump(exclude=NO_EFFECT_ON_RESULT)
     if name == "urls":
         own |= {"lists": None, "shards": config.download.shards if config.download else None}
     for key in ("blacklisted_domains", "blacklisted_extensions", "tokenizer"):
         if own.get(key) is not None:
-            own[key] = _content(own[key])
-    return words | own
+            own[key] = _content_identity(own[key])
+    return settings | own
 
 
-def _content(path: str) -> str:
-    """Name a file by what it says: it may change while its name stays."""
+def _content_identity(path: str) -> str:
+    """Return the identity of a file's content, because a file may change while its path stays."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     return identity_of(file.read_text(errors="backslashreplace"))
 
 
-def _stages(
-    config: CorpusConfig, name: str, files: list[SourceFile], source: StepDirectory, place: StepDirectory
+def _passes(
+    config: CorpusConfig, name: str, files: list[SourceFile], source: StepDirectory, target: StepDirectory
 ) -> list[ShardPass]:
-    read, kept, dropped, work = source.directory, place.directory, place.dropped, place.work
+    read, kept, dropped, work = source.path, target.path, target.dropped, target.work
     compression = config.compression
     num_bytes = counts.num_bytes if (counts := source.counts()) else 0
     match name:
@@ -105,7 +105,7 @@ def _stages(
             return deduplication_passes(read, kept, dropped, work, config.deduplicate, tasks)
         case "shuffle":
             assert config.shuffle is not None
-            return shuffling_passes(read, kept, work, config, seed=config.shuffle, num_bytes=num_bytes)
+            return shuffling_passes(read, kept, work, config, shuffle=config.shuffle, num_bytes=num_bytes)
         case _:
             assert config.split is not None
             return split_passes(read, kept, config.split, compression)

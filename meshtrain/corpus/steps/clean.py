@@ -24,7 +24,10 @@ from meshtrain.data.tokens.tokenizer import load_tokenizer
 from meshtrain.errors import DataError
 
 IDENTIFIED_CHARACTERS = 2000
-"""The language is identified from the beginning of a text. The full text would take seven times as long."""
+"""The language is identified from this part of a text.
+
+The full text would take seven times as long.
+"""
 CHARACTERS_PER_TOKEN = 16
 """Of a long text, this many characters for each required token are encoded first."""
 
@@ -38,7 +41,7 @@ UNSPACED = re.compile(
 """Thai, Lao, Burmese, Khmer, Japanese and Chinese characters."""
 
 FTFY_LINE_CHARACTERS = 1_000_000
-"""ftfy's `max_decode_length`. ftfy cuts longer lines, so a text with such a line goes to ftfy as it is."""
+"""ftfy's `max_decode_length`. ftfy cuts longer lines, so a text with such a line is left to ftfy."""
 SUSPECT = re.compile(r"[^\t\n\x20-\x7e]")
 """Characters that ftfy may change, if HTML entities are left alone."""
 SUSPECT_OR_ENTITY = re.compile(r"[^\t\n\x20-\x7e]|&#?[0-9A-Za-z]{1,24};")
@@ -73,7 +76,7 @@ def cleaning_passes(
 
 
 def check_cleaning(config: CleanConfig) -> None:
-    """Check the settings that need a model, so that mistakes are reported before the sources are read.
+    """Check the settings that need a model, before the sources are read.
 
     Raises:
         DataError: if a language or the tokenizer is unknown.
@@ -157,7 +160,7 @@ def _fix_lines(
 
 
 def is_boilerplate(text: str) -> bool:
-    """Return whether a short document mentions JavaScript, which means that its page did not load."""
+    """Return whether a text is short and mentions JavaScript, as pages that did not load do."""
     return len(text) < SHORT_CHARACTERS and JAVASCRIPT.search(text) is not None
 
 
@@ -189,7 +192,7 @@ def _identifier() -> LanguageIdentifier:
 
 
 def _count_words(text: str) -> int:
-    """Return the number of words. In a script without spaces between words, every character counts."""
+    """Return the number of words; in a script without spaces between words, of characters."""
     return len(text.split()) + len(UNSPACED.findall(text))
 
 

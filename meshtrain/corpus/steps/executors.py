@@ -1,6 +1,6 @@
-"""What runs a stage: datatrove's executors, for this machine, for Slurm and for Ray.
+"""Executors: datatrove's executors run a pass on this machine, on Slurm or on Ray.
 
-Which tasks are done, what they counted and what they logged lies in the directory that a stage is given for it.
+Each pass has a log directory. It stores which tasks are done, what they counted and what they logged.
 """
 
 import gc
@@ -33,131 +33,138 @@ from meshtrain.errors import DataError, UserError
 from meshtrain.runtime.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 
 WORKERS = "workers.lock"
-"""Held by workers, beside the directories of the stages: a killed run's may live for a moment longer than it does."""
+"""Lock file that workers hold, because the workers of a killed run may outlive it for a moment."""
 POLL_SECONDS = 0.2
 QUEUE_POLL_SECONDS = 10.0
 
 
-class LocalExecutor(TaskExecutor):
-    """datatrove's local executor, without its words on the screen and without orphans.
+class LocalExecutor(LocalPipelineExecutor):
+    """datatrove's local executor, which here prints nothing and leaves no workers behind.
 
-    A killed run must not leave workers behind: they would go on, and write beside those of the next run.
+    Workers that outlive a killed run would write to the same files as those of the next run.
     """
 
     def run(self) -> None:
         """Run the tasks that are not done."""
         if self.workers > 1:
-            _start_server()
-        ending: KeyboardInterrupt | UserError | None = None
+            _start_fork_server()
+        failure: KeyboardInterrupt | UserError | None = None
         with children_die_with_parent():
             try:
                 super().run()
             except KeyboardInterrupt:
-                ending = KeyboardInterrupt()
+                failure = KeyboardInterrupt()
             except UserError as error:
-                # Its traceback, and those of what it came from, hold the pool.
-                ending = error.with_traceback(None)
-                ending.__cause__ = ending.__context__ = None
-        if ending is not None:
-            # Nothing holds the pool any more: without this, a helper of Python complains of its semaphores.
+                # The tracebacks of the error and its causes keep the pool alive.
+                failure = error.with_traceback(None)
+                failure.__cause__ = failure.__context__ = None
+        if failure is not None:
+            # Nothing refers to the pool now. It is collected here, because Python's resource tracker
+            # warns about leaked semaphores if the process ends with the pool.
             gc.collect()
-            raise ending
+            raise failure
 
     def run_task(self, rank: int, local_rank: int, node_rank: int) -> PipelineStats:
         """Run one task, with its output in a file, for as long as the run lives."""
         if self.workers > 1:
             die_with_parent()
             hold_until_death(Path(self.logging_dir.resolve_paths("")).parent / WORKERS)
-        said = Path(self.logging_dir.resolve_paths("said"))
-        said.mkdir(parents=True, exist_ok=True)
-        # datatrove shows on standard error what its log files have, and what a library warns of belongs there too.
-        with (said / f"task_{rank:05}.txt").open("w") as file, redirect_stderr(file):
+        directory = Path(self.logging_dir.resolve_paths("stderr"))
+        directory.mkdir(parents=True, exist_ok=True)
+        # datatrove copies its log to standard error, and libraries print warnings there. The user
+        # should see neither.
+        with (directory / f"task_{rank:05}.txt").open("w") as file, redirect_stderr(file):
             try:
                 return super().run_task(rank, local_rank, node_rank)
             finally:
                 logger.remove()
 
 
-def _start_server() -> None:
-    """Start the process that workers are forked from, if it does not run yet."""
-    # The workers would all import the same.
+def _start_fork_server() -> None:
+    """Start the process from which workers are forked, if it does not run yet."""
+    # The fork server imports the modules once for all workers.
     multiprocess.set_forkserver_preload(["meshtrain.corpus.preparation"])
-    # Ctrl-C reaches all processes of a terminal; the one that started the others ends them.
+    # Ctrl-C reaches all processes of a terminal. The fork server ignores it, because this process
+    # ends the others.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
 
 
-def run_pass(stage: ShardPass, logs: Path, config: CorpusConfig, description: str, *, is_shown: bool = True) -> None:
-    """Run what is not done yet of a stage, and wait for it.
+def run_pass(
+    shard_pass: ShardPass, logs: Path, config: CorpusConfig, description: str, *, is_shown: bool = True
+) -> None:
+    """Run the unfinished tasks of a pass, and wait for them.
 
     Args:
-        stage: what to run.
-        logs: the directory in which datatrove keeps what it knows of this stage.
+        shard_pass: the pass to run.
+        logs: the log directory of the pass.
         config: the executor, and the number of workers.
-        description: of the work.
+        description: the name of the pass for progress and errors.
         is_shown: whether progress is shown.
 
     Raises:
-        UserError: what a task raised, or that a cluster lost a task.
+        UserError: if a task raised one, or did not end.
     """
-    # Before the first task says anything; each task adds a log file of its own.
+    # The loggers are removed before the first task logs. Each task adds a log file of its own.
     logger.remove()
-    executor = build_executor(stage, logs, config)
+    executor = build_executor(shard_pass, logs, config)
     if not executor.get_incomplete_ranks(skip_completed=True):
         return
-    with _progress(executor, stage, description) if is_shown else nullcontext():
+    with _progress(executor, shard_pass.tasks, description) if is_shown else nullcontext():
         try:
             executor.run()
         except OSError as error:
             raise DataError(
-                f"{description}: {error.filename or logs}: {error.strerror or error}; mend it, then run the same "
-                "command again: what is done stays done"
+                f"{description}: {error.filename or logs}: {error.strerror or error}; fix it, then run the same "
+                "command again; finished tasks are not repeated"
             ) from error
         if isinstance(executor, SlurmPipelineExecutor):
             _wait_for_slurm(executor)
     if lost := executor.get_incomplete_ranks(skip_completed=True):
         raise DataError(
-            f"{description}: {len(lost)} of {stage.tasks} tasks did not end, the first is {lost[0]}; see {logs}, then "
-            "run the same command again: what is done stays done"
+            f"{description}: {len(lost)} of {shard_pass.tasks} tasks did not end, the first is {lost[0]}; see {logs}, "
+            "then run the same command again; finished tasks are not repeated"
         )
 
 
-def build_executor(stage: ShardPass, logs: Path, config: CorpusConfig) -> PipelineExecutor:
+def build_executor(shard_pass: ShardPass, logs: Path, config: CorpusConfig) -> PipelineExecutor:
     """Return the executor that the configuration names.
 
     Raises:
-        UserError: if its package or command is not there.
+        UserError: if its package or command is not installed.
     """
-    pipeline = list(stage.pipeline)
+    pipeline = list(shard_pass.pipeline)
     if config.executor == "slurm":
         if which("sbatch") is None:
             raise UserError(
-                'executor = "slurm" needs the command sbatch, which is not on this machine; start it where jobs are '
+                'executor = "slurm" needs the command sbatch, which is not on this machine; run it where jobs are '
                 "submitted"
             )
         assert config.slurm is not None
-        words = config.slurm.model_dump(exclude_none=True)
+        settings = config.slurm.model_dump(exclude_none=True)
         return SlurmPipelineExecutor(
             pipeline,
-            **{"qos": None, **words},
-            tasks=stage.tasks,
+            **{"qos": None, **settings},
+            tasks=shard_pass.tasks,
             workers=config.workers,
             logging_dir=str(logs),
-            job_name=f"meshtrain-{stage.name}",
+            job_name=f"meshtrain-{shard_pass.name}",
         )
     if config.executor == "ray":
         if find_spec("ray") is None:
             raise UserError('executor = "ray" needs a package that is not installed; run pip install "ray[default]"')
         import_module("ray").init(address=config.ray.address, ignore_reinit_error=True)
-        words = config.ray.model_dump(exclude={"address"})
-        return RayPipelineExecutor(pipeline, tasks=stage.tasks, workers=config.workers, logging_dir=str(logs), **words)
-    workers = min(config.workers, stage.tasks)
-    return LocalExecutor(pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(logs))
+        settings = config.ray.model_dump(exclude={"address"})
+        return RayPipelineExecutor(
+            pipeline, tasks=shard_pass.tasks, workers=config.workers, logging_dir=str(logs), **settings
+        )
+    workers = min(config.workers, shard_pass.tasks)
+    return LocalExecutor(pipeline, tasks=shard_pass.tasks, workers=workers, logging_dir=str(logs))
 
 
 def total_counts(logs: Path) -> Counter[str]:
-    """Return what the blocks of a stage have counted, over all tasks."""
+    """Return the counts of the blocks of a pass, summed over all tasks."""
     totals: Counter[str] = Counter()
     for path in sorted((logs / "stats").glob("*.json")):
         for block in json.loads(path.read_text()):
@@ -167,17 +174,20 @@ def total_counts(logs: Path) -> Counter[str]:
 
 
 @contextmanager
-def _progress(executor: PipelineExecutor, stage: ShardPass, description: str) -> Iterator[None]:
-    """Show how many tasks are done while the caller waits for the executor, which does not say it."""
+def _progress(executor: PipelineExecutor, num_tasks: int, description: str) -> Iterator[None]:
+    """Show the number of finished tasks.
+
+    A thread polls it, because the executor does not report it.
+    """
     is_over = threading.Event()
 
     def watch() -> None:
         done = 0
-        with console.progress(description, stage.tasks, unit="shards") as advance:
+        with console.progress(description, num_tasks, unit="shards") as advance:
             is_last = False
             while not is_last:
                 is_last = is_over.wait(POLL_SECONDS)
-                now = stage.tasks - len(executor.get_incomplete_ranks(skip_completed=True))
+                now = num_tasks - len(executor.get_incomplete_ranks(skip_completed=True))
                 if now > done:
                     advance(now - done)
                     done = now
@@ -196,6 +206,6 @@ def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:
         command = ["squeue", "--noheader", "--jobs", str(executor.job_id)]
         queue = subprocess.run(command, capture_output=True, text=True)
         if not queue.stdout.strip():
-            # The last task may have ended between the two looks: the caller looks again.
+            # The last task may have ended between the two queries, so the caller checks again.
             return
         time.sleep(QUEUE_POLL_SECONDS)

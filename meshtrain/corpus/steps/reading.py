@@ -1,6 +1,7 @@
-"""The first step of a preparation that begins with documents: the sources become shards of one form.
+"""The step `read`: source files become shards.
 
-datatrove has readers, but they log a broken record and go on: here it ends the step, or it is dropped and counted.
+datatrove's readers only log a broken record and continue. Here a broken record ends the step, or it
+is dropped and counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +23,25 @@ BYTES_PER_MEGABYTE = 1e6
 
 
 def reading_passes(files: Sequence[SourceFile], target: Path, dropped: Path, config: CorpusConfig) -> list[ShardPass]:
-    """Return the stages that turn source files into shards.
+    """Return the pass that turns source files into shards.
 
     Args:
         files: the sources, in order.
         target: the directory for the documents.
-        dropped: the directory for records that are none.
-        config: how they are read and written.
+        dropped: the directory for broken records and empty documents.
+        config: how files are read and shards are written.
     """
-    # Less than a shard, so that a group of small files does not end with a crumb of a second one.
+    # A group is smaller than a shard, so that a group of small files does not fill one shard and
+    # begin another.
     groups = group_files(files, 0.75 * config.shard_megabytes * BYTES_PER_MEGABYTE)
     return [ShardPass("read", [ReadSources(groups, target, dropped, config)], len(groups))]
 
 
 def group_files(files: Sequence[SourceFile], group_bytes: float) -> list[list[SourceFile]]:
-    """Split files into consecutive groups of about the same size: a task each, however many workers there are."""
+    """Split files into consecutive groups of similar size, one for each task.
+
+    The groups do not depend on the number of workers.
+    """
     groups: list[list[SourceFile]] = [[]]
     size = 0
     for file in files:
@@ -49,7 +54,7 @@ def group_files(files: Sequence[SourceFile], group_bytes: float) -> list[list[So
 
 
 def relative_names(files: Iterable[SourceFile]) -> dict[str, str]:
-    """Call every file by its path below the directory that holds them all."""
+    """Return the path of every file relative to the directory that contains all files."""
     paths = [file.path for file in files]
     root = commonpath([path.parent for path in paths])
     return {str(path): path.relative_to(root).as_posix() for path in paths}
@@ -75,7 +80,7 @@ class ReadSources(PipelineStep):
         """Yield the documents of the group of this task.
 
         Raises:
-            DataError: a broken record, unless those are skipped.
+            DataError: if a record is broken and the settings do not skip such records.
         """
         config, name = self.config, f"{rank:05}"
         num_records = 0
@@ -98,9 +103,9 @@ class ReadSources(PipelineStep):
         self.stat_update("in", value=num_records)
 
     def _check_skipped(self, record: BadRecord, file: SourceFile) -> None:
-        # Python's own library has a few files in other encodings: nobody can be asked to mend them.
+        # A few files of Python's library have other encodings, and the user cannot fix them.
         if self.config.on_bad_record == "fail" and file.kind != "python":
             raise DataError(
-                f"{record.where}: {record.reason}: {record.detail}; mend it, or leave such records out with "
+                f"{record.where}: {record.reason}: {record.detail}; fix it, or drop such records with "
                 'on_bad_record = "skip"'
             )

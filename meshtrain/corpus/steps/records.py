@@ -1,4 +1,4 @@
-"""Records: what source files hold, one after another; what cannot be read is told with its place, never left out."""
+"""Records of source files. An unreadable record is returned with its location, never left out."""
 
 import json
 from collections.abc import Iterator
@@ -20,23 +20,23 @@ KEPT_OF_BROKEN_CHARACTERS = 1000
 
 
 class BadRecord(NamedTuple):
-    """A record that is no document."""
+    """A record that is not a document."""
 
     where: str
-    """The file, and the line in it."""
+    """The file, and the line or row."""
     reason: str
     detail: str
     text: str
-    """What can be shown of it."""
+    """The beginning of the record, as far as it can be shown as text."""
 
 
 def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
-    """Yield the records of a file: documents, and what could not be read as one.
+    """Yield the records of a file: documents, and records that cannot be read as documents.
 
     Args:
-        file: of any kind that can be a source.
-        name: of the file; a document without an `id` of its own is called by it and its line.
-        text_key: the key of a record that holds the text; all other keys are kept.
+        file: a source of any kind.
+        name: the name of the file. A document without an `id` gets this name and its line as `id`.
+        text_key: the key that holds the text of a record. All other keys are kept.
 
     Raises:
         DataError: if the file cannot be opened.
@@ -50,10 +50,10 @@ def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Documen
 
 
 def read_text_lines(file: SourceFile) -> Iterator[str]:
-    """Yield the lines of a text file; bytes that are no UTF-8 are shown with backslashes.
+    """Yield the lines of a text file. Bytes that are not UTF-8 are replaced by backslash escapes.
 
     Raises:
-        DataError: if the file cannot be read, or is damaged.
+        DataError: if the file is damaged or cannot be read.
     """
     try:
         with opened(file) as (lines, _):
@@ -82,7 +82,7 @@ def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document
                 if line.isspace():
                     continue
                 try:
-                    yield _document(_record(line), f"{name}:{number}", text_key)
+                    yield _document(_parse_line(line), f"{name}:{number}", text_key)
                 except (ValueError, RecursionError) as error:
                     yield BadRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
     except DamagedError as error:
@@ -97,7 +97,7 @@ def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document
                 for record in _rows_of(batch):
                     number += 1
                     try:
-                        yield _document(_plain(record, text_key), f"{name}:{number}", text_key)
+                        yield _document(_convert_row(record, text_key), f"{name}:{number}", text_key)
                     except ValueError as error:
                         yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
     except (ArrowException, OSError) as error:
@@ -105,44 +105,51 @@ def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document
 
 
 def _rows_of(batch: RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Return the rows of a batch, or what is wrong with the text of one: Arrow looks at it only now."""
+    """Return the rows of a batch. A row that is not UTF-8 is replaced by its error.
+
+    Arrow checks UTF-8 only here, and for the full batch.
+    """
     try:
         return iter(batch.to_pylist())
     except UnicodeDecodeError:
-        return (_row_of(batch, place) for place in range(batch.num_rows))
+        return (_row_of(batch, row) for row in range(batch.num_rows))
 
 
-def _row_of(batch: RecordBatch, place: int) -> dict[str, Any] | UnicodeDecodeError:
+def _row_of(batch: RecordBatch, row: int) -> dict[str, Any] | UnicodeDecodeError:
     try:
-        return batch.slice(place, 1).to_pylist()[0]
+        return batch.slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         return error
 
 
-def _plain(record: dict[str, Any] | UnicodeDecodeError, text_key: str) -> dict[str, Any]:
-    """Return what JSON can say of a row: times and the like as text, but never what stands for the text itself."""
+def _convert_row(record: dict[str, Any] | UnicodeDecodeError, text_key: str) -> dict[str, Any]:
+    """Return a row as JSON can store it, with times and similar values as strings.
+
+    Raises:
+        ValueError: if the row is not UTF-8, or its text is a value that would become a string.
+    """
     if isinstance(record, UnicodeDecodeError):
         raise ValueError(f"not UTF-8 text (byte {record.start + 1}: {record.reason})")
     text = record.get(text_key)
     if not isinstance(text, str | int | float | list | dict | None):
-        raise ValueError(f'the key "{text_key}" (text_key) holds {type(text).__name__} and not text')
+        raise ValueError(f'the key "{text_key}" (text_key) holds {type(text).__name__} instead of text')
     return json.loads(json.dumps(record, default=str))
 
 
-def _document(record: dict[str, Any], place: str, text_key: str) -> Document:
+def _document(record: dict[str, Any], location: str, text_key: str) -> Document:
     if text_key not in record:
         keys = name_some([json.dumps(key) for key in record])
         raise ValueError(f'no key "{text_key}" (text_key); the keys are {keys}')
     text = record.pop(text_key)
     if not isinstance(text, str):
-        raise ValueError(f'the key "{text_key}" (text_key) holds {json.dumps(text)[:40]} and not text')
+        raise ValueError(f'the key "{text_key}" (text_key) holds {json.dumps(text)[:40]} instead of text')
     own = record.pop("id", None)
     record.pop("text", None)
-    name = place if own is None else own if isinstance(own, str) else json.dumps(own)
+    name = location if own is None else own if isinstance(own, str) else json.dumps(own)
     return Document(text=text, id=name, metadata=record)
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -160,7 +167,7 @@ def _check_characters(record: dict[str, Any]) -> None:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds half a surrogate pair, which stands for no character") from None
+        raise ValueError("it holds an unpaired surrogate, which is not a character") from None
 
 
 def _shown(content: bytes) -> str:

@@ -1,7 +1,8 @@
-"""Shuffling in bounded memory, and setting documents aside.
+"""The step `shuffle`, which sorts documents in bounded memory, and the step `split`.
 
-The order is that of a keyed hash of each document: a pure function of the seed and the documents, whatever the shards
-and workers. The first stage spreads documents over buckets by the leading bits of the hash, the second one sorts each.
+Documents are sorted by a keyed hash. So the order depends only on the seed and the documents, not on
+the shards or workers. The first pass distributes documents over buckets by the leading bits of the
+hash. The second pass sorts each bucket.
 """
 
 import math
@@ -19,61 +20,61 @@ from meshtrain.corpus.steps.shards import Compression, RollingWriter, ShardWrite
 from meshtrain.errors import DataError
 
 PARTS = ("train", "validation", "test")
-MOST_BUCKETS = 512
-"""Each task of the first stage holds a file open for every bucket."""
+MAX_BUCKETS = 512
+"""Each task of the first pass keeps one file open for every bucket."""
 
 
 def shuffling_passes(
-    source: Path, target: Path, work: Path, config: CorpusConfig, *, seed: ShuffleConfig, num_bytes: int
+    source: Path, target: Path, work: Path, config: CorpusConfig, *, shuffle: ShuffleConfig, num_bytes: int
 ) -> list[ShardPass]:
-    """Return the stages that put the documents in `source` into a random order.
+    """Return the passes that put the documents in `source` into a random order.
 
     Args:
         source: the directory of the shards.
-        target: the directory for the shuffled ones.
+        target: the directory for the shuffled shards.
         work: a directory for the buckets.
-        config: how shards are written.
-        seed: the seed, and how large a bucket may be.
-        num_bytes: of all documents, uncompressed.
+        config: the compression and the size of shards.
+        shuffle: the seed, and the size of a bucket.
+        num_bytes: the uncompressed size of all documents.
 
     Raises:
-        DataError: if there would be more buckets than files can be open.
+        DataError: if there would be more than MAX_BUCKETS buckets.
     """
-    num_buckets = math.ceil(num_bytes / (seed.bucket_megabytes * BYTES_PER_MEGABYTE)) or 1
-    if num_buckets > MOST_BUCKETS:
-        least = math.ceil(num_bytes / BYTES_PER_MEGABYTE / MOST_BUCKETS)
+    num_buckets = math.ceil(num_bytes / (shuffle.bucket_megabytes * BYTES_PER_MEGABYTE)) or 1
+    if num_buckets > MAX_BUCKETS:
+        least = math.ceil(num_bytes / BYTES_PER_MEGABYTE / MAX_BUCKETS)
         raise DataError(
-            f"shuffle.bucket_megabytes = {seed.bucket_megabytes:g} makes {num_buckets:,} buckets, more than "
-            f"{MOST_BUCKETS} files that are written at once; set it to {least} or more"
+            f"shuffle.bucket_megabytes = {shuffle.bucket_megabytes:g} makes {num_buckets:,} buckets, more than "
+            f"{MAX_BUCKETS} files that one task may write at once; set it to {least} or more"
         )
     shards = list_shards(source)
-    scatter = ScatterLines(shards, work, config.compression, seed.seed, num_buckets)
+    scatter = ScatterLines(shards, work, config.compression, shuffle.seed, num_buckets)
     shard_bytes = config.shard_megabytes * BYTES_PER_MEGABYTE
-    sort = SortBucket(work, target, config.compression, seed.seed, shard_bytes)
+    sort = SortBucket(work, target, config.compression, shuffle.seed, shard_bytes)
     return [ShardPass("scatter", [scatter], len(shards)), ShardPass("sort", [sort], num_buckets)]
 
 
 def split_passes(source: Path, target: Path, config: SplitConfig, compression: Compression) -> list[ShardPass]:
-    """Return the stage that writes the documents in `source` into the directories PARTS."""
+    """Return the pass that writes the documents in `source` into the directories PARTS."""
     shards = list_shards(source)
     return [ShardPass("split", [SplitShards(shards, target, compression, config)], len(shards))]
 
 
 def order_key(line: bytes, seed: int) -> bytes:
-    """Return where a document stands in the shuffled order: 16 bytes, uniform."""
+    """Return the sort key of a document: 16 bytes, uniformly distributed."""
     return xxh3_128_digest(line, seed=seed % 2**64)
 
 
 def choose_part(text: str, config: SplitConfig) -> str:
-    """Return which of PARTS a document belongs to; the same text always to the same."""
-    place = xxh3_64_intdigest(text.encode()) / 2**64
-    if place < config.validation:
+    """Return which of PARTS a text belongs to. The same text always belongs to the same part."""
+    fraction = xxh3_64_intdigest(text.encode()) / 2**64
+    if fraction < config.validation:
         return "validation"
-    return "test" if place < config.validation + config.test else "train"
+    return "test" if fraction < config.validation + config.test else "train"
 
 
 class ScatterLines(PipelineStep):
-    """Spreads the lines of one shard over buckets by their order key."""
+    """Distributes the lines of one shard over buckets by their order key."""
 
     name = "scatter"
     type = "shuffle"
@@ -125,7 +126,7 @@ class SortBucket(PipelineStep):
 
 
 class SplitShards(PipelineStep):
-    """Writes the lines of one shard into the directories of the parts."""
+    """Writes the lines of one shard into the directories of PARTS."""
 
     name = "split"
     type = "writer"
@@ -139,7 +140,7 @@ class SplitShards(PipelineStep):
         self.config = config
 
     def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write the shard of this task into the parts."""
+        """Write each line of the shard of this task into its part."""
         with ExitStack() as stack:
             writers = {
                 part: stack.enter_context(ShardWriter(self.target / part, self.names[rank], self.compression))

@@ -1,10 +1,11 @@
-"""Steps: each has a directory of its own, which says what it was made of, and what happened to every document.
+"""A step and its directory, which holds its settings, its documents and their counts.
 
-NN-step/             shards of documents (for `split`: below train/, validation/ and test/)
-NN-step/dropped/     shards of what was dropped, with the reason
-NN-step/step.json    what decides the result: the step's words, and what it read
-NN-step/counts.json  there when the step is complete: in, out, dropped by reason
-NN-step/logs/        of datatrove, for each stage
+NN-step/             shards of documents (for `split`: in train/, validation/ and test/)
+NN-step/dropped/     shards of dropped documents, with the reasons
+NN-step/step.json    the settings that the result depends on, and the identity of the input
+NN-step/counts.json  documents in, out, and dropped by reason; exists when the step is complete
+NN-step/logs/        datatrove's logs, for each pass
+NN-step/work/        files between two passes; removed when the step is complete
 """
 
 import json
@@ -24,9 +25,9 @@ from meshtrain.data.cache import write_atomically
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
-MOST_COUNTERS = 64
+MAX_COUNTING_TASKS = 64
 READ = "read"
-"""The step that reads the sources; it has no table of its own."""
+"""The step that reads the sources. The corpus file has no table for it."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class Step:
     """A step of the chain."""
 
     name: str
-    place: "StepDirectory"
-    words: dict[str, Any]
-    """All of the configuration that decides the result."""
-    stages: Callable[[], list[ShardPass]]
-    """Called when what the step reads is complete."""
+    directory: "StepDirectory"
+    settings: dict[str, Any]
+    """The settings that the result depends on, and the identity of the input."""
+    passes: Callable[[], list[ShardPass]]
+    """Builds the passes. It is called when the input of the step is complete."""
     files: Sequence[SourceFile] = ()
-    """What the first step reads."""
+    """The source files, for the first step."""
 
     def check_unchanged(self) -> None:
-        """Check that nobody wrote to what was read.
+        """Check that the source files have not changed while they were read.
 
         Raises:
             DataError: naming the first file that changed.
@@ -51,7 +52,8 @@ class Step:
         for file in self.files:
             if not file.is_unchanged():
                 raise DataError(
-                    f"{file.path} changed while it was read; add --redo {self.name} when nothing writes to it any more"
+                    f"{file.path} changed while it was read; when nothing writes to it any more, run again with "
+                    f"--redo {self.name}"
                 )
 
 
@@ -62,17 +64,17 @@ class Counts:
     entered: int
     kept: int
     dropped: dict[str, int]
-    """By reason, the most frequent first."""
+    """Dropped documents by reason, the most frequent reason first."""
     parts: dict[str, int]
-    """For `split`: documents per part."""
+    """For `split`: documents of each part."""
     num_bytes: int
-    """Of the kept documents, uncompressed."""
+    """Size of the kept documents, uncompressed."""
     seconds: float
-    """Of work, over all starts."""
+    """Time that the passes took, over all starts."""
 
     @property
     def documents_per_second(self) -> float:
-        """Documents that entered per second of work, over all workers."""
+        """Documents that entered the step per second, with all workers together."""
         return self.entered / self.seconds if self.seconds else 0.0
 
 
@@ -80,64 +82,64 @@ class Counts:
 class StepDirectory:
     """The directory of a step."""
 
-    directory: Path
+    path: Path
 
     @property
     def dropped(self) -> Path:
-        """Where dropped documents are."""
-        return self.directory / "dropped"
+        """Directory of the shards of dropped documents."""
+        return self.path / "dropped"
 
     @property
     def work(self) -> Path:
-        """For what lies between two stages; removed when the step is complete."""
-        return self.directory / "work"
+        """Directory of the files between two passes. It is removed when the step is complete."""
+        return self.path / "work"
 
-    def logs(self, stage: str) -> Path:
-        """Where datatrove keeps what it knows of a stage."""
-        return self.directory / "logs" / stage
+    def logs(self, name: str) -> Path:
+        """Return the directory in which datatrove stores the progress and the logs of a pass."""
+        return self.path / "logs" / name
 
     def shards(self) -> list[Path]:
         """Return the shards of documents."""
-        return list_shards(self.directory) + [shard for part in PARTS for shard in list_shards(self.directory / part)]
+        return list_shards(self.path) + [shard for part in PARTS for shard in list_shards(self.path / part)]
 
     def counts(self) -> Counts | None:
-        """Return what happened to the documents; None: the step is not complete."""
-        path = self.directory / "counts.json"
+        """Return what happened to the documents, or None if the step is not complete."""
+        path = self.path / "counts.json"
         if not path.exists():
             return None
-        said = json.loads(path.read_text())
-        return Counts(entered=said.pop("in"), kept=said.pop("out"), **said)
+        stored = json.loads(path.read_text())
+        return Counts(entered=stored.pop("in"), kept=stored.pop("out"), **stored)
 
     def write_counts(self, counts: Counts) -> None:
-        """Say that the step is complete."""
+        """Write the counts, which marks the step as complete."""
         shutil.rmtree(self.work, ignore_errors=True)
-        said = {"in": counts.entered, "out": counts.kept, "dropped": counts.dropped, "parts": counts.parts}
+        documents = {"in": counts.entered, "out": counts.kept, "dropped": counts.dropped, "parts": counts.parts}
         more = {"num_bytes": counts.num_bytes, "seconds": round(counts.seconds, 3)}
-        write_atomically(self.directory / "counts.json", json.dumps(said | more, indent=2) + "\n")
+        write_atomically(self.path / "counts.json", json.dumps(documents | more, indent=2) + "\n")
 
-    def begin(self, step: str, words: dict[str, Any]) -> None:
-        """Make the directory, or go on in it.
+    def begin(self, step: str, settings: dict[str, Any]) -> None:
+        """Create the directory, or check that it was made with the same settings.
 
         Raises:
-            DataError: if what lies there was made of something else.
+            DataError: if the directory was made with other settings or from other input.
         """
-        path = self.directory / "step.json"
+        path = self.path / "step.json"
         if not path.exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(words, indent=2) + "\n")
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(settings, indent=2) + "\n")
             return
         before = json.loads(path.read_text())
-        # As it was written: JSON knows no tuples.
-        now = json.loads(json.dumps(words))
+        # JSON turns tuples into lists, so the settings are compared in the form that was written.
+        now = json.loads(json.dumps(settings))
         if changed := [key for key in (*before, *(now.keys() - before)) if before.get(key) != now.get(key)]:
             raise DataError(
-                f"{step}: {self.directory} was made with other settings: {_differences(before, now, changed)}; add "
-                f"--redo {step} to remove it and what follows it, or set directory to a new place"
+                f"{step}: {self.path} was made with other settings: {_differences(before, now, changed)}; add "
+                f"--redo {step} to remove it and the steps after it, or set directory to a new location"
             )
 
     def add_seconds(self, seconds: float) -> float:
-        """Add to the seconds of work that this and earlier starts took, and return them all."""
-        path = self.directory / "logs" / "seconds"
+        """Add to the seconds that this and earlier starts took, and return the sum."""
+        path = self.path / "logs" / "seconds"
         total = seconds + (float(path.read_text()) if path.exists() else 0.0)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, f"{total}")
@@ -146,17 +148,21 @@ class StepDirectory:
 
 def _differences(before: dict[str, Any], now: dict[str, Any], changed: Sequence[str]) -> str:
     if "input" in changed:
-        return "what it reads has changed"
-    return ", ".join(f"{key} was {_shown(before.get(key))} and is {_shown(now.get(key))}" for key in changed)
+        return "its input has changed"
+    return ", ".join(f"{key} was {_shorten(before.get(key))} and is {_shorten(now.get(key))}" for key in changed)
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class CountShards(PipelineStep):
-    """Counts what is on disk: every line of every shard, whoever wrote it."""
+    """Counts the documents that are on disk: every line of every shard.
+
+    Args:
+        shards: pairs of a label and a shard. The label is "dropped", the name of a part, or empty.
+    """
 
     name = "lines"
     type = "counter"
@@ -184,16 +190,15 @@ def step_directories(config: CorpusConfig) -> list[tuple[str, StepDirectory]]:
     ]
 
 
-def counting_pass(place: StepDirectory) -> ShardPass:
-    """Return the stage that counts what a step has written."""
-    directory = place.directory
-    shards = [("" if path.parent == directory else path.parent.name, path) for path in place.shards()]
-    shards += [("dropped", path) for path in list_shards(place.dropped)]
-    return ShardPass("count", [CountShards(shards)], min(MOST_COUNTERS, len(shards)) or 1)
+def counting_pass(directory: StepDirectory) -> ShardPass:
+    """Return the pass that counts the documents that a step has written."""
+    shards = [("" if path.parent == directory.path else path.parent.name, path) for path in directory.shards()]
+    shards += [("dropped", path) for path in list_shards(directory.dropped)]
+    return ShardPass("count", [CountShards(shards)], min(MAX_COUNTING_TASKS, len(shards)) or 1)
 
 
-def read_dropped(place: StepDirectory) -> Iterator[dict[str, Any]]:
+def read_dropped(directory: StepDirectory) -> Iterator[dict[str, Any]]:
     """Yield the dropped documents of a step."""
-    for shard in list_shards(place.dropped):
+    for shard in list_shards(directory.dropped):
         for line in read_lines(shard):
             yield json.loads(line)

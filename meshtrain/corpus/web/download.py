@@ -1,7 +1,8 @@
-"""Downloading: links become documents. What is done is written down at once, so that nothing is fetched twice.
+"""The step `download`: every link becomes a document, or is dropped with a reason.
 
-Each task has the links of some hosts. It keeps a journal: a line for each finished link, in the order in which they
-finished. When all are, the journal is copied into a shard in the order of the links.
+Each task has the links of some hosts. It keeps a journal with a line for each finished link, so that
+a restarted task fetches no link twice. When all links are finished, the journal is copied into
+shards, in the order of the links.
 """
 
 import asyncio
@@ -25,7 +26,9 @@ from meshtrain.errors import UserError
 
 UNRESPONSIVE_HOST = "host does not answer"
 MAX_UNANSWERED_PAGES = 5
-"""After so many pages in a row without any answer the other links of a host are dropped: each would take minutes."""
+"""After this number of unanswered pages in a row, the other links of a host are dropped.
+
+Each of them would take minutes."""
 
 
 def download_passes(
@@ -38,16 +41,16 @@ def download_passes(
     compression: Compression,
     workers: int,
 ) -> list[ShardPass]:
-    """Return the stage that fetches the links in `source`.
+    """Return the pass that fetches the links in `source`.
 
     Args:
         source: the directory of the shards of links.
         target: the directory for the documents.
-        dropped: the directory for the links without one.
+        dropped: the directory for the links that gave no document.
         work: a directory for the journals.
-        config: the bounds.
-        compression: of what is written.
-        workers: tasks that run at the same time, which share the bound on all requests.
+        config: the limits.
+        compression: the compression of the shards.
+        workers: the number of simultaneous tasks, which share the limit on all requests.
     """
     shards = list_shards(source)
     concurrent = max(1, config.concurrent // min(workers, len(shards)))
@@ -56,49 +59,49 @@ def download_passes(
 
 
 class Journal:
-    """The finished links of one task, on disk.
+    """The finished links of one task, in a file.
 
     Args:
-        path: of the file; a line that a killed process left half written is cut off.
+        path: the file. An incomplete last line, which a killed process left, is cut off.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._places: dict[int, int] = {}
-        self._stream: BinaryIO = path.open("a+b")
-        self._stream.seek(0)
+        self._offsets: dict[int, int] = {}
+        self._file: BinaryIO = path.open("a+b")
+        self._file.seek(0)
         end = 0
-        for line in self._stream:
+        for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            self._places[json.loads(line)["position"]] = end
+            self._offsets[json.loads(line)["position"]] = end
             end += len(line)
-        self._stream.truncate(end)
+        self._file.truncate(end)
         self._end = end
 
     def __contains__(self, position: int) -> bool:
-        return position in self._places
+        return position in self._offsets
 
     def add(self, position: int, outcome: dict[str, Any]) -> None:
-        """Write down how the link at a position ended."""
+        """Write the outcome of the link at a position."""
         line = json.dumps({"position": position, **outcome}).encode() + b"\n"
-        self._stream.write(line)
-        self._stream.flush()
-        self._places[position] = self._end
+        self._file.write(line)
+        self._file.flush()
+        self._offsets[position] = self._end
         self._end += len(line)
 
     def read(self, position: int) -> dict[str, Any]:
-        """Return what was written down."""
-        self._stream.seek(self._places[position])
-        return json.loads(self._stream.readline())
+        """Return the outcome of the link at a position."""
+        self._file.seek(self._offsets[position])
+        return json.loads(self._file.readline())
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        self._file.close()
 
 
 class DownloadPages(PipelineStep):
-    """Fetches the links of one shard, and writes documents and what was refused."""
+    """Fetches the links of one shard, and writes the documents and the dropped links."""
 
     name = "pages"
     type = "download"
@@ -123,19 +126,19 @@ class DownloadPages(PipelineStep):
         self.config = config
         self.compression = compression
         self.concurrent = concurrent
-        self._silent: defaultdict[str, int] = defaultdict(int)
+        self._num_unanswered: defaultdict[str, int] = defaultdict(int)
 
     def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents that there are, in the order of the links."""
+        """Yield the documents in the order of the links."""
         name = self.names[rank]
         links = [document.metadata["url"] for document in read_shard(self.shards[rank])]
         journal = Journal(self.work / f"{name}.journal")
-        open_links = [(position, url) for position, url in enumerate(links) if position not in journal]
-        if open_links:
+        unfinished = [(position, url) for position, url in enumerate(links) if position not in journal]
+        if unfinished:
             try:
-                asyncio.run(self._fetch_all(open_links, journal, self.work / f"{name}.extraction.log"))
-            except* UserError as problems:
-                raise problems.exceptions[0] from None
+                asyncio.run(self._fetch_all(unfinished, journal, self.work / f"{name}.extraction.log"))
+            except* UserError as errors:
+                raise errors.exceptions[0] from None
         with (
             ShardWriter(self.target, name, self.compression) as kept,
             ShardWriter(self.dropped, name, self.compression) as dropped,
@@ -154,7 +157,7 @@ class DownloadPages(PipelineStep):
         queues: defaultdict[str, deque[tuple[int, str]]] = defaultdict(deque)
         for position, url in links:
             queues[urlsplit(url).netloc].append((position, url))
-        # A host stands here once for each request that it may have at the same time: the hosts take turns.
+        # Hosts take turns. The queue holds a host once for each simultaneous request to it.
         turns: asyncio.Queue[str] = asyncio.Queue()
         for _ in range(self.config.concurrent_per_host):
             for host in queues:
@@ -180,16 +183,21 @@ class DownloadPages(PipelineStep):
             if not queues[host]:
                 continue
             position, url = queues[host].popleft()
-            if self._silent[host] < MAX_UNANSWERED_PAGES:
+            if self._num_unanswered[host] < MAX_UNANSWERED_PAGES:
                 outcome = await self._outcome(url, fetcher, extractor)
-                self._silent[host] = self._silent[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
+                self._num_unanswered[host] = (
+                    self._num_unanswered[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
+                )
             else:
-                outcome = {"reason": UNRESPONSIVE_HOST, "detail": f"{MAX_UNANSWERED_PAGES} pages before it had none"}
+                outcome = {
+                    "reason": UNRESPONSIVE_HOST,
+                    "detail": f"{MAX_UNANSWERED_PAGES} pages before it got no answer",
+                }
             journal.add(position, outcome)
             turns.put_nowait(host)
 
     async def _outcome(self, url: str, fetcher: Fetcher, extractor: Extractor) -> dict[str, str]:
         try:
             return {"text": await extractor.text_of(await fetcher.fetch(url))}
-        except PageError as refused:
-            return {"reason": refused.reason, "detail": refused.detail}
+        except PageError as error:
+            return {"reason": error.reason, "detail": error.detail}

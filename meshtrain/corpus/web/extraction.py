@@ -1,7 +1,8 @@
-"""A process that extracts the text of pages: `python -m meshtrain.corpus.web.extraction`.
+"""The process that extracts the text of pages: `python -m meshtrain.corpus.web.extraction`.
 
-It reads pages from its standard input and answers on its standard output, and can be killed at any time: a page that
-makes the parser hang or crash costs one page. A message is its length, 8 bytes, and so many bytes.
+It reads pages from its standard input and writes their text to its standard output. It can be killed
+at any time, so a page that makes the parser hang or crash costs only this page. A message is its
+length in 8 bytes, and then its bytes.
 """
 
 import json
@@ -18,31 +19,32 @@ READY = b"ready"
 
 
 def main() -> None:
-    """Answer until the standard input ends."""
+    """Extract text until the standard input ends."""
     die_with_parent()
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # What a library prints must not be taken for an answer.
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Whatever a library prints goes to standard error, so that it is not read as a message.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    send(answers, READY)
+    send(output, READY)
     while (charset := receive(sys.stdin.buffer)) is not None:
         body = receive(sys.stdin.buffer)
         assert body is not None
-        send(answers, json.dumps(page_text(body, charset.decode() or None)).encode())
+        send(output, json.dumps(page_text(body, charset.decode() or None)).encode())
 
 
 def page_text(body: bytes, charset: str | None) -> str | None:
-    """Return the text of an HTML page, without what surrounds it; None: there is none.
+    """Return the main text of an HTML page, or None if it has none.
 
     Args:
-        body: the page.
-        charset: as the server says; where it is wrong, the page is looked at.
+        body: the bytes of the page.
+        charset: the character set that the server names. If it is missing or wrong, trafilatura
+            detects the character set.
     """
-    text = extract(_decoded(body, charset) or body, include_comments=False)
-    # Half a surrogate pair stands for no character; a page can name one by its number.
+    text = extract(_decode(body, charset) or body, include_comments=False)
+    # A page can contain an unpaired surrogate by its number. UTF-8 cannot encode it.
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 
-def _decoded(body: bytes, charset: str | None) -> str | None:
+def _decode(body: bytes, charset: str | None) -> str | None:
     try:
         return body.decode(charset) if charset else None
     except (LookupError, ValueError):
@@ -56,7 +58,7 @@ def send(stream: BinaryIO, message: bytes) -> None:
 
 
 def receive(stream: BinaryIO) -> bytes | None:
-    """Read one message; None: there are no more."""
+    """Return the next message, or None if the stream has ended."""
     length = stream.read(LENGTH_BYTES)
     return stream.read(int.from_bytes(length, "big")) if length else None
 

@@ -1,4 +1,8 @@
-"""The other side of the extracting process: starts it, gives it pages one by one, replaces it when a page broke it."""
+"""Extraction of text in a process of its own.
+
+The extractor starts the process, sends it one page after another, and replaces it when a page makes
+it hang or crash.
+"""
 
 import asyncio
 import json
@@ -18,12 +22,12 @@ EXTRACTION = (sys.executable, "-m", "meshtrain.corpus.web.extraction")
 
 
 class Extractor:
-    """Extracts the text of pages; a context manager.
+    """Extracts the text of pages; an asynchronous context manager.
 
     Args:
-        seconds: the longest that one page may take.
-        log: a file for what the process says.
-        command: that starts the process.
+        seconds: the longest time that one page may take.
+        log: the file for the standard error of the process.
+        command: the command that starts the process.
     """
 
     def __init__(self, seconds: float, log: Path, command: tuple[str, ...] = EXTRACTION) -> None:
@@ -43,11 +47,11 @@ class Extractor:
         """Return the text of a page.
 
         Raises:
-            PageError: if it has none, or no process could extract it.
+            PageError: if the page has no text, or the process hung or crashed on it.
             DataError: if the process cannot be started.
         """
         if page.content_type == "text/plain":
-            text: str | None = _decoded(page)
+            text: str | None = _decode(page)
         else:
             async with self._lock:
                 text = await self._extract(page)
@@ -58,7 +62,7 @@ class Extractor:
     async def _extract(self, page: Page) -> str | None:
         process = self._process or await self._start()
         try:
-            return json.loads(await asyncio.wait_for(_asked(process, page), self._seconds))
+            return json.loads(await asyncio.wait_for(_request(process, page), self._seconds))
         except TimeoutError:
             await self._end()
             raise PageError(EXTRACTION_TIME_OUT, f"{self._seconds:g} s") from None
@@ -85,14 +89,14 @@ class Extractor:
             return None
         if process.returncode is None:
             try:
-                # One that crashed is already gone, and says how.
+                # A crashed process has ended by itself. Its exit code is reported.
                 return await asyncio.wait_for(process.wait(), 0.1)
             except TimeoutError:
                 process.kill()
         return await process.wait()
 
 
-async def _asked(process: Process, page: Page) -> bytes:
+async def _request(process: Process, page: Page) -> bytes:
     assert process.stdin is not None
     for message in ((page.charset or "").encode(), page.body):
         process.stdin.write(len(message).to_bytes(LENGTH_BYTES, "big"))
@@ -107,11 +111,11 @@ async def _receive(process: Process) -> bytes:
     return await process.stdout.readexactly(int.from_bytes(length, "big"))
 
 
-def _decoded(page: Page) -> str:
+def _decode(page: Page) -> str:
     try:
         text = page.body.decode(page.charset or "utf-8", "replace")
     except (LookupError, ValueError):
-        # Python knows character sets that decode no text (base64), or not whatever comes (idna, undefined).
+        # Some codecs of Python do not decode text (base64) or ignore `replace` (idna, undefined).
         return page.body.decode("utf-8", "replace")
-    # Half a surrogate pair stands for no character; a character set can name one by its number.
+    # A character set can encode an unpaired surrogate by its number. UTF-8 cannot encode it.
     return text.encode("utf-8", "replace").decode()

@@ -1,6 +1,6 @@
-"""Fetching pages: bounds on everything, patience where it helps, and manners.
+"""Fetching of pages within limits, with retries, and according to robots.txt.
 
-A page is either there, or refused with a reason: every way in which a fetch can end has a name that is counted.
+The result is a page or an error with a reason. The reasons are counted for the report.
 """
 
 import asyncio
@@ -34,21 +34,21 @@ from meshtrain.corpus.web.responses import (
 
 CHUNK_BYTES = 1 << 16
 LARGEST_ROBOTS_BYTES = 500 * 1024
-"""RFC 9309, section 2.5: at least so much of a robots.txt must be read."""
+"""A crawler must read at least this much of a robots.txt (RFC 9309, section 2.5)."""
 
 
 class Fetcher:
-    """Fetches pages within the bounds of a configuration; a context manager.
+    """Fetches pages within the limits of a configuration; an asynchronous context manager.
 
     Args:
-        config: the bounds.
-        concurrent: requests under way at the same time, over all hosts.
+        config: the limits.
+        concurrent: the number of simultaneous requests, over all hosts.
     """
 
     def __init__(self, config: DownloadConfig, concurrent: int) -> None:
         self._config = config
         self._slots = asyncio.Semaphore(concurrent)
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(self._new_turns)
+        self._host_slots: defaultdict[str, asyncio.Semaphore] = defaultdict(self._new_host_slots)
         self._next_visit: dict[str, float] = {}
         self._robots: dict[str, Protego] = {}
         self._robots_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -67,39 +67,39 @@ class Fetcher:
         await self._session.close()
 
     async def fetch(self, url: str) -> Page:
-        """Fetch a page, again and again while there is hope.
+        """Fetch a page, and try again after errors that may pass.
 
         Raises:
-            PageError: why there is none.
+            PageError: with the reason why the page cannot be fetched.
         """
         attempt = 0
         while True:
             try:
-                return await self._follow(url)
-            except RetryablePageError as trouble:
+                return await self._follow_redirects(url)
+            except RetryablePageError as error:
                 if attempt == self._config.max_retries:
                     raise
                 longest = self._config.longest_wait_seconds
-                if trouble.retry_after > longest:
-                    raise PageError(ASKED_TO_WAIT, f"{trouble.retry_after:.0f} s ({trouble.detail})") from None
+                if error.retry_after > longest:
+                    raise PageError(ASKED_TO_WAIT, f"{error.retry_after:.0f} s ({error.detail})") from None
                 wait = min(self._config.first_retry_seconds * 2**attempt, longest)
-                await asyncio.sleep(max(wait, trouble.retry_after))
+                await asyncio.sleep(max(wait, error.retry_after))
                 attempt += 1
 
-    async def _follow(self, url: str) -> Page:
+    async def _follow_redirects(self, url: str) -> Page:
         visited = [url]
         while True:
             parts = urlsplit(visited[-1])
             if self._config.respect_robots:
-                await self._obey(parts)
-            answer = await self._get(parts)
-            if isinstance(answer, Page):
-                return answer
+                await self._check_robots(parts)
+            response = await self._get(parts)
+            if isinstance(response, Page):
+                return response
             try:
-                following = urljoin(visited[-1], answer)
+                following = urljoin(visited[-1], response)
                 scheme = urlsplit(following).scheme
             except ValueError as error:
-                raise PageError(BAD_REDIRECT, f"{answer} ({error})") from None
+                raise PageError(BAD_REDIRECT, f"{response} ({error})") from None
             if scheme not in ("http", "https"):
                 raise PageError(BAD_REDIRECT, following)
             if following in visited:
@@ -109,10 +109,10 @@ class Fetcher:
             visited.append(following)
 
     async def _get(self, parts: SplitResult) -> Page | str:
-        """Return the page, or where it has gone."""
-        async with self._asked(parts) as response:
-            if response.status in REDIRECT_STATUSES and (place := response.headers.get("Location")):
-                return place
+        """Return the page, or the target of a redirect."""
+        async with self._request(parts) as response:
+            if response.status in REDIRECT_STATUSES and (target := response.headers.get("Location")):
+                return target
             if response.status != HTTPStatus.OK:
                 raise status_error(response)
             if response.content_type not in self._config.content_types:
@@ -126,10 +126,11 @@ class Fetcher:
             return Page(body, response.content_type, response.charset)
 
     @asynccontextmanager
-    async def _asked(self, parts: SplitResult) -> AsyncIterator[aiohttp.ClientResponse]:
-        # The host first: who waits for a slow host must not take a slot from the others.
-        async with self._turns[parts.netloc], self._slots:
-            await self._keep_distance(parts.netloc)
+    async def _request(self, parts: SplitResult) -> AsyncIterator[aiohttp.ClientResponse]:
+        # The slot of the host is taken first. A request that waits for a slow host then takes no
+        # slot from requests to other hosts.
+        async with self._host_slots[parts.netloc], self._slots:
+            await self._wait_for_crawl_delay(parts.netloc)
             try:
                 async with self._session.get(parts.geturl(), allow_redirects=False) as response:
                     yield response
@@ -138,10 +139,10 @@ class Fetcher:
             except aiohttp.InvalidURL as error:
                 raise PageError(BAD_REDIRECT, parts.geturl()) from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                # aiohttp raises a ValueError for header lines that are none.
+                # aiohttp raises a ValueError for malformed header lines.
                 raise RetryablePageError(CONNECTION, f"{type(error).__name__}: {error}") from error
 
-    async def _keep_distance(self, host: str) -> None:
+    async def _wait_for_crawl_delay(self, host: str) -> None:
         if host not in self._next_visit:
             return
         now = asyncio.get_running_loop().time()
@@ -150,56 +151,58 @@ class Fetcher:
         await asyncio.sleep(visit - now)
 
     def _crawl_delay(self, host: str) -> float:
-        delays = (self._robots[place].crawl_delay(self._config.user_agent) for place in _places(host, self._robots))
+        """Return the longest delay that a robots.txt of the host asks for, in seconds."""
+        origins = [origin for origin in (f"http://{host}", f"https://{host}") if origin in self._robots]
+        delays = (self._robots[origin].crawl_delay(self._config.user_agent) for origin in origins)
         return max((delay or 0.0 for delay in delays), default=0.0)
 
-    async def _obey(self, parts: SplitResult) -> None:
-        """Check that robots.txt allows a page; it is read once for each host.
+    async def _check_robots(self, parts: SplitResult) -> None:
+        """Check that robots.txt allows a page. The file is read once for each origin.
 
         Raises:
-            PageError: if it does not, or if it asks for longer waits than we have time for.
-            RetryablePageError: if it cannot be read.
+            PageError: if robots.txt forbids the page, or asks for too long waits.
+            RetryablePageError: if robots.txt cannot be read.
         """
-        place = f"{parts.scheme}://{parts.netloc}"
-        async with self._robots_locks[place]:
-            if place not in self._robots:
-                self._robots[place] = await self._read_robots(place)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        async with self._robots_locks[origin]:
+            if origin not in self._robots:
+                self._robots[origin] = await self._read_robots(origin)
                 if self._crawl_delay(parts.netloc):
                     self._next_visit[parts.netloc] = asyncio.get_running_loop().time()
-        if not self._robots[place].can_fetch(parts.geturl(), self._config.user_agent):
-            raise PageError(ROBOTS, f"{place}/robots.txt does not allow it")
+        if not self._robots[origin].can_fetch(parts.geturl(), self._config.user_agent):
+            raise PageError(ROBOTS, f"{origin}/robots.txt does not allow it")
         if (delay := self._crawl_delay(parts.netloc)) > self._config.longest_wait_seconds:
-            raise PageError(ASKED_TO_WAIT, f"{delay:g} s between pages ({place}/robots.txt)")
+            raise PageError(ASKED_TO_WAIT, f"{delay:g} s between pages ({origin}/robots.txt)")
 
-    async def _read_robots(self, place: str) -> Protego:
-        """Read a robots.txt as RFC 9309 (section 2.3.1) says: there is none, all is allowed; no answer, nothing is."""
-        address = f"{place}/robots.txt"
+    async def _read_robots(self, origin: str) -> Protego:
+        """Read the robots.txt of an origin.
+
+        If the file does not exist, all pages are allowed. If it cannot be reached, no page is.
+
+        Source: RFC 9309, section 2.3.1.
+        """
+        address = f"{origin}/robots.txt"
         for _ in range(self._config.max_redirects + 1):
-            async with self._asked(urlsplit(address)) as response:
+            async with self._request(urlsplit(address)) as response:
                 if response.status in REDIRECT_STATUSES and (following := response.headers.get("Location")):
                     address = urljoin(address, following)
                     continue
                 if response.status in RETRYABLE_STATUSES or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                    trouble = status_error(response)
-                    raise RetryablePageError(
-                        ROBOTS, f"{address}: {trouble.detail}", getattr(trouble, "retry_after", 0.0)
-                    )
+                    error = status_error(response)
+                    retry_after = getattr(error, "retry_after", 0.0)
+                    raise RetryablePageError(ROBOTS, f"{address}: {error.detail}", retry_after)
                 if response.status != HTTPStatus.OK:
                     break
                 text = await response.content.read(LARGEST_ROBOTS_BYTES)
                 return Protego.parse(text.decode("utf-8", "replace"))
         return Protego.parse("")
 
-    def _new_turns(self) -> asyncio.Semaphore:
+    def _new_host_slots(self) -> asyncio.Semaphore:
         return asyncio.Semaphore(self._config.concurrent_per_host)
 
 
-def _places(host: str, robots: dict[str, Protego]) -> list[str]:
-    return [place for place in (f"http://{host}", f"https://{host}") if place in robots]
-
-
 async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
-    """Read a body that may unpack to any size; None: it is too large."""
+    """Return a body, or None if it is too large. A compressed body may unpack to any size."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(CHUNK_BYTES):
         body += chunk

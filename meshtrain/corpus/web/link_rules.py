@@ -1,7 +1,7 @@
-"""Which links are worth fetching.
+"""Rules for links: which ones are worth fetching.
 
-Source: the rules of Megatron-LM's tools/openwebtext/blacklist_urls.py (domain, extension, length, form), in words and
-lists of our own.
+Source: the rules follow those of Megatron-LM's tools/openwebtext/blacklist_urls.py (domain,
+extension, length, form), reimplemented with different lists.
 """
 
 import ipaddress
@@ -16,6 +16,7 @@ from tldextract import TLDExtract
 from meshtrain.errors import DataError
 
 LONGEST_TOO_SHORT = 8
+"""Links of at most this number of characters are dropped."""
 TOO_SHORT = "too short"
 MALFORMED = "malformed"
 DOMAIN = "blacklisted domain"
@@ -24,7 +25,7 @@ EXTENSION = "blacklisted extension"
 LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
-# Pictures, films, sound and files, or pages that show nothing to somebody who is not logged in.
+# Sites of pictures, films, sound and files, and sites that show nothing without a login.
 DOMAINS = frozenset(
     """500px artstation bandcamp dailymotion deviantart discord docs.google.com drive.google.com dropbox facebook
     flickr gfycat giphy imgflip imgur instagram mixcloud photobucket pinterest redd.it snapchat soundcloud spotify
@@ -40,13 +41,13 @@ EXTENSIONS = frozenset(
 
 @dataclass(frozen=True)
 class LinkRules:
-    """What is blacklisted."""
+    """Blacklists of domains and extensions."""
 
     domains: frozenset[str] = DOMAINS
     extensions: frozenset[str] = EXTENSIONS
 
     def normalize(self, link: str) -> tuple[str, str | None]:
-        """Return the link in its normal form, and why it is not to be fetched, if it is not."""
+        """Return the link in its normal form, and the reason to drop it or None."""
         if len(link) <= LONGEST_TOO_SHORT:
             return link, TOO_SHORT
         parts = _normal_parts(link)
@@ -60,41 +61,46 @@ class LinkRules:
 
     def _has_domain(self, host: str) -> bool:
         labels = host.split(".")
-        below = (".".join(labels[first:]) for first in range(len(labels)))
-        return any(place in self.domains for place in below if "." in place) or registered_name(host) in self.domains
+        suffixes = (".".join(labels[first:]) for first in range(len(labels)))
+        is_listed = any(suffix in self.domains for suffix in suffixes if "." in suffix)
+        return is_listed or registered_name(host) in self.domains
 
 
 def load_rules(domains: str | None, extensions: str | None) -> LinkRules:
-    """Read the blacklists that files give; those that are None are built in.
+    """Read the blacklists.
+
+    Args:
+        domains: a file with one domain per line, or None for the built-in list.
+        extensions: a file with one extension per line, or None for the built-in list.
 
     Raises:
         DataError: if a file cannot be read.
     """
-    endings = EXTENSIONS if extensions is None else _words_of(extensions, "urls.blacklisted_extensions")
+    listed = EXTENSIONS if extensions is None else _read_list(extensions, "urls.blacklisted_extensions")
     return LinkRules(
-        DOMAINS if domains is None else _words_of(domains, "urls.blacklisted_domains"),
-        frozenset(f".{ending.lstrip('.')}" for ending in endings),
+        DOMAINS if domains is None else _read_list(domains, "urls.blacklisted_domains"),
+        frozenset(f".{ending.lstrip('.')}" for ending in listed),
     )
 
 
 @cache
 def _extract() -> TLDExtract:
-    # The list of suffixes that comes with the package: nothing is asked of the network, nothing kept on disk.
+    # Only the list of suffixes inside the package is used: no network, and no cache on disk.
     return TLDExtract(suffix_list_urls=(), cache_dir=None)
 
 
 def registered_name(host: str) -> str:
-    """Return the name that somebody registered: `imgur` of `i.imgur.co.uk`."""
+    """Return the registered name of a host, such as `imgur` for `i.imgur.co.uk`."""
     return _extract()(host).domain
 
 
-def _words_of(file: str, key: str) -> frozenset[str]:
+def _read_list(file: str, key: str) -> frozenset[str]:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}; mend it") from error
-    words = (line.partition("#")[0].strip().lower() for line in lines)
-    return frozenset(word for word in words if word)
+        raise DataError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}; fix it") from error
+    entries = (line.partition("#")[0].strip().lower() for line in lines)
+    return frozenset(entry for entry in entries if entry)
 
 
 def _normal_parts(link: str) -> SplitResult | None:
@@ -107,9 +113,9 @@ def _normal_parts(link: str) -> SplitResult | None:
         return None
     if parts.scheme not in DEFAULT_PORTS or "@" in parts.netloc or not _is_host(host):
         return None
-    shown = f"[{host}]" if ":" in host else host
-    place = shown if port in (None, DEFAULT_PORTS[parts.scheme]) else f"{shown}:{port}"
-    return SplitResult(parts.scheme, place, parts.path or "/", parts.query, "")
+    name = f"[{host}]" if ":" in host else host
+    netloc = name if port in (None, DEFAULT_PORTS[parts.scheme]) else f"{name}:{port}"
+    return SplitResult(parts.scheme, netloc, parts.path or "/", parts.query, "")
 
 
 def _is_host(host: str) -> bool:

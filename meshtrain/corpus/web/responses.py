@@ -1,4 +1,4 @@
-"""What a server may answer, and what it means: a page, none at all, or none yet."""
+"""Responses of a server: a page, or an error that is final or may pass."""
 
 from email.utils import parsedate_to_datetime
 from time import time
@@ -8,7 +8,7 @@ import aiohttp
 
 REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
-"""Statuses that may be another one soon."""
+"""Statuses that may change soon, so the page is requested again."""
 
 TIME_OUT = "time-out"
 CONNECTION = "connection"
@@ -22,7 +22,7 @@ ASKED_TO_WAIT = "asked to wait too long"
 
 
 class Page(NamedTuple):
-    """What a server answered."""
+    """A page that a server sent."""
 
     body: bytes
     content_type: str
@@ -30,10 +30,10 @@ class Page(NamedTuple):
 
 
 class PageError(Exception):
-    """There is no page, and there will be none.
+    """The page cannot be fetched, and further attempts would not help.
 
     Args:
-        reason: one of the names above, or `HTTP 4xx` and the like.
+        reason: one of the constants above, or a class of statuses such as `HTTP 4xx`.
         detail: what was found.
     """
 
@@ -44,10 +44,12 @@ class PageError(Exception):
 
 
 class RetryablePageError(PageError):
-    """There is no page, but there may be one later.
+    """The page cannot be fetched now, but a later attempt may succeed.
 
     Args:
-        retry_after: the seconds that the server asks to wait.
+        reason: as for PageError.
+        detail: as for PageError.
+        retry_after: the wait that the server asks for, in seconds.
     """
 
     def __init__(self, reason: str, detail: str, retry_after: float = 0.0) -> None:
@@ -56,7 +58,7 @@ class RetryablePageError(PageError):
 
 
 def status_error(response: aiohttp.ClientResponse) -> PageError:
-    """Return what a status says that stands for no page."""
+    """Return the error for a status other than 200 and the redirects."""
     reason = f"HTTP {response.status // 100}xx"
     detail = f"{response.status} {response.reason or ''}".strip()
     if response.status in RETRYABLE_STATUSES:
@@ -65,7 +67,10 @@ def status_error(response: aiohttp.ClientResponse) -> PageError:
 
 
 def parse_retry_after(retry_after: str | None) -> float:
-    """Return what a Retry-After header asks for: seconds, or a date; one that is neither asks for nothing."""
+    """Return the wait that a Retry-After header asks for, in seconds.
+
+    The header holds a number of seconds or a date. A missing or malformed header counts as 0.
+    """
     if retry_after is None:
         return 0.0
     if retry_after.strip().isdecimal():

@@ -1,6 +1,6 @@
-"""The first step of a preparation that begins with links: each is judged, and of the same ones the first stays.
+"""The step `urls`: links are normalized, and unwanted and repeated ones are dropped.
 
-All links of a host go into one shard, so that one task visits it, and knows how often.
+All links of a host go into one shard. So only one task visits the host, and can limit its requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,22 +27,22 @@ DUPLICATE = "duplicate"
 def link_passes(
     files: Sequence[SourceFile], target: Path, dropped: Path, work: Path, config: CorpusConfig
 ) -> list[ShardPass]:
-    """Return the stages that sort out lists of links.
+    """Return the passes that filter lists of links.
 
     Args:
         files: the lists, one link per line.
         target: the directory for the links to fetch.
-        dropped: the directory for the others.
-        work: a directory for what lies between the stages.
-        config: with `urls`.
+        dropped: the directory for the dropped links.
+        work: a directory for the files between the passes.
+        config: the corpus file, with `urls`.
 
     Raises:
-        DataError: if a list is no text file.
+        DataError: if a list is not a text file.
     """
     assert config.urls is not None
     for file in files:
         if not str(file.kind).startswith("txt"):
-            raise DataError(f"urls.lists: {file.path} is no .txt; give files with one link per line")
+            raise DataError(f"urls.lists: {file.path} is not a .txt file; give files with one link per line")
     groups = group_files(files, config.shard_megabytes * BYTES_PER_MEGABYTE)
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards
@@ -60,32 +60,32 @@ def link_passes(
         ),
         WriteShards(target, bucket_names, config.compression),
     ]
-    return [ShardPass("judge", first, len(groups)), ShardPass("duplicates", second, num_shards)]
+    return [ShardPass("filter", first, len(groups)), ShardPass("duplicates", second, num_shards)]
 
 
 def build_filter(config: UrlsConfig) -> Filter:
-    """Return what brings a link into its normal form, and tells why it is dropped, if it is."""
+    """Return the filter that normalizes a link and returns the reason to drop it."""
     rules = load_rules(config.blacklisted_domains, config.blacklisted_extensions)
 
-    def judge(document: Document) -> str | None:
+    def normalize(document: Document) -> str | None:
         url, reason = rules.normalize(document.metadata["url"])
         document.metadata["url"] = url
         return reason
 
-    return judge
+    return normalize
 
 
 def _build_duplicate_filter() -> Filter:
     seen: set[str] = set()
 
-    def judge(document: Document) -> str | None:
+    def find_repetition(document: Document) -> str | None:
         url = document.metadata["url"]
         if url in seen:
             return DUPLICATE
         seen.add(url)
         return None
 
-    return judge
+    return find_repetition
 
 
 def _shard_of(document: Document, num_shards: int) -> str:
@@ -105,7 +105,7 @@ class ReadLinks(PipelineStep):
         self.names = relative_names(file for group in groups for file in group)
 
     def run(self, data: Documents | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield a document without text for every line that is not blank."""
+        """Yield a document without text for every line with a link."""
         num_links = 0
         for file in self.groups[rank]:
             for number, line in enumerate(read_text_lines(file), 1):
@@ -116,7 +116,7 @@ class ReadLinks(PipelineStep):
 
 
 class ReadBucket(PipelineStep):
-    """Yields the documents of one bucket that WriteBuckets filled, in the order of the tasks that did."""
+    """Yields the documents of one bucket, in the order of the tasks that wrote them."""
 
     name = "bucket"
     type = "reader"
