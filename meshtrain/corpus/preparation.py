@@ -89,24 +89,29 @@ def _run_passes(step: Step, entered: int | None, config: CorpusConfig) -> Counts
         run_pass(shard_pass, log, config, description)
     step.check_unchanged()
     seconds = directory.add_seconds(time.monotonic() - began)
+    if entered is None:
+        entered = total_counts(logs[0])["in"]
+    counts = _count_documents(step, entered, seconds, config)
+    directory.write_counts(counts)
+    return counts
+
+
+def _count_documents(step: Step, entered: int, seconds: float, config: CorpusConfig) -> Counts:
+    """Return the counts of what a step wrote, and check that no document is missing."""
+    directory = step.directory
     counting = counting_pass(directory)
     run_pass(counting, directory.logs("count"), config, f"{step.name}: count", is_shown=False)
     found = total_counts(directory.logs("count"))
-    if entered is None:
-        entered = total_counts(logs[0])["in"]
     dropped = {label.removeprefix("dropped: "): found[label] for label in found if label.startswith("dropped: ")}
     parts = {part: found[f"kept: {part}"] for part in PARTS if f"kept: {part}" in found}
     kept = found["kept: "] + sum(parts.values())
     if entered != kept + sum(dropped.values()):
         raise DataError(
             f"{step.name}: {entered:,} documents came in, but {kept:,} are kept and {sum(dropped.values()):,} dropped; "
-            f"something else writes into {directory.path}, or a disk lost files; run again with "
-            f"--redo {step.name}"
+            f"something else writes into {directory.path}, or a disk lost files; run again with --redo {step.name}"
         )
     by_number = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
-    counts = Counts(entered, kept, by_number, parts, found["bytes"], seconds)
-    directory.write_counts(counts)
-    return counts
+    return Counts(entered, kept, by_number, parts, found["bytes"], seconds)
 
 
 def summary(name: str, counts: Counts) -> str:

@@ -171,7 +171,6 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, name: str, compression: Compression) -> None:
-        self.num_lines = 0
         self.num_bytes = 0
         self._path = directory / f"{name}{SUFFIXES[compression]}"
         self._partial = self._path.with_name(f"{self._path.name}-{os.getpid()}{PARTIAL}")
@@ -188,7 +187,6 @@ class ShardWriter:
         if self._raw is None:
             self._open()
         self._lines.write(line)
-        self.num_lines += 1
         self.num_bytes += len(line)
 
     def __exit__(self, *exception: object) -> None:
@@ -221,7 +219,6 @@ class RollingWriter:
     """
 
     def __init__(self, directory: Path, name: str, compression: Compression, shard_bytes: float) -> None:
-        self.num_lines = 0
         self._location = directory, name, compression
         self._shard_bytes = shard_bytes
         self._num_shards = 0
@@ -236,7 +233,6 @@ class RollingWriter:
             self._writer.__exit__(None)
             self._writer = self._next_writer()
         self._writer.write(line)
-        self.num_lines += 1
 
     def __exit__(self, *exception: object) -> None:
         self._writer.__exit__(*exception)

@@ -185,14 +185,11 @@ class DownloadPages(PipelineStep):
             position, url = queues[host].popleft()
             if self._num_unanswered[host] < MAX_UNANSWERED_PAGES:
                 outcome = await self._outcome(url, fetcher, extractor)
-                self._num_unanswered[host] = (
-                    self._num_unanswered[host] + 1 if outcome.get("reason") in (TIME_OUT, CONNECTION) else 0
-                )
+                is_unanswered = outcome.get("reason") in (TIME_OUT, CONNECTION)
+                self._num_unanswered[host] = self._num_unanswered[host] + 1 if is_unanswered else 0
             else:
-                outcome = {
-                    "reason": UNRESPONSIVE_HOST,
-                    "detail": f"{MAX_UNANSWERED_PAGES} pages before it got no answer",
-                }
+                detail = f"{MAX_UNANSWERED_PAGES} pages before it got no answer"
+                outcome = {"reason": UNRESPONSIVE_HOST, "detail": detail}
             journal.add(position, outcome)
             turns.put_nowait(host)
 
