@@ -56,9 +56,9 @@ def test_hashes_and_buckets_agree_with_the_expected_probability(similarity: floa
     # As far apart as independent hash functions would be.
     assert agreeing.std() / bands.num_hashes == pytest.approx(deviation, rel=0.1)
     keys = hasher.bucket_keys(signatures)
-    met = (keys[::2] == keys[1::2]).any(axis=1).mean()
+    share_bucket = (keys[::2] == keys[1::2]).any(axis=1).mean()
     expected = bands.probability(exact)
-    assert met == pytest.approx(expected, abs=5 * np.sqrt(expected * (1 - expected) / number) + 0.001)
+    assert share_bucket == pytest.approx(expected, abs=5 * np.sqrt(expected * (1 - expected) / number) + 0.001)
     assert np.count_nonzero(agreeing < bands.least_agreement(exact)) <= 0.005 * number
 
 

@@ -20,8 +20,8 @@ from meshtrain.config.corpus import DeduplicateConfig
 from meshtrain.corpus.duplicates.shingles import Hashes, Shingles, odd_factor
 
 RECALL_AT_SIMILARITY = 0.98
-MOST_HASHES = 128
-MOST_ROWS = 16
+MAX_HASHES = 128
+MAX_ROWS = 16
 DEVIATIONS = 3
 """An estimated similarity may be this number of standard deviations below the threshold."""
 
@@ -62,8 +62,8 @@ def choose_bands(config: DeduplicateConfig) -> Bands:
         return Bands(config.num_buckets or _enough_bands(config.similarity, rows), rows)
     if config.num_buckets:
         return Bands(config.num_buckets, _most_rows(config.similarity, config.num_buckets))
-    choices = (Bands(_enough_bands(config.similarity, rows), rows) for rows in range(1, MOST_ROWS + 1))
-    return max((bands for bands in choices if bands.num_hashes <= MOST_HASHES), key=lambda bands: bands.rows)
+    choices = (Bands(_enough_bands(config.similarity, rows), rows) for rows in range(1, MAX_ROWS + 1))
+    return max((bands for bands in choices if bands.num_hashes <= MAX_HASHES), key=lambda bands: bands.rows)
 
 
 def _enough_bands(similarity: float, rows: int) -> int:
@@ -72,7 +72,7 @@ def _enough_bands(similarity: float, rows: int) -> int:
 
 
 def _most_rows(similarity: float, num_bands: int) -> int:
-    fits = [rows for rows in range(1, MOST_ROWS + 1) if _enough_bands(similarity, rows) <= num_bands]
+    fits = [rows for rows in range(1, MAX_ROWS + 1) if _enough_bands(similarity, rows) <= num_bands]
     return max(fits, default=1)
 
 
