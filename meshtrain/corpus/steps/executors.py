@@ -38,7 +38,7 @@ POLL_SECONDS = 0.2
 QUEUE_POLL_SECONDS = 10.0
 
 
-class LocalExecutor(LocalPipelineExecutor):
+class LocalExecutor(TaskExecutor):
     """datatrove's local executor, which here prints nothing and leaves no workers behind.
 
     Workers that outlive a killed run would write to the same files as those of the next run.
