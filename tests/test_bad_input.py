@@ -239,7 +239,7 @@ def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
     ((code, out, error),) = on_ranks(1, *skipping)
     assert code == 0
     assert [line.split(": ")[1] for line in error.splitlines()] == [f"{here}/broken.jsonl, line {n}" for n in (61, 62)]
-    assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 broken records skipped; tokenised into" in out
+    assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 broken records skipped; tokenized into" in out
 
 
 def test_a_run_directory_that_cannot_be_written(here: Path) -> None:

@@ -117,9 +117,9 @@ def tokenize(
     """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
-    from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
+    from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
 
-    order = TokenizeJob(
+    order = TokenizeRequest(
         sources,
         tokenizer,
         output,
@@ -130,7 +130,7 @@ def tokenize(
         validation=validation,
         num_documents=limit,
     )
-    tokenize_folder(order, Cache(Path(DataConfig().cache_directory)))
+    tokenize_sources(order, Cache(Path(DataConfig().cache_directory)))
 
 
 @tokenizer_app.command("train")
@@ -145,9 +145,11 @@ def train_tokenizer_command(
     limit: Limit = None,
 ) -> None:
     """Train a byte-level BPE. The result is a Hugging Face directory, the same on every machine."""
-    from meshtrain.data.tokens.tokenizer_training import train_tokenizer_to
+    from meshtrain.data.tokens.tokenizer_training import train_tokenizer_on_sources
 
-    train_tokenizer_to(sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit)
+    train_tokenizer_on_sources(
+        sources, vocab_size, output, text_key=text_key, on_bad_record=on_bad_record, num_documents=limit
+    )
 
 
 @data_app.command("inspect")

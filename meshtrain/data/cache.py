@@ -16,11 +16,11 @@ from meshtrain.errors import DataError, UserError
 from meshtrain.runtime.disk import flush, flush_tree
 from meshtrain.runtime.lock import locked
 
-FOLLOWER_PATIENCE_SECONDS = 2.0
-FOLLOWER_GLANCE_SECONDS = 0.01
+FOLLOWER_TIMEOUT_SECONDS = 2.0
+FOLLOWER_POLL_SECONDS = 0.01
 
 
-def identity_of(*what: object) -> str:
+def compute_identity(*what: object) -> str:
     """Return a hash that names a thing by all that decides it; `what` is anything that JSON can say."""
     return xxh3_128_hexdigest(json.dumps(what).encode())
 
@@ -38,7 +38,7 @@ class Cache:
         name: str,
         fill: Callable[[Path], None],
         *,
-        is_whole: Callable[[Path], bool] = Path.is_dir,
+        is_complete: Callable[[Path], bool] = Path.is_dir,
         keeps_partial: bool = False,
     ) -> bool:
         """Make sure that the directory `name` is there; of all processes that ask at once, one builds it.
@@ -50,7 +50,7 @@ class Cache:
         Args:
             name: relative to the cache.
             fill: fills the directory it is given, which is new and empty unless `keeps_partial`.
-            is_whole: whether a directory is complete; one that is not is built again.
+            is_complete: whether a directory is complete; one that is not is built again.
             keeps_partial: `fill` goes on with what a killed process left, and says itself what of it can be believed.
 
         Returns:
@@ -62,16 +62,16 @@ class Cache:
         """
         directory = self.directory / name
         note = directory.with_name(f"{directory.name}.failed")
-        with explained(directory):
-            if is_whole(directory):
+        with report_os_errors(directory):
+            if is_complete(directory):
                 return False
-            note_before = file_identity(note)
+            note_before = file_version(note)
 
         def has_failed() -> bool:
-            return file_identity(note) != note_before
+            return file_version(note) != note_before
 
-        with self.locked(f"{name}.lock", is_done=lambda: is_whole(directory) or has_failed()):
-            if is_whole(directory):
+        with self.locked(f"{name}.lock", is_done=lambda: is_complete(directory) or has_failed()):
+            if is_complete(directory):
                 return True
             if has_failed():
                 # The process that we waited for failed. To try the same again would fail again, one rank after another.
@@ -95,13 +95,13 @@ class Cache:
             DataError: if the cache cannot be written or its file system has no locks.
         """
         path = self.directory / name
-        with explained(path):
+        with report_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            with explained(path):
+            with report_os_errors(path):
                 if not self.leads:
-                    _let_the_leader_go_first(descriptor, is_done)
+                    _wait_for_leader(descriptor, is_done)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
@@ -109,7 +109,7 @@ class Cache:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def report_os_errors(path: Path) -> Iterator[None]:
     """Turn what the system refuses at `path` in the cache into a DataError."""
     try:
         yield
@@ -120,8 +120,8 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + FOLLOWER_PATIENCE_SECONDS
+def _wait_for_leader(descriptor: int, is_done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + FOLLOWER_TIMEOUT_SECONDS
     while not is_done() and time.monotonic() < give_up:
         try:
             # Shared, so that two followers who look at the same moment do not take each other for the leader.
@@ -129,7 +129,7 @@ def _let_the_leader_go_first(descriptor: int, is_done: Callable[[], bool]) -> No
         except BlockingIOError:
             return
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-        time.sleep(FOLLOWER_GLANCE_SECONDS)
+        time.sleep(FOLLOWER_POLL_SECONDS)
 
 
 def build_directory(
@@ -198,7 +198,7 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def file_identity(path: Path) -> tuple[int, int] | None:
+def file_version(path: Path) -> tuple[int, int] | None:
     """Return what changes whenever `path` is replaced; None if there is no such file."""
     try:
         status = path.stat()

@@ -17,9 +17,9 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples, validation_samples
 from meshtrain.data.samples.rows import IGNORE_INDEX, Arrays
-from meshtrain.data.tokens.opening import is_several, is_tokens, open_token_file
 from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.token_file import TRAIN
+from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.errors import DataError
 
@@ -49,7 +49,7 @@ class Excerpt:
     num_pads: int = 0
 
 
-def spans_of(tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndarray) -> list[Span]:
+def split_into_spans(tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndarray) -> list[Span]:
     """Cut a row of tokens where a document begins, and where training on them begins or ends.
 
     Args:
@@ -83,7 +83,7 @@ def sample_spans(arrays: Arrays, row: int, *, end_id: int) -> tuple[list[Span], 
     if last[0] == IGNORE_INDEX:
         tokens, is_trained, begins = tokens[:-1], is_trained[:-1], begins[:-1]
     begins[:1] = False
-    return spans_of(tokens, is_trained, begins), len(input_ids) - num_tokens
+    return split_into_spans(tokens, is_trained, begins), len(input_ids) - num_tokens
 
 
 def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: str) -> None:
@@ -113,7 +113,7 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
     """Show documents of a token file or a pair of Megatron-LM.
 
     Args:
-        source: see `is_tokens`.
+        source: see `is_tokenized`.
         tokenizer_path: of the tokenizer that it was written with; None: it lies beside, where `meshtrain tokenize`
             puts it.
         first: the index of the first document.
@@ -130,14 +130,14 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
         tokens = file.tokens[start:end].astype(np.int64)
         is_trained = np.ones(len(tokens), np.bool_) if file.trained is None else np.asarray(file.trained[start:end])
         title = f"Document {index:,} of {file.counts.documents:,}, from token {start:,} on"
-        _show(Excerpt(title, spans_of(tokens, is_trained, np.zeros(len(tokens), np.bool_))), tokenizer.load())
+        _show(Excerpt(title, split_into_spans(tokens, is_trained, np.zeros(len(tokens), np.bool_))), tokenizer.load())
 
 
 def _tokenizer_of(source: str, path: str | None, cache: Cache) -> TokenizerFiles:
-    if not is_tokens(source):
+    if not is_tokenized(source):
         raise DataError(f"{source} is neither a run file (.toml) nor a token file nor a pair of Megatron-LM; name one")
     place = Path(source)
-    beside = (place if is_several(place) else place.parent) / "tokenizer"
+    beside = (place if holds_several(place) else place.parent) / "tokenizer"
     if path is None and not beside.is_dir():
         raise DataError(
             f"no tokenizer lies beside {source}, at {beside}; name the one that it was written with as --tokenizer"

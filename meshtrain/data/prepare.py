@@ -1,4 +1,4 @@
-"""From the words of a run file to tokens: find the sources, tokenise them, say what there is.
+"""From the words of a run file to tokens: find the sources, tokenize them, say what there is.
 
 Nothing here imports torch, so that a mistake in the data is reported at once.
 """
@@ -11,15 +11,15 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
+from meshtrain.data.run_sources import FoundSource, find_sources
 from meshtrain.data.text.chat_template import find_chat_template
 from meshtrain.data.text.content_hashes import content_hashes
-from meshtrain.data.text.finding import FoundSource, find_sources
-from meshtrain.data.text.source_form import Corpus, RecordForm
+from meshtrain.data.text.corpus import Corpus, RecordForm
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.data.tokens.encoding import Task
-from meshtrain.data.tokens.opening import open_token_file
-from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile, token_type_of
+from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile, smallest_token_type
+from meshtrain.data.tokens.tokenized_source import open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, open_tokenizer
 from meshtrain.data.tokens.tokenizer_training import train_tokenizer
 from meshtrain.data.tokens.tokenizing import prepare_token_files
@@ -28,7 +28,7 @@ from meshtrain.errors import DataError
 
 @dataclass(frozen=True)
 class Stream:
-    """Text that is tokenised while training."""
+    """Text that is tokenized while training."""
 
     corpus: Corpus
     task: Task
@@ -41,12 +41,12 @@ class Stream:
         """
         files = [(file.path.name, file.num_bytes) for file in self.corpus.files]
         template = self.task.template.identity if self.task.template else None
-        return identity_of(files, replace(self.corpus, on_bad_record="skip").identity, template)
+        return compute_identity(files, replace(self.corpus, on_bad_record="skip").identity, template)
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source of a run, tokenised, or ready to be streamed.
+    """One source of a run, tokenized, or ready to be streamed.
 
     Attributes:
         identity: a hash of the text that it stands for; of a stream, of the names and sizes of its files.
@@ -84,7 +84,7 @@ class PreparedData:
 
 
 def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
-    """Find, tokenise and open everything that `config` names; what the cache has is only opened.
+    """Find, tokenize and open everything that `config` names; what the cache has is only opened.
 
     All processes of a run call this at once: one of them on each machine works and the others wait for it.
 
@@ -103,11 +103,11 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
         if not isinstance(source.train, str)
     }
     tokenizer = _prepare_tokenizer(config, corpora, cache)
-    tokenising = _Tokenising(config, tokenizer, cache)
-    sources = tuple(tokenising.prepare(source, corpora.get(source.name)) for source in found)
-    identity = identity_of([source.identity for source in sources], tokenizer.identity, _reading(config))
+    tokenizing = _Tokenizing(config, tokenizer, cache)
+    sources = tuple(tokenizing.prepare(source, corpora.get(source.name)) for source in found)
+    identity = compute_identity([source.identity for source in sources], tokenizer.identity, _reading(config))
     prepared = PreparedData(config, tokenizer, sources, identity)
-    console.line(_summary(prepared, built=tokenising.has_built))
+    console.line(_summary(prepared, built=tokenizing.has_built))
     return prepared
 
 
@@ -163,7 +163,7 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
 
 
 @dataclass
-class _Tokenising:
+class _Tokenizing:
     """Makes tokens of sources, or opens them."""
 
     config: DataConfig
@@ -172,7 +172,7 @@ class _Tokenising:
     has_built: bool = False
 
     def prepare(self, source: FoundSource, corpus: Corpus | None) -> PreparedSource:
-        """Tokenise a source, unless the cache has it.
+        """Tokenize a source, unless the cache has it.
 
         Args:
             corpus: to train on; None: it is tokens already.
@@ -186,13 +186,13 @@ class _Tokenising:
         elif source.config.streaming:
             stream = self._stream(corpus)
         else:
-            parts |= self._tokenise(corpus, f"Tokenising the training data{of}")
+            parts |= self._tokenize(corpus, f"Tokenizing the training data{of}")
         if isinstance(source.validation, str):
             parts[VALIDATION] = open_token_file(source.validation, self.tokenizer, self.cache)
         elif source.validation:
             validation = _corpus(source.name, source.validation, source.config, self.config, self.cache, held_out=False)
-            parts[VALIDATION] = self._tokenise(validation, f"Tokenising the validation data{of}")[TRAIN]
-        identity = identity_of({part: file.identity for part, file in parts.items()}, stream and stream.identity)
+            parts[VALIDATION] = self._tokenize(validation, f"Tokenizing the validation data{of}")[TRAIN]
+        identity = compute_identity({part: file.identity for part, file in parts.items()}, stream and stream.identity)
         train = stream or parts[TRAIN]
         return PreparedSource(source.name, source.config, train, parts.get(VALIDATION), identity)
 
@@ -202,13 +202,13 @@ class _Tokenising:
         if template is not None and "strftime_now" in template.source:
             raise DataError(
                 f"the chat template of {self.tokenizer.directory} writes the date of the day (strftime_now): a stream "
-                "that is gone on with tomorrow would be another; write a date into the template, or tokenise first"
+                "that is gone on with tomorrow would be another; write a date into the template, or tokenize first"
             )
-        token_type = np.dtype(token_type_of(self.tokenizer.vocab_size))
+        token_type = np.dtype(smallest_token_type(self.tokenizer.vocab_size))
         text = self.tokenizer.load().to_str()
         return Stream(corpus, Task(text, token_type, corpus.text_key, corpus.form, template))
 
-    def _tokenise(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
+    def _tokenize(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
         parts, is_new = prepare_token_files(corpus, self.tokenizer, self.cache, description=description)
         self.has_built |= is_new
         return parts
@@ -237,5 +237,5 @@ def _summary(prepared: PreparedData, *, built: bool) -> str:
         f"Data: {'; '.join(told)}; vocabulary {prepared.tokenizer.vocab_size:,}"
         f"{f'; {skipped:,} broken records skipped' if skipped else ''}"
         f"{f'; {cut:,} documents longer than a sample are cut off' if cut else ''}; "
-        f"{'tokenised into' if built else 'from'} {prepared.config.cache_directory}"
+        f"{'tokenized into' if built else 'from'} {prepared.config.cache_directory}"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshtrain import console
 from meshtrain.data.samples.loader import Batch
-from meshtrain.data.samples.order import place_in_data
+from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.garbage_collection import freeze_objects
@@ -200,7 +200,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
 def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
     run.pipeline.place.enter("hooks")
-    next_epoch = run.feed.order.epoch(place_in_data(step, history.left_out))
+    next_epoch = run.feed.order.epoch(find_data_step(step, history.left_out))
     run.hooks.step(
         done.metrics,
         epoch_ends=next_epoch != batch.epoch or step == run.num_steps,

@@ -9,7 +9,7 @@ from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
 from meshtrain.checkpoint.storage.integrity import newest_whole_checkpoint
 from meshtrain.checkpoint.storage.location import Location, shown_location
 from meshtrain.config.run import RunConfig
-from meshtrain.data.samples.order import place_in_data
+from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped
 from meshtrain.models.build import local_directory
 from meshtrain.models.initialize import initialize_weights, restore_buffers
@@ -82,7 +82,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "skipped_steps": history.num_skipped,
         "loss_scale": run.context.loss_scale.saved(),
         "history": history.saved(),
-        "streams": run.feed.stream_state(place_in_data(step, history.left_out)),
+        "streams": run.feed.stream_state(find_data_step(step, history.left_out)),
         "evaluation_loss": evaluation_loss,
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)

@@ -18,7 +18,7 @@ from meshtrain.config.data import DataConfig
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import find_family, plan_hash
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import ModelError, UserError
 from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -131,7 +131,7 @@ def _key(subject: ProofCase, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
     choices = (subject.rows, subject.attention, subject.pretrained)
     code = [] if _is_stock(model_class) else _sources(model_class)
-    return identity_of(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
+    return compute_identity(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
 
 
 def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from meshtrain import console
 from meshtrain.data.cache import Cache
-from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.sources import find_files
 from meshtrain.data.tokens.journal import Job
 from meshtrain.data.tokens.tokenizer import find_tokenizer

@@ -1,4 +1,4 @@
-"""Small corpora on disk, tokenised byte by byte, so that a test can say exactly which tokens to expect."""
+"""Small corpora on disk, tokenized byte by byte, so that a test can say exactly which tokens to expect."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from meshtrain.data.cache import Cache
 from meshtrain.data.text.content_hashes import content_hashes
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.documents import DocumentReader
-from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.text.sources import find_files
 from meshtrain.data.tokens.token_file import TRAIN, TokenFile
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
@@ -67,10 +67,10 @@ def random_texts(rng: random.Random, count: int, longest: int = 40) -> list[str]
 
 
 def token_file(directory: Path, texts: list[str]) -> tuple[TokenFile, TokenizerFiles]:
-    """Tokenise texts into a cache of their own."""
+    """Tokenize texts into a cache of their own."""
     directory.mkdir(parents=True, exist_ok=True)
     cache = Cache(directory / "cache")
     tokenizer = byte_tokenizer(cache)
     corpus = open_corpus(write_lines(directory / "texts.jsonl", texts), cache=cache)
-    files, _ = prepare_token_files(corpus, tokenizer, cache, description="Tokenising")
+    files, _ = prepare_token_files(corpus, tokenizer, cache, description="Tokenizing")
     return files[TRAIN], tokenizer

@@ -100,7 +100,7 @@ def test_what_is_not_whole_is_built_again(tmp_path):
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing/rubbish").touch()
 
-    assert cache.build("thing", fill_slowly, is_whole=lambda directory: (directory / "whole").exists())
+    assert cache.build("thing", fill_slowly, is_complete=lambda directory: (directory / "whole").exists())
     assert names_in(tmp_path / "thing") == {"half", "whole"}
 
 

@@ -11,8 +11,8 @@ import zstandard
 
 from meshtrain.data.text import chunks
 from meshtrain.data.text.chunks import Chunk, read_chunks
-from meshtrain.data.text.records import Problem, parse
-from meshtrain.data.text.source_form import START, Corpus
+from meshtrain.data.text.corpus import START, Corpus
+from meshtrain.data.text.records import BadRecord, parse
 from meshtrain.data.text.sources import find_files
 from meshtrain.data.tokens import cutting
 from meshtrain.data.tokens.cutting import Cutter
@@ -47,7 +47,7 @@ def text_of(found: list[Chunk]) -> str:
     """Join all texts: pieces of a document may be cut elsewhere."""
     records = records_of(found)
     return "".join(
-        record.message if isinstance(record, Problem) else record.text + "\0" * record.ends_document
+        record.message if isinstance(record, BadRecord) else record.text + "\0" * record.ends_document
         for record in records
     )
 
@@ -79,7 +79,7 @@ def test_a_long_text_that_is_not_utf8_at_its_end(corpus, tmp_path):
     size = place.stat().st_size
 
     problems = [
-        record for record in records_of(list(read_chunks(corpus, Cutter(), START))) if isinstance(record, Problem)
+        record for record in records_of(list(read_chunks(corpus, Cutter(), START))) if isinstance(record, BadRecord)
     ]
 
     assert f"{place}: not UTF-8 text (byte {size:,}: unexpected end of data)" in [
@@ -90,7 +90,7 @@ def test_a_long_text_that_is_not_utf8_at_its_end(corpus, tmp_path):
 def test_a_long_text_that_cannot_be_cut(tmp_path, monkeypatch):
     for module in (chunks, cutting):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", 1 << 10)
-    monkeypatch.setattr(cutting, "LONGEST_PIECE_CHARACTERS", 1 << 12)
+    monkeypatch.setattr(cutting, "MAX_PIECE_CHARACTERS", 1 << 12)
     (tmp_path / "a.txt").write_text("line of words\n" * 100 + "x" * 10_000)
     corpus = Corpus(tuple(find_files([str(tmp_path)], key="data.train")), ())
 

@@ -102,12 +102,12 @@ def test_a_document_without_a_line_end_stays_whole():
 
 
 def test_a_document_too_long_to_stay_whole(monkeypatch):
-    monkeypatch.setattr(cutting, "LONGEST_PIECE_CHARACTERS", 2 * PIECE_CHARACTERS)
+    monkeypatch.setattr(cutting, "MAX_PIECE_CHARACTERS", 2 * PIECE_CHARACTERS)
 
     with pytest.raises(TooLongError) as caught:
         list(Cutter().pieces("x" * (2 * PIECE_CHARACTERS + 1)))
 
     assert str(caught.value) == (
         "the document is longer than 131,072 characters and has no line end where it could be cut without another "
-        "tokenisation; cut it into documents, or take another tokenizer"
+        "tokenization; cut it into documents, or take another tokenizer"
     )

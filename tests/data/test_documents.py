@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.documents import DocumentReader
-from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.text.sources import SourceFile, find_files
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS
 from meshtrain.errors import DataError

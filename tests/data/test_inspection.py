@@ -7,8 +7,8 @@ from meshtrain import console
 from meshtrain.config.data import DataConfig, TokenizerConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.inspection import inspect_run, inspect_tokens, sample_spans
-from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
-from meshtrain.data.tokens.tokenizer_training import train_tokenizer_to
+from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer_on_sources
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, write_lines
 
@@ -125,7 +125,7 @@ def test_a_document_of_a_token_file(tmp_path, capsys, kind):
     cache = Cache(tmp_path / "cache")
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     tokenizer = str(byte_tokenizer(cache).directory)
-    tokenize_folder(TokenizeJob([str(source)], tokenizer, tmp_path / "out", format=kind), cache)
+    tokenize_sources(TokenizeRequest([str(source)], tokenizer, tmp_path / "out", format=kind), cache)
     capsys.readouterr()
 
     inspect_tokens(f"{tmp_path}/out/train", None, cache, first=3, count=1)
@@ -144,10 +144,10 @@ def test_a_document_of_a_token_file(tmp_path, capsys, kind):
 def test_another_tokenizer_is_told_in_the_words_of_the_command(tmp_path):
     cache = Cache(tmp_path / "cache")
     source = write_lines(tmp_path / "a.jsonl", ["aa aa aa"])
-    tokenize_folder(TokenizeJob([str(source)], str(byte_tokenizer(cache).directory), tmp_path / "out"), cache)
-    train_tokenizer_to([str(source)], 260, tmp_path / "other")
+    tokenize_sources(TokenizeRequest([str(source)], str(byte_tokenizer(cache).directory), tmp_path / "out"), cache)
+    train_tokenizer_on_sources([str(source)], 260, tmp_path / "other")
 
-    with pytest.raises(DataError, match="name the tokenizer it was made with as --tokenizer, or tokenise again"):
+    with pytest.raises(DataError, match="name the tokenizer it was made with as --tokenizer, or tokenize again"):
         inspect_tokens(f"{tmp_path}/out/train", f"{tmp_path}/other", cache, first=0, count=1)
 
 

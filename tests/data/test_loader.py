@@ -10,7 +10,7 @@ import torch
 
 from meshtrain.data.samples.loader import PREFETCHED_BATCHES, Batch, build_loader
 from meshtrain.data.samples.mixture import MixedSource, MixtureOrder
-from meshtrain.data.samples.order import FILLER, SampleOrder, place_in_data
+from meshtrain.data.samples.order import FILLER, SampleOrder, find_data_step
 from meshtrain.data.samples.rows import IGNORE_INDEX, PackedSamples, PaddedSamples, Samples
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
@@ -108,7 +108,7 @@ def test_iterating_again_starts_over(packed):
 
 def test_batches_that_are_left_out_are_passed_over(packed):
     order = SampleOrder(len(packed), global_batch_size=8)
-    places = [place_in_data(step, (1, 2, 5)) for step in range(5)]
+    places = [find_data_step(step, (1, 2, 5)) for step in range(5)]
     assert places == [0, 3, 4, 6, 7]
 
     batches = list(build_loader(packed, order, dp_rank=0, dp_size=2, start_step=1, stop_step=5, left_out=(1, 2, 5)))

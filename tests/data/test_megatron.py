@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens.megatron import megatron_type_of, write_index
-from meshtrain.data.tokens.opening import is_tokens, open_token_file
+from meshtrain.data.tokens.megatron import megatron_token_type, write_index
 from meshtrain.data.tokens.token_file import TokenFile
+from meshtrain.data.tokens.tokenized_source import is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.errors import DataError
 from tests.data.corpora import token_file
@@ -83,7 +83,7 @@ def test_what_is_tokens_and_what_is_not(tmp_path):
 
     names = ("pair", "pair.bin", "pair.idx", "text.txt", "empty", "none")
 
-    assert [name for name in names if is_tokens(f"{tmp_path}/{name}")] == ["pair", "pair.bin", "pair.idx"]
+    assert [name for name in names if is_tokenized(f"{tmp_path}/{name}")] == ["pair", "pair.bin", "pair.idx"]
 
 
 def test_it_is_looked_through_once(tmp_path, tokenizer, cache):
@@ -158,11 +158,11 @@ def test_a_pair_that_does_not_fit(tmp_path, tokenizer, cache):
         ),
         (whole[0], whole[1][:-2]): (
             f"{prefix}.bin holds 24 bytes where {prefix}.idx says 26: it was cut short; "
-            "copy it again, or tokenise again"
+            "copy it again, or tokenize again"
         ),
         (whole[0], whole[1] * 2): (
             f"{prefix}.bin holds 52 bytes where {prefix}.idx says 26: it is not the file that belongs to it; "
-            "copy it again, or tokenise again"
+            "copy it again, or tokenize again"
         ),
     }
     for (index, tokens), problem in cases.items():
@@ -190,13 +190,13 @@ def test_a_token_that_the_tokenizer_does_not_have(tmp_path, tokenizer, cache, to
     for _ in range(2):
         assert problem_of(prefix, tokenizer, cache) == (
             f"{prefix}.bin: token 4 (byte 16) is {token}, and the tokenizer has 0 to 9; "
-            "name the tokenizer that it was written with as data.tokenizer.path, or tokenise again"
+            "name the tokenizer that it was written with as data.tokenizer.path, or tokenize again"
         )
 
 
 @pytest.mark.parametrize("vocab_size", [10, 70_000])
 def test_what_is_written_is_what_is_read(tmp_path, tokenizer, cache, vocab_size):
-    kind = np.dtype(megatron_type_of(vocab_size))
+    kind = np.dtype(megatron_token_type(vocab_size))
     tokens, offsets = np.array([1, 2, END, 3, END, END], kind), np.array([0, 3, 5, 6])
     (tmp_path / "pair.bin").write_bytes(tokens.tobytes())
 
@@ -229,9 +229,9 @@ def test_a_token_file_is_opened_and_checked(tmp_path, tokenizer, cache):
     assert opened.identity == file.identity
     problem = problem_of(file.directory, tokenizer, cache)
     assert problem.startswith(
-        f"{file.directory} was tokenised with another tokenizer (identity {made_with.identity[:12]}"
+        f"{file.directory} was tokenized with another tokenizer (identity {made_with.identity[:12]}"
     )
-    assert problem.endswith("name the tokenizer it was made with as data.tokenizer.path, or tokenise again")
+    assert problem.endswith("name the tokenizer it was made with as data.tokenizer.path, or tokenize again")
 
 
 def test_a_token_file_that_is_damaged(tmp_path, cache):
@@ -241,18 +241,18 @@ def test_a_token_file_that_is_damaged(tmp_path, cache):
 
     tokens.write_bytes(whole[:-2])
     assert problem_of(file.directory, made_with, cache) == (
-        f"{tokens} holds 14 bytes where counts.json says 16: it was cut short; copy it again, or tokenise again"
+        f"{tokens} holds 14 bytes where counts.json says 16: it was cut short; copy it again, or tokenize again"
     )
     tokens.write_bytes(b"\x05\x00" + whole[2:])
     assert problem_of(file.directory, made_with, cache).startswith(
         f"{tokens} is damaged: its content is not what counts.json says (xxh3 "
     )
     tokens.unlink()
-    assert problem_of(file.directory, made_with, cache) == f"{tokens} is missing; copy it again, or tokenise again"
+    assert problem_of(file.directory, made_with, cache) == f"{tokens} is missing; copy it again, or tokenize again"
     counts = file.directory / "counts.json"
     counts.write_text('{"documents": 2}')
     assert problem_of(file.directory, made_with, cache) == (
-        f"{counts} is not of the format 3 that this version reads; tokenise again with meshtrain tokenize"
+        f"{counts} is not of the format 3 that this version reads; tokenize again with meshtrain tokenize"
     )
     counts.write_text("{")
     assert problem_of(file.directory, made_with, cache).startswith(f"{counts} cannot be read (Expecting ")
@@ -262,7 +262,7 @@ def test_several_token_files_in_a_directory(tmp_path, tokenizer, cache):
     (tmp_path / "all").mkdir()
     write_pair(tmp_path / "all" / "train")
 
-    assert is_tokens(f"{tmp_path}/all")
+    assert is_tokenized(f"{tmp_path}/all")
     assert problem_of(tmp_path / "all", tokenizer, cache) == (
         f'{tmp_path}/all holds several token files; name one of them, such as "{tmp_path}/all/train"'
     )

@@ -5,7 +5,13 @@ import time
 import numpy as np
 import pytest
 
-from meshtrain.data.samples.mixture import LEAST_PER_BLOCK, MOST_PER_BLOCK, MixedSource, MixtureOrder, quotas_of
+from meshtrain.data.samples.mixture import (
+    MAX_BLOCK_SAMPLES,
+    MIN_BLOCK_SAMPLES,
+    MixedSource,
+    MixtureOrder,
+    compute_quotas,
+)
 from meshtrain.data.samples.order import GroupedOrder
 from meshtrain.errors import DataError
 
@@ -32,10 +38,10 @@ def sources_of(ids: np.ndarray) -> np.ndarray:
     ],
 )
 def test_a_block_has_whole_shares(weights, quotas):
-    found = quotas_of(np.array(weights), ["a", "b", "c"])
+    found = compute_quotas(np.array(weights), ["a", "b", "c"])
 
     assert tuple(found) == quotas
-    assert LEAST_PER_BLOCK <= found.sum() <= MOST_PER_BLOCK
+    assert MIN_BLOCK_SAMPLES <= found.sum() <= MAX_BLOCK_SAMPLES
 
 
 def test_too_small_a_share_is_refused():

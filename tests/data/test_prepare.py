@@ -48,7 +48,7 @@ def test_training_without_validation(tmp_path, capsys):
 
     tokens = sum(len(text) + 1 for text in TEXTS)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"Data: train 100 documents, {tokens:,} tokens; vocabulary 258; tokenised into {tmp_path}/cache"
+        f"Data: train 100 documents, {tokens:,} tokens; vocabulary 258; tokenized into {tmp_path}/cache"
     )
     assert data.sources[0].validation is None
     assert validation_samples(data) is None
@@ -86,7 +86,7 @@ def test_validation_by_files(tmp_path, capsys):
 
     data = prepare_data(configure(tmp_path, validation=[str(path)]))
 
-    assert "; validation 2 documents, 19 tokens; vocabulary 258; tokenised into " in capsys.readouterr().out
+    assert "; validation 2 documents, 19 tokens; vocabulary 258; tokenized into " in capsys.readouterr().out
     assert data.sources[0].train.counts.documents == 100
     assert data.sources[0].validation is not None
     assert data.sources[0].validation.counts.documents == 2
@@ -98,7 +98,7 @@ def test_skipped_records_are_told(tmp_path, capsys):
 
     prepare_data(configure(tmp_path, on_bad_record="skip"))
 
-    assert "; 2 broken records skipped; tokenised into " in capsys.readouterr().out
+    assert "; 2 broken records skipped; tokenized into " in capsys.readouterr().out
 
 
 def test_orders_follow_the_run(tmp_path):
@@ -278,7 +278,7 @@ def test_what_is_cut_off_is_told(tmp_path, capsys):
     long = str(write_lines(tmp_path / "long.jsonl", ["short", "x" * 40, "x" * 31, "x" * 32]))
 
     prepare_data(configure(tmp_path, train=[long], form="padded"))
-    assert "; 2 documents longer than a sample are cut off; tokenised into " in capsys.readouterr().out
+    assert "; 2 documents longer than a sample are cut off; tokenized into " in capsys.readouterr().out
     prepare_data(configure(tmp_path, train=[long]))
     assert "cut off" not in capsys.readouterr().out
 
@@ -292,7 +292,7 @@ def test_tokens_are_sources(tmp_path):
 
     assert second.identity == first.identity
     assert problems_of(configure(tmp_path, train=[train], validation=0.1, tokenizer=tokenizer)) == (
-        "data.validation = 0.1: of tokens no documents are kept aside; tokenise with meshtrain tokenize --validation, "
+        "data.validation = 0.1: of tokens no documents are kept aside; tokenize with meshtrain tokenize --validation, "
         "and name what it wrote",
     )
     assert problems_of(configure(tmp_path, train=[*text.train, train], tokenizer=tokenizer)) == (

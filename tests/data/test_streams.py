@@ -17,7 +17,7 @@ from meshtrain.errors import DataError
 from tests.data.corpora import read_pieces, write_lines
 
 TEXTS = [f"document {number} of some words and 日本語\r\n" for number in range(3000)]
-MEND = '; mend it, or leave such records out with data.on_bad_record = "skip"'
+ADVICE = '; mend it, or leave such records out with data.on_bad_record = "skip"'
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_file_that_was_cut_short(tmp_path, lines, kind, missing):
 
     assert problem.startswith(f"{path}")
     assert " file is damaged: " in problem
-    assert problem.endswith(MEND)
+    assert problem.endswith(ADVICE)
     assert [piece.text for piece in pieces] == TEXTS[: len(pieces)]
     assert reader.skipped_records == 1
 
@@ -123,7 +123,7 @@ def test_a_bgzip_file_cut_between_two_blocks_is_not_whole(tmp_path, lines):
     assert texts_of(tmp_path / "whole.jsonl.gz") == TEXTS
     assert problem_of(tmp_path / "cut.jsonl.gz") == (
         f"{tmp_path}/cut.jsonl.gz: the gzip file is damaged: it is of bgzip and lacks the last block, it was cut short"
-        f"{MEND}"
+        f"{ADVICE}"
     )
 
 
@@ -162,7 +162,7 @@ def test_rows_that_are_no_text(tmp_path):
     path = write_table(tmp_path / "a.parquet", [*TEXTS[:BATCH_ROWS], None, "", "last"])
 
     assert problem_of(path) == (
-        f'{path}, row {BATCH_ROWS + 1}: the column "text" (data.text_key) holds null and not text{MEND}'
+        f'{path}, row {BATCH_ROWS + 1}: the column "text" (data.text_key) holds null and not text{ADVICE}'
     )
     pieces, reader = read_pieces(path, on_bad_record="skip")
     assert [piece.text for piece in pieces] == [*TEXTS[:BATCH_ROWS], "last"]
@@ -175,16 +175,16 @@ def test_a_row_that_is_not_utf8(tmp_path):
     arrow.parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
 
     assert problem_of(tmp_path / "a.parquet") == (
-        f"{tmp_path}/a.parquet, row 2: not UTF-8 text (byte 4: unexpected end of data){MEND}"
+        f"{tmp_path}/a.parquet, row 2: not UTF-8 text (byte 4: unexpected end of data){ADVICE}"
     )
 
 
 def test_a_table_without_texts(tmp_path):
     path = write_table(tmp_path / "a.parquet", [1, 2], body=["a", "b"])
 
-    assert problem_of(path) == f'{path}: the column "text" (data.text_key) holds int64 and not text{MEND}'
+    assert problem_of(path) == f'{path}: the column "text" (data.text_key) holds int64 and not text{ADVICE}'
     assert problem_of(path, text_key="words") == (
-        f'{path}: no column "words" (data.text_key); the columns are "text", "body"{MEND}'
+        f'{path}: no column "words" (data.text_key); the columns are "text", "body"{ADVICE}'
     )
 
 
@@ -210,12 +210,12 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch, name, package):
 
 
 def test_a_line_too_long_for_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshtrain.data.text.chunks.LONGEST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("meshtrain.data.text.chunks.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
     long = json.dumps({"text": "x" * (5 << 20)})
     path.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n{long}')
 
-    assert problem_of(path) == f"{path}, line 2: longer than 1,048,576 bytes{MEND}"
+    assert problem_of(path) == f"{path}, line 2: longer than 1,048,576 bytes{ADVICE}"
     pieces, reader = read_pieces(path, on_bad_record="skip")
     assert [piece.text for piece in pieces] == ["one", "two"]
     assert reader.skipped_records == 2

@@ -36,14 +36,14 @@ def cache(tmp_path) -> Cache:
     return Cache(tmp_path / "cache")
 
 
-def tokenise(*sources: Path | str, cache: Cache, **options) -> dict[str, TokenFile]:
+def tokenize(*sources: Path | str, cache: Cache, **options) -> dict[str, TokenFile]:
     corpus = open_corpus(*sources, cache=cache, **options)
-    return prepare_token_files(corpus, byte_tokenizer(cache), cache, description="Tokenising")[0]
+    return prepare_token_files(corpus, byte_tokenizer(cache), cache, description="Tokenizing")[0]
 
 
 def problem_of(*sources: Path | str, cache: Cache, **options) -> str:
     with pytest.raises(DataError) as caught:
-        tokenise(*sources, cache=cache, **options)
+        tokenize(*sources, cache=cache, **options)
     return str(caught.value)
 
 
@@ -54,7 +54,7 @@ def documents_of(file: TokenFile) -> list[list[int]]:
 
 def test_every_document_is_followed_by_the_end_token(tmp_path, cache):
     texts = [*random_texts(random.Random(0), 50), "grüß 日本語 🦜", " ", "\n\n"]
-    file = tokenise(write_lines(tmp_path / "a.jsonl", texts), cache=cache)[TRAIN]
+    file = tokenize(write_lines(tmp_path / "a.jsonl", texts), cache=cache)[TRAIN]
 
     assert documents_of(file) == expected_tokens(texts, byte_tokenizer(cache))
     assert file.tokens.dtype == np.uint16
@@ -68,7 +68,7 @@ def test_the_counts_are_those_of_the_text(tmp_path, cache):
     path.write_text("".join(f'{{"text": "{text}"}}\n' for text in [*texts, ""]) + "broken\n")
     tokenizer = byte_tokenizer(cache)
 
-    counts = tokenise(path, cache=cache, on_bad_record="skip")[TRAIN].counts
+    counts = tokenize(path, cache=cache, on_bad_record="skip")[TRAIN].counts
 
     assert (counts.documents, counts.tokens, counts.text_bytes) == (2, 6, 4)
     assert (counts.skipped_records, counts.empty_documents) == (1, 1)
@@ -86,7 +86,7 @@ def test_every_form_of_the_same_text_gives_the_same_tokens(tmp_path, cache):
     for number, text in enumerate(texts):
         (tmp_path / f"c/{number:02}.txt").write_text(text)
 
-    forms = [tokenise(source, cache=cache)[TRAIN] for source in (lines, tmp_path / "b.jsonl.gz", tmp_path / "c/*.txt")]
+    forms = [tokenize(source, cache=cache)[TRAIN] for source in (lines, tmp_path / "b.jsonl.gz", tmp_path / "c/*.txt")]
 
     assert documents_of(forms[0]) == documents_of(forms[1]) == documents_of(forms[2])
 
@@ -95,7 +95,7 @@ def test_many_batches_and_a_document_longer_than_a_batch(tmp_path, cache):
     long = "".join(f"line {number}\n" for number in range(120_000))
     texts = ["first", long, *[f"short {number}" * 300 for number in range(300)], long[:-5], "last"]
 
-    file = tokenise(write_lines(tmp_path / "a.jsonl", texts), cache=cache)[TRAIN]
+    file = tokenize(write_lines(tmp_path / "a.jsonl", texts), cache=cache)[TRAIN]
 
     assert file.counts.documents == len(texts)
     lengths = np.diff(file.offsets).tolist()
@@ -112,7 +112,7 @@ def test_documents_that_become_no_token_are_left_out_and_counted(tmp_path, cache
     corpus = open_corpus(write_lines(tmp_path / "a.jsonl", ["void", "word word", "void void", "word"]), cache=cache)
     files = find_tokenizer(str(tmp_path / "tokenizer.json"), cache)
 
-    parts, _ = prepare_token_files(corpus, files, cache, description="Tokenising")
+    parts, _ = prepare_token_files(corpus, files, cache, description="Tokenizing")
 
     assert documents_of(parts[TRAIN]) == [[0, 0, 1], [0, 1]]
     assert parts[TRAIN].counts.empty_documents == 2
@@ -126,7 +126,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path, cache):
     corpus = open_corpus(write_lines(tmp_path / "a.jsonl", ["w65535 w1"]), cache=cache)
 
     parts, _ = prepare_token_files(
-        corpus, find_tokenizer(str(tmp_path / "tokenizer.json"), cache), cache, description="Tokenising"
+        corpus, find_tokenizer(str(tmp_path / "tokenizer.json"), cache), cache, description="Tokenizing"
     )
 
     assert parts[TRAIN].tokens.dtype == np.uint32
@@ -139,7 +139,7 @@ def test_a_part_of_the_documents_is_kept_aside(tmp_path, cache):
     held_out = [piece.is_held_out for piece in read_pieces(path, held_out=0.1)[0]]
     documents = expected_tokens(texts, byte_tokenizer(cache))
 
-    parts = tokenise(path, cache=cache, held_out=0.1)
+    parts = tokenize(path, cache=cache, held_out=0.1)
 
     kept = [document for document, held in zip(documents, held_out, strict=True) if held]
     trained = [document for document, held in zip(documents, held_out, strict=True) if not held]
@@ -148,7 +148,7 @@ def test_a_part_of_the_documents_is_kept_aside(tmp_path, cache):
     assert parts[VALIDATION].counts.documents + parts[TRAIN].counts.documents == 500
 
 
-def test_it_is_tokenised_once_for_each_text_and_tokenizer(tmp_path, cache):
+def test_it_is_tokenized_once_for_each_text_and_tokenizer(tmp_path, cache):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two"])
     corpus = open_corpus(path, cache=cache)
     answers = [prepare_token_files(corpus, byte_tokenizer(cache), cache, description="T") for _ in range(2)]
@@ -164,15 +164,15 @@ def test_it_is_tokenised_once_for_each_text_and_tokenizer(tmp_path, cache):
 
 def test_a_token_file_that_lost_its_tail_is_built_again(tmp_path, cache):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two"])
-    before = documents_of(file := tokenise(path, cache=cache)[TRAIN])
+    before = documents_of(file := tokenize(path, cache=cache)[TRAIN])
     for name in ("tokens.bin", "documents.bin"):
         os.truncate(file.directory / name, 2)
 
-        assert documents_of(tokenise(path, cache=cache)[TRAIN]) == before
+        assert documents_of(tokenize(path, cache=cache)[TRAIN]) == before
     (file.directory / "tokens.bin").unlink()
-    assert documents_of(tokenise(path, cache=cache)[TRAIN]) == before
+    assert documents_of(tokenize(path, cache=cache)[TRAIN]) == before
     (file.directory / "counts.json").unlink()
-    assert documents_of(tokenise(path, cache=cache)[TRAIN]) == before
+    assert documents_of(tokenize(path, cache=cache)[TRAIN]) == before
 
 
 def test_a_text_without_documents(tmp_path, cache):
@@ -196,7 +196,7 @@ def test_one_document_cannot_be_parted(tmp_path, cache):
 
 
 def test_two_documents_can(tmp_path, cache):
-    parts = tokenise(write_lines(tmp_path / "a.jsonl", ["one", "two"]), cache=cache, held_out=0.01)
+    parts = tokenize(write_lines(tmp_path / "a.jsonl", ["one", "two"]), cache=cache, held_out=0.01)
 
     assert [parts[part].counts.documents for part in (TRAIN, VALIDATION)] == [1, 1]
 
@@ -217,22 +217,22 @@ def test_a_file_that_changes_meanwhile(tmp_path, cache):
 
     for _ in range(2):
         with pytest.raises(DataError) as caught:
-            prepare_token_files(corpus, byte_tokenizer(cache), cache, description="Tokenising")
+            prepare_token_files(corpus, byte_tokenizer(cache), cache, description="Tokenizing")
 
         assert str(caught.value) == f"{path} changed while it was read; start again when nothing writes to it any more"
-    assert tokenise(path, cache=cache)[TRAIN].counts.documents == 2
+    assert tokenize(path, cache=cache)[TRAIN].counts.documents == 2
 
 
-def tokenise_elsewhere(source: Path, cache: Cache) -> None:
+def tokenize_elsewhere(source: Path, cache: Cache) -> None:
     # Many blocks: whoever wants to kill this process in the middle of its work has the time for it.
     workers.BLOCK_BYTES = tokenizing.BLOCK_BYTES = 1 << 15
-    tokenise(source, cache=cache)
+    tokenize(source, cache=cache)
 
 
 def test_a_killed_run_leaves_no_half_file_that_is_believed(tmp_path, cache):
     source = write_lines(tmp_path / "a.jsonl", ["some words " * 1000 + f"{number}" for number in range(300)])
-    expected = tokenise(source, cache=Cache(tmp_path / "undisturbed"))[TRAIN]
-    process = context.Process(target=tokenise_elsewhere, args=(source, cache))
+    expected = tokenize(source, cache=Cache(tmp_path / "undisturbed"))[TRAIN]
+    process = context.Process(target=tokenize_elsewhere, args=(source, cache))
     process.start()
     give_up = time.monotonic() + 60
     while not any(path.stat().st_size for path in cache.directory.glob("tokens/*.partial/train/tokens.bin")):
@@ -245,14 +245,14 @@ def test_a_killed_run_leaves_no_half_file_that_is_believed(tmp_path, cache):
     half = next(cache.directory.glob("tokens/*.partial/train/tokens.bin")).stat().st_size
     assert half < 2 * expected.counts.tokens
     assert [path.parent.suffix for path in cache.directory.glob("tokens/*/train")] == [".partial"]
-    file = tokenise(source, cache=cache)[TRAIN]
+    file = tokenize(source, cache=cache)[TRAIN]
     assert np.array_equal(file.tokens, expected.tokens)
     assert np.array_equal(file.offsets, expected.offsets)
     assert not list(cache.directory.glob("tokens/*.partial"))
 
 
 def test_the_file_says_what_it_is(tmp_path, cache):
-    file = tokenise(write_lines(tmp_path / "a.jsonl", ["one"]), cache=cache)[TRAIN]
+    file = tokenize(write_lines(tmp_path / "a.jsonl", ["one"]), cache=cache)[TRAIN]
 
     written = json.loads((file.directory / "counts.json").read_text())
 

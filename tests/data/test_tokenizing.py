@@ -1,4 +1,4 @@
-"""Tokenising by many processes and after kills: the bytes are always the same, and no record is lost or doubled."""
+"""Tokenizing by many processes and after kills: the bytes are always the same, and no record is lost or doubled."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ import pytest
 
 from meshtrain.data.cache import Cache
 from meshtrain.data.text import chunks
-from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.sources import find_files
 from meshtrain.data.tokens import tokenizing, workers
 from meshtrain.data.tokens.journal import JOURNAL, Job
@@ -52,11 +52,11 @@ def corpus_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_of(directory: Path, cache: Cache, *, num_workers: int = 0, **options) -> Job:
     files = tuple(find_files([f"{directory}/{name}" for name in KINDS], key="data.train"))
     corpus = Corpus(files, tuple(file.path.name for file in files), **({"on_bad_record": "skip"} | options))
-    return Job(corpus, byte_tokenizer(cache), "Tokenising", num_workers=num_workers)
+    return Job(corpus, byte_tokenizer(cache), "Tokenizing", num_workers=num_workers)
 
 
 def made(directory: Path, job: Job) -> dict[str, tuple[bytes, bytes, dict]]:
-    """Tokenise, and return what the files hold."""
+    """Tokenize, and return what the files hold."""
     directory.mkdir(exist_ok=True)
     tokenize(directory, job=job)
     return {part: content_of(directory / part) for part in job.parts}
@@ -106,7 +106,7 @@ def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected,
     assert made(tmp_path / "out", job_of(corpus_directory, cache, num_workers=num_workers, held_out=0.1)) == expected
 
 
-def tokenise_elsewhere(directory: Path, job: Job) -> None:
+def tokenize_elsewhere(directory: Path, job: Job) -> None:
     tokenizing.SECONDS_BETWEEN_ENTRIES = 0.0
     tokenizing.BLOCK_BYTES = workers.BLOCK_BYTES = 1 << 15
     chunks.CHUNK_BYTES = 1 << 14
@@ -130,7 +130,7 @@ def position_in(directory: Path) -> list[int]:
 
 def kill_after_next_entry(directory: Path, job: Job) -> list[int]:
     before = position_in(directory)
-    process = context.Process(target=tokenise_elsewhere, args=(directory, job))
+    process = context.Process(target=tokenize_elsewhere, args=(directory, job))
     process.start()
     wait_until(lambda: position_in(directory) > before or not process.is_alive())
     os.kill(process.pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_however_often_it_is_killed_the_bytes_are_the_same(corpus_directory, cac
     assert len({tuple(place) for place in places}) == len(places)
     assert ended == expected
     # It went on where it was, and did not start over.
-    assert not capsys.readouterr().out.startswith("Tokenising  0.0/")
+    assert not capsys.readouterr().out.startswith("Tokenizing  0.0/")
     assert not (directory / JOURNAL).exists()
 
 
@@ -223,7 +223,7 @@ def test_workers_end_with_who_started_them(corpus_directory, cache, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()
     process = context.Process(
-        target=tokenise_elsewhere, args=(directory, job_of(corpus_directory, cache, num_workers=2))
+        target=tokenize_elsewhere, args=(directory, job_of(corpus_directory, cache, num_workers=2))
     )
     process.start()
     wait_until(lambda: position_in(directory) > [-1])
@@ -249,7 +249,7 @@ def test_a_worker_that_is_killed_is_told(corpus_directory, cache, tmp_path):
     os.kill(worker, signal.SIGKILL)
 
     assert problems.get(timeout=60) == (
-        "a process that tokenises ended (exit code -9); if this machine was short of memory, "
+        "a process that tokenizes ended (exit code -9); if this machine was short of memory, "
         "let fewer work at a time (--workers); start again: what is done is kept",
     )
     process.join()
@@ -257,7 +257,7 @@ def test_a_worker_that_is_killed_is_told(corpus_directory, cache, tmp_path):
 
 def tell_problem(directory: Path, job: Job, problems: multiprocessing.Queue) -> None:
     try:
-        tokenise_elsewhere(directory, job)
+        tokenize_elsewhere(directory, job)
     except DataError as error:
         problems.put(error.lines)
 

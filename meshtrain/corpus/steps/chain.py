@@ -15,7 +15,7 @@ from meshtrain.corpus.steps.step import READ, Step, StepDirectory, step_director
 from meshtrain.corpus.web.download import download_passes
 from meshtrain.corpus.web.link_rules import load_rules
 from meshtrain.corpus.web.urls import link_passes
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.sources import SourceFile, find_files
 
@@ -39,13 +39,13 @@ def build_chain(config: CorpusConfig) -> list[Step]:
     cache = Cache(Path(config.directory) / ".cache")
     files = find_files(config.sources, key="sources") if config.urls is None else _lists(config)
     steps: list[Step] = []
-    source_identity = identity_of(list(zip(_relative(files), content_hashes(files, cache), strict=True)))
+    source_identity = compute_identity(list(zip(_relative(files), content_hashes(files, cache), strict=True)))
     source: StepDirectory | None = None
     for name, directory in step_directories(config):
         settings = {"version": VERSION, "input": source_identity, **_settings(config, name)}
         passes = partial(_passes, config, name, files, source or directory, directory)
         steps.append(Step(name, directory, settings, passes, () if source else tuple(files)))
-        source_identity = identity_of(settings)
+        source_identity = compute_identity(settings)
         source = directory
     return steps
 
@@ -77,7 +77,7 @@ def _settings(config: CorpusConfig, name: str) -> dict[str, Any]:
 def _content_identity(path: str) -> str:
     """Return the identity of a file's content, because a file may change while its path stays."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    return identity_of(file.read_text(errors="backslashreplace"))
+    return compute_identity(file.read_text(errors="backslashreplace"))
 
 
 def _passes(

@@ -8,7 +8,7 @@ from datatrove.data import Document
 from pyarrow import ArrowException, RecordBatch
 from pyarrow.parquet import ParquetFile
 
-from meshtrain.data.text.byte_streams import DamagedError, opened
+from meshtrain.data.text.byte_streams import DamagedError, open_source_file
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError, name_some
 
@@ -56,7 +56,7 @@ def read_text_lines(file: SourceFile) -> Iterator[str]:
         DataError: if the file is damaged or cannot be read.
     """
     try:
-        with opened(file) as (lines, _):
+        with open_source_file(file) as (lines, _):
             for line in lines:
                 yield line.decode("utf-8", "backslashreplace")
     except DamagedError as error:
@@ -65,7 +65,7 @@ def read_text_lines(file: SourceFile) -> Iterator[str]:
 
 def _text_file(file: SourceFile, name: str) -> Document | BadRecord:
     try:
-        with opened(file) as (stream, _):
+        with open_source_file(file) as (stream, _):
             content = stream.read()
         return Document(text=content.decode("utf-8-sig"), id=name)
     except DamagedError as error:
@@ -77,7 +77,7 @@ def _text_file(file: SourceFile, name: str) -> Document | BadRecord:
 def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
     number = 0
     try:
-        with opened(file) as (lines, _):
+        with open_source_file(file) as (lines, _):
             for number, line in enumerate(lines, 1):
                 if line.isspace():
                     continue
@@ -92,7 +92,7 @@ def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document
 def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
     number = 0
     try:
-        with opened(file) as (stream, _):
+        with open_source_file(file) as (stream, _):
             for batch in ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
                 for record in _rows_of(batch):
                     number += 1

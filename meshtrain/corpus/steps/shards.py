@@ -18,7 +18,7 @@ import orjson
 import zstandard
 from datatrove.data import Document
 
-from meshtrain.data.text.byte_streams import DamagedError, opened
+from meshtrain.data.text.byte_streams import DamagedError, open_source_file
 from meshtrain.data.text.sources import Kind, SourceFile
 from meshtrain.errors import DataError
 
@@ -130,7 +130,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         DataError: if the shard is damaged or cannot be read.
     """
     try:
-        with opened(SourceFile(path, _kind_of(path), 0, 0)) as (lines, _):
+        with open_source_file(SourceFile(path, _kind_of(path), 0, 0)) as (lines, _):
             yield from lines
     except DamagedError as error:
         raise DataError(f"cannot read {path}: {error}; redo the step that wrote it (--redo)") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, Loader, Mapper, Prefetcher
 
-from meshtrain.data.samples.order import Order, place_in_data
+from meshtrain.data.samples.order import Order, find_data_step
 from meshtrain.data.samples.rows import Samples
 from meshtrain.errors import UserError
 
@@ -72,7 +72,7 @@ def build_loader(
             return error
 
     def read_batch(step: int) -> Batch:
-        data_step = place_in_data(step, left_out)
+        data_step = find_data_step(step, left_out)
         sample_ids = order.sample_ids(data_step)
         arrays = samples.read(sample_ids[rows], samples.width(sample_ids), with_tokens=with_tokens)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

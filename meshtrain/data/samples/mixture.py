@@ -12,12 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshtrain.data.samples.order import permute, round_keys
+from meshtrain.data.samples.order import derive_round_keys, permute
 from meshtrain.errors import DataError
 
-MOST_PER_BLOCK = 10_000
+MAX_BLOCK_SAMPLES = 10_000
 """Shares are met to this fraction; a source with less of a share than one sample per block is refused."""
-LEAST_PER_BLOCK = 64
+MIN_BLOCK_SAMPLES = 64
 """Fewer would come in nearly the same order again and again."""
 BLOCKS_KEPT = 8
 
@@ -82,7 +82,7 @@ class MixtureOrder:
         self._sources = tuple(sources)
         self._seed = seed
         self._offsets = np.cumsum([0, *(source.num_samples for source in sources)])
-        self._phases, self._num_samples = _phases_of(self._sources)
+        self._phases, self._num_samples = _build_phases(self._sources)
         self._starts = np.array([phase.start for phase in self._phases], np.int64)
         self._places_in_block = lru_cache(BLOCKS_KEPT)(self._place_block)
 
@@ -146,7 +146,7 @@ class MixtureOrder:
         """Return for each place of a block its source, and how many places of that source come before it."""
         quotas = self._phases[phase].quotas
         size = int(quotas.sum())
-        order = permute(np.arange(size), size, keys=round_keys(f"{self._seed}/mixture/{phase}/{block}"))
+        order = permute(np.arange(size), size, keys=derive_round_keys(f"{self._seed}/mixture/{phase}/{block}"))
         sources = np.searchsorted(np.cumsum(quotas), order, "right")
         ranks = np.empty_like(sources)
         for number in np.flatnonzero(quotas):
@@ -158,12 +158,12 @@ class MixtureOrder:
         if source.shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
-                keys = round_keys(f"{self._seed}/{source.name}/{epoch}")
+                keys = derive_round_keys(f"{self._seed}/{source.name}/{epoch}")
                 places[here] = permute(places[here], source.num_samples, keys=keys)
         return places
 
 
-def quotas_of(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def compute_quotas(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return how many samples of a block each source has: (sources,) int64; 0 where the weight is 0.
 
     The smallest block in which all shares are whole numbers, several times if it is very small; where there is none,
@@ -173,25 +173,25 @@ def quotas_of(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
         DataError: if a source has less than one sample in the largest block.
     """
     shares = weights / weights.sum()
-    if (found := np.flatnonzero((shares > 0) & (shares * MOST_PER_BLOCK < 1))).size:
+    if (found := np.flatnonzero((shares > 0) & (shares * MAX_BLOCK_SAMPLES < 1))).size:
         raise DataError(
             f"data.sources.{names[found[0]]}.weight is {shares[found[0]]:.1e} of all weights, and a mixture takes "
-            f"shares of 1 in {MOST_PER_BLOCK:,} or more; raise it, or leave the source out"
+            f"shares of 1 in {MAX_BLOCK_SAMPLES:,} or more; raise it, or leave the source out"
         )
-    sizes = np.arange(1, MOST_PER_BLOCK + 1)
+    sizes = np.arange(1, MAX_BLOCK_SAMPLES + 1)
     exact = shares[:, None] * sizes
-    is_whole = (np.abs(exact - exact.round()) < 1e-9 * sizes).all(0)
-    if is_whole.any():
-        size = int(sizes[is_whole.argmax()])
-        return (shares * size).round().astype(np.int64) * -(-LEAST_PER_BLOCK // size)
-    quotas = np.floor(shares * MOST_PER_BLOCK).astype(np.int64)
-    short = MOST_PER_BLOCK - int(quotas.sum())
-    remainders = np.where(shares > 0, shares * MOST_PER_BLOCK - quotas, -1.0)
+    is_integral = (np.abs(exact - exact.round()) < 1e-9 * sizes).all(0)
+    if is_integral.any():
+        size = int(sizes[is_integral.argmax()])
+        return (shares * size).round().astype(np.int64) * -(-MIN_BLOCK_SAMPLES // size)
+    quotas = np.floor(shares * MAX_BLOCK_SAMPLES).astype(np.int64)
+    short = MAX_BLOCK_SAMPLES - int(quotas.sum())
+    remainders = np.where(shares > 0, shares * MAX_BLOCK_SAMPLES - quotas, -1.0)
     quotas[np.argsort(-remainders, kind="stable")[:short]] += 1
     return quotas
 
 
-def _phases_of(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | None]:
+def _build_phases(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | None]:
     """Return the phases, and the number of samples in all; None: the last phase has no end."""
     names = [source.name for source in sources]
     weights = np.array([source.weight for source in sources])
@@ -210,7 +210,7 @@ def _phases_of(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | None
         is_there = ~ends | (used < sizes)
         if not is_there.any():
             return phases, start
-        quotas = quotas_of(weights * is_there, names)
+        quotas = compute_quotas(weights * is_there, names)
         finite = ends & is_there
         if not finite.any():
             add(quotas, None)

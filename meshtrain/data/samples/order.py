@@ -94,7 +94,7 @@ class SampleOrder:
         is_sample = positions < self.num_samples
         if self.shuffle:
             positions[is_sample] = permute(
-                positions[is_sample], self.num_samples, keys=round_keys(f"{self.seed}/{epoch}")
+                positions[is_sample], self.num_samples, keys=derive_round_keys(f"{self.seed}/{epoch}")
             )
         positions[~is_sample] = FILLER
         return positions
@@ -158,10 +158,10 @@ class GroupedOrder:
     def _sort_group(self, first: int, num_steps: int) -> np.ndarray:
         ids = np.concatenate([self._order.sample_ids(step) for step in range(first, first + num_steps)])
         batches = ids[np.lexsort((ids, self._lengths(ids)))].reshape(num_steps, self.global_batch_size)
-        return batches[permute(np.arange(num_steps), num_steps, keys=round_keys(f"{self._seed}/groups/{first}"))]
+        return batches[permute(np.arange(num_steps), num_steps, keys=derive_round_keys(f"{self._seed}/groups/{first}"))]
 
 
-def place_in_data(step: int, left_out: Iterable[int]) -> int:
+def find_data_step(step: int, left_out: Iterable[int]) -> int:
     """Return the place in the data of the batch of `step`, both from 0: the places left out are passed over.
 
     Args:
@@ -195,7 +195,7 @@ def permute(positions: np.ndarray, num_samples: int, *, keys: list[np.uint64]) -
     return values.astype(np.int64)
 
 
-def round_keys(name: str) -> list[np.uint64]:
+def derive_round_keys(name: str) -> list[np.uint64]:
     digests = (blake2b(f"{name}/{number}".encode(), digest_size=8).digest() for number in range(ROUNDS))
     return [np.uint64(int.from_bytes(digest, "little")) for digest in digests]
 

@@ -11,13 +11,13 @@ from threading import RLock
 
 import numpy as np
 
-from meshtrain.data.samples.order import FILLER, permute, round_keys
+from meshtrain.data.samples.order import FILLER, derive_round_keys, permute
 from meshtrain.data.samples.rows import Arrays, packed_arrays, padded_arrays, padded_width
 from meshtrain.data.samples.stream_rows import Cursor, Row, StreamReader
 
 ENDLESS = 1 << 48
 """The number of samples of a stream, which begins again at its end."""
-LEAST_BUFFERS_KEPT = 3
+MIN_BUFFERS_KEPT = 3
 CURSORS_KEPT = 1 << 16
 """More buffers than a loader reads ahead, however small they are: nine numbers each."""
 
@@ -50,7 +50,7 @@ class StreamSamples:
         self._buffers: dict[int, list[Row]] = {}
         self._rows: Iterator[Row] = iter(())
         self._next_buffer = -1
-        self._buffers_kept = LEAST_BUFFERS_KEPT
+        self._buffers_kept = MIN_BUFFERS_KEPT
         # A loader that has been given up may still be reading.
         self._lock = RLock()
 
@@ -144,7 +144,7 @@ class StreamSamples:
         rows = list(islice(self._rows, size))
         self._cursors[number] = rows[0].cursor
         if self._form.shuffle:
-            keys = round_keys(f"{self._reader.seed}/buffer/{number}")
+            keys = derive_round_keys(f"{self._reader.seed}/buffer/{number}")
             rows = [rows[place] for place in permute(np.arange(size), size, keys=keys)]
         self._buffers[number] = rows
         self._next_buffer += 1

@@ -1,4 +1,4 @@
-"""Rows of a stream: text that is read and tokenised while it is trained on, from any place on.
+"""Rows of a stream: text that is read and tokenized while it is trained on, from any place on.
 
 A place is a `Cursor`: some numbers, from which the same rows follow as if everything before had been read as well.
 """
@@ -12,17 +12,17 @@ from tokenizers import Tokenizer
 from upath import UPath
 
 from meshtrain import console
-from meshtrain.data.samples.order import permute, round_keys
+from meshtrain.data.samples.order import derive_round_keys, permute
 from meshtrain.data.text.chunks import read_chunks
+from meshtrain.data.text.corpus import START, Corpus, Position
 from meshtrain.data.text.documents import count_problem
-from meshtrain.data.text.source_form import START, Corpus, Position
 from meshtrain.data.tokens.cutting import Cutter
 from meshtrain.data.tokens.encoding import EncodedBlock, Task
-from meshtrain.data.tokens.workers import Block, blocks_of, encode_blocks
+from meshtrain.data.tokens.workers import Block, encode_blocks, group_into_blocks
 from meshtrain.errors import DataError, UserError, name_some
 
 ENCODERS = 1
-"""Processes beside this one that tokenise for it; each data-parallel rank has its own."""
+"""Processes beside this one that tokenize for it; each data-parallel rank has its own."""
 
 
 class Cursor(NamedTuple):
@@ -74,7 +74,7 @@ class StreamReader:
 
     Attributes:
         corpus: its files.
-        task: how they are tokenised.
+        task: how they are tokenized.
         end_id: behind every document.
         shuffle: read the files of each pass in another order.
         seed: another seed, another order.
@@ -130,13 +130,13 @@ class StreamReader:
     def _segments_of_pass(self, start: Cursor) -> Iterator[Row]:
         corpus = replace(self.corpus, files=self._files_of(start.epoch))
         cutter = Cutter(Tokenizer.from_str(self.task.tokenizer))
-        blocks = blocks_of(read_chunks(corpus, cutter, start.position))
+        blocks = group_into_blocks(read_chunks(corpus, cutter, start.position))
         begin, is_open, num_done, num_skipped = start.position, start.is_open, start.texts, start.tokens
         num_left_out = 0
-        for block, encoded in _explained(encode_blocks(blocks, self.task, ENCODERS), corpus):
+        for block, encoded in _report_read_errors(encode_blocks(blocks, self.task, ENCODERS), corpus):
             for _, problem in encoded.problems:
                 # Every pass would show the same again.
-                count_problem(problem, corpus, num_left_out, tells=start.epoch == 0)
+                count_problem(problem, corpus, num_left_out, shows_problems=start.epoch == 0)
                 num_left_out += 1
             cursor = Cursor(start.epoch, begin, is_open=is_open)
             for number, segment in enumerate(_texts_of(encoded, cursor, self.end_id)):
@@ -157,7 +157,7 @@ class StreamReader:
         files = self.corpus.files
         if not self.shuffle:
             return files
-        order = permute(np.arange(len(files)), len(files), keys=round_keys(f"{self.seed}/files/{epoch}"))
+        order = permute(np.arange(len(files)), len(files), keys=derive_round_keys(f"{self.seed}/files/{epoch}"))
         return tuple(files[number] for number in order)
 
 
@@ -222,7 +222,9 @@ def _behind(row: Row, size: int) -> Row | None:
     return Row(cursor, row.tokens[size:], row.trained[size:], row.begins[size:])
 
 
-def _explained(blocks: Iterator[tuple[Block, EncodedBlock]], corpus: Corpus) -> Iterator[tuple[Block, EncodedBlock]]:
+def _report_read_errors(
+    blocks: Iterator[tuple[Block, EncodedBlock]], corpus: Corpus
+) -> Iterator[tuple[Block, EncodedBlock]]:
     """Say of what a library behind a URL raises that the stream cannot be read: they have exceptions of their own."""
     expected = (Exception,) if any(isinstance(file.path, UPath) for file in corpus.files) else (OSError,)
     try:

@@ -12,7 +12,7 @@ from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
 READ_BYTES = 1 << 18
-LARGEST_ZSTD_WINDOW = 1 << 31
+MAX_ZSTD_WINDOW = 1 << 31
 """What `zstd --long=31` writes, the largest there is."""
 
 GZIP_EXTRA_FIELD = 4
@@ -26,7 +26,7 @@ class DamagedError(Exception):
 
 
 @contextmanager
-def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a source file for reading.
 
     Yields:
@@ -50,7 +50,7 @@ def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, raw
 
 
-def skip_to(stream: BinaryIO, offset: int) -> None:
+def seek_forward(stream: BinaryIO, offset: int) -> None:
     """Go forward to an offset of the content."""
     if stream.seekable():
         stream.seek(offset)
@@ -101,7 +101,7 @@ class _ZstdReader(io.RawIOBase):
         except ImportError as error:
             raise DataError(f'{file.path}: to read it takes a package more: pip install "meshtrain[data]"') from error
         self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTD_WINDOW).decompressobj
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj
         self._frame: Any = None
         self._raw = raw
         self._compressed = b""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.cache import identity_of
+from meshtrain.data.cache import compute_identity
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -38,7 +38,7 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """A hash of all that decides what a conversation becomes."""
-        return identity_of(self.source, self.special_tokens)
+        return compute_identity(self.source, self.special_tokens)
 
 
 def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:

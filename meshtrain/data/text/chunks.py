@@ -4,14 +4,14 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO, Literal, NamedTuple
 
-from meshtrain.data.text.byte_streams import DamagedError, opened, skip_to
+from meshtrain.data.text.byte_streams import DamagedError, open_source_file, seek_forward
+from meshtrain.data.text.corpus import Corpus, Position, RecordForm
 from meshtrain.data.text.parquet import read_records, read_rows
-from meshtrain.data.text.source_form import Corpus, Position, RecordForm
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS, Cutter, TooLongError
 from meshtrain.errors import DataError
 
 CHUNK_BYTES = 1 << 20
-LONGEST_LINE_BYTES = 1 << 28
+MAX_LINE_BYTES = 1 << 28
 
 Kind = Literal["lines", "text", "python", "problem", "damage", "end"]
 
@@ -60,7 +60,7 @@ class _FileReader:
             if self._file.kind == "parquet":
                 yield from self._rows() if self._form is None else self._records(self._form)
             else:
-                with opened(self._file) as (stream, raw):
+                with open_source_file(self._file) as (stream, raw):
                     yield from self._lines(stream, raw) if "json" in self._file.kind else self._text(stream, raw)
         except DamagedError as damage:
             yield self._chunk("damage", f"{self._place()}: {damage}".encode())
@@ -94,12 +94,12 @@ class _FileReader:
         self._position = before._replace(offset=before.offset + num_bytes, record=before.record + records)
 
     def _lines(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
-        skip_to(stream, self._position.offset)
+        seek_forward(stream, self._position.offset)
         for data, num_bytes, num_lines in _whole_lines(stream):
             first_line = self._position.record + 1
             self._move(num_bytes, num_lines)
             if data is None:
-                problem = f"{self._file.path}, line {first_line}: longer than {LONGEST_LINE_BYTES:,} bytes"
+                problem = f"{self._file.path}, line {first_line}: longer than {MAX_LINE_BYTES:,} bytes"
                 yield self._chunk("problem", problem.encode(), disk_bytes=raw.tell())
             else:
                 yield self._chunk("lines", data, first_line=first_line, disk_bytes=raw.tell())
@@ -116,12 +116,12 @@ class _FileReader:
                 if kind == "text":
                     yield self._chunk("problem", f"{self._file.path}: {problem}".encode())
                 return
-        with opened(self._file) as (again, raw_again):
+        with open_source_file(self._file) as (again, raw_again):
             yield from self._pieces(again, raw_again)
 
     def _pieces(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
         """Yield the pieces of a file that is one long document; it has been found to be UTF-8."""
-        skip_to(stream, self._position.offset)
+        seek_forward(stream, self._position.offset)
         decoder = codecs.getincrementaldecoder("utf-8")()
         text, is_all = "", False
         while text or not is_all:
@@ -186,7 +186,7 @@ def _whole_lines(stream: BinaryIO) -> Iterator[tuple[bytes | None, int, int]]:
         rest += part
         if len(rest) >= CHUNK_BYTES and b"\n" in part:
             yield from _cut_off(rest)
-        elif len(rest) > LONGEST_LINE_BYTES + CHUNK_BYTES:
+        elif len(rest) > MAX_LINE_BYTES + CHUNK_BYTES:
             yield from _cut_off(rest)
             yield None, len(rest) + _drop_line(stream), 1
             rest.clear()

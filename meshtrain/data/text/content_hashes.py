@@ -8,12 +8,12 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, explained, file_identity, write_atomically
+from meshtrain.data.cache import Cache, file_version, report_os_errors, write_atomically
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
 CHUNK_BYTES = 1 << 22
-WORTH_SHOWING_BYTES = 1 << 28
+MIN_PROGRESS_BYTES = 1 << 28
 SETTLED_NANOSECONDS = 2_000_000_000
 
 Entries = dict[str, list]
@@ -29,17 +29,17 @@ def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
         DataError: if a file cannot be read, or the cache cannot be written.
     """
     path = cache.directory / "content-hashes.json"
-    with explained(path):
-        before = file_identity(path)
+    with report_os_errors(path):
+        before = file_version(path)
         known = _load(path)
     if any(_known_hash(known, file) is None for file in files):
-        with cache.locked("content-hashes.lock", is_done=lambda: file_identity(path) != before):
+        with cache.locked("content-hashes.lock", is_done=lambda: file_version(path) != before):
             known = _load(path)
             new = {str(file.path): file for file in files if _known_hash(known, file) is None}
             hashed = _hash_files(list(new.values()))
             kept = {name: entry for name, entry in known.items() if Path(name).exists()}
             settled = {name: hashed[name] for name in new if _is_settled(new[name])}
-            with explained(path):
+            with report_os_errors(path):
                 write_atomically(path, json.dumps(kept | settled))
             known |= hashed
     return [known[str(file.path)][2] for file in files]
@@ -61,7 +61,7 @@ def _is_settled(file: SourceFile) -> bool:
 
 def _hash_files(files: list[SourceFile]) -> Entries:
     num_bytes = sum(file.num_bytes for file in files)
-    if num_bytes < WORTH_SHOWING_BYTES:
+    if num_bytes < MIN_PROGRESS_BYTES:
         return {str(file.path): _entry(file) for file in files}
     entries = {}
     with console.progress("Hashing the sources", num_bytes, unit="MB") as advance:

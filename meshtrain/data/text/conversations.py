@@ -12,13 +12,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from meshtrain.data.text.chat_template import ChatTemplate
+from meshtrain.data.text.corpus import RecordForm
 from meshtrain.data.text.records import Fields, checked_text, type_name
-from meshtrain.data.text.source_form import RecordForm
 
 ASSISTANT = "assistant"
 
 
-class Marked(NamedTuple):
+class TokenizedRecord(NamedTuple):
     """A record as tokens."""
 
     tokens: np.ndarray
@@ -26,29 +26,35 @@ class Marked(NamedTuple):
     trained: np.ndarray
     """(tokens,) bool: whether to train on foretelling the token."""
     num_bytes: int
-    """Of the text that was tokenised."""
+    """Of the text that was tokenized."""
 
 
-def marker_of(form: RecordForm, template: ChatTemplate | None, tokenizer: Tokenizer) -> Callable[[Fields], Marked]:
+def build_record_tokenizer(
+    form: RecordForm, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> Callable[[Fields], TokenizedRecord]:
     """Return what turns a record into tokens, without the end token behind it; it raises ValueError for a bad one."""
     if form.kind == "completion":
         prompt, completion = form.keys
         return lambda record: _complete(record.values, tokenizer, form, prompt, completion)
-    assert template is not None, "tokenising has asked for it"
+    assert template is not None, "tokenizing has asked for it"
     return lambda record: _converse(record.values, tokenizer, template, form)
 
 
-def _complete(record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, prompt: str, completion: str) -> Marked:
+def _complete(
+    record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, prompt: str, completion: str
+) -> TokenizedRecord:
     # Each on its own: a token over the border would be one that never follows the prompt when the model is used.
     texts = [checked_text(record[key], key, form.keys[key]) for key in (prompt, completion)]
     given, learnt = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
     if not learnt:
         raise ValueError(f'the text of "{completion}" is empty: there is nothing to learn')
     marks = np.repeat([False, True], [len(given), len(learnt)])
-    return Marked(np.array([*given, *learnt], np.int64), marks, sum(len(text.encode()) for text in texts))
+    return TokenizedRecord(np.array([*given, *learnt], np.int64), marks, sum(len(text.encode()) for text in texts))
 
 
-def _converse(record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm) -> Marked:
+def _converse(
+    record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm
+) -> TokenizedRecord:
     ((key, said_by),) = form.keys.items()
     messages = _checked_messages(record[key], key, said_by)
     text, spans = _spans(messages, record.get("tools"), template)
@@ -57,7 +63,7 @@ def _converse(record: dict[str, Any], tokenizer: Tokenizer, template: ChatTempla
     is_trained = np.zeros(len(starts), bool)
     for start, end in spans:
         is_trained |= (start <= starts) & (starts < end)
-    return Marked(np.array(encoding.ids, np.int64), is_trained, len(text.encode()))
+    return TokenizedRecord(np.array(encoding.ids, np.int64), is_trained, len(text.encode()))
 
 
 def _checked_messages(messages: Any, key: str, said_by: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtrain.data.text.byte_streams import DamagedError
-from meshtrain.data.text.source_form import TEXT_KEY
+from meshtrain.data.text.corpus import TEXT_KEY
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError, name_some
 

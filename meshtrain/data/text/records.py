@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshtrain.data.text.chunks import Chunk, not_utf8
-from meshtrain.data.text.source_form import TEXT_KEY
+from meshtrain.data.text.corpus import TEXT_KEY
 from meshtrain.errors import name_some
 
 BEGINNINGS = (b"[", b"{", b"[{")
@@ -23,7 +23,7 @@ class Text(NamedTuple):
     """The file, and the line or row: for messages."""
 
 
-class Problem(NamedTuple):
+class BadRecord(NamedTuple):
     """A record that is no text."""
 
     message: str
@@ -40,25 +40,25 @@ class Fields(NamedTuple):
     """The file, and the line or row: for messages."""
 
 
-def parse(chunk: Chunk, text_key: str) -> Iterator[Text | Problem]:
+def parse(chunk: Chunk, text_key: str) -> Iterator[Text | BadRecord]:
     """Yield what a chunk holds, in order. A Python file that is not UTF-8 is nothing; it may say so, and be right."""
     if chunk.kind == "lines":
         for place, line in _lines(chunk):
             try:
                 yield Text(_text_of(line, text_key), ends_document=True, place=place)
             except (ValueError, RecursionError) as error:
-                yield Problem(f"{place}: {error}", is_damage=False)
+                yield BadRecord(f"{place}: {error}", is_damage=False)
     elif chunk.kind in ("text", "python"):
         try:
             yield Text(chunk.data.decode(), chunk.ends_document, chunk.place)
         except UnicodeDecodeError as error:
             if chunk.kind == "text":
-                yield Problem(f"{chunk.place}: {not_utf8(error)}", is_damage=False)
+                yield BadRecord(f"{chunk.place}: {not_utf8(error)}", is_damage=False)
     elif chunk.kind in ("problem", "damage"):
-        yield Problem(chunk.data.decode(), is_damage=chunk.kind == "damage")
+        yield BadRecord(chunk.data.decode(), is_damage=chunk.kind == "damage")
 
 
-def parse_fields(chunk: Chunk, keys: Mapping[str, str]) -> Iterator[Fields | Problem]:
+def parse_fields(chunk: Chunk, keys: Mapping[str, str]) -> Iterator[Fields | BadRecord]:
     """Yield the records that a chunk holds, in order.
 
     Args:
@@ -69,12 +69,12 @@ def parse_fields(chunk: Chunk, keys: Mapping[str, str]) -> Iterator[Fields | Pro
             try:
                 yield Fields(_fields_of(line, keys), place)
             except (ValueError, RecursionError) as error:
-                yield Problem(f"{place}: {error}", is_damage=False)
+                yield BadRecord(f"{place}: {error}", is_damage=False)
     elif chunk.kind in ("problem", "damage"):
-        yield Problem(chunk.data.decode(), is_damage=chunk.kind == "damage")
+        yield BadRecord(chunk.data.decode(), is_damage=chunk.kind == "damage")
     elif chunk.data:
         problem = f"{chunk.place}: a text, where JSON lines or a table with {name_some([*keys])} are expected"
-        yield Problem(problem, is_damage=False)
+        yield BadRecord(problem, is_damage=False)
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[str, bytes]]:

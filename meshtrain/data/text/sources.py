@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
     ".txt.zst": "txt.zst",
     ".parquet": "parquet",
 }
-NOT_OF_A_DIRECTORY = ".json"
+SKIPPED_IN_DIRECTORIES = ".json"
 """Directories of text hold such files that are not text (`dataset_info.json`); named one by one, they are lines."""
 
 NAMES_SHOWN = 8
@@ -49,14 +49,14 @@ class SourceFile:
 
     def is_unchanged(self) -> bool:
         """Tell whether the directory entry still says the same."""
-        return self.path.is_file() and source_file(self.path, self.kind) == self
+        return self.path.is_file() and inspect_file(self.path, self.kind) == self
 
 
 def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
     """Expand sources into files, in the order of the sources; those of a glob or a directory are sorted by name.
 
     A file that is named twice is read twice. Empty files of a glob or a directory are left out; a directory stands for
-    all files of a known kind below it but NOT_OF_A_DIRECTORY and those that begin with a dot.
+    all files of a known kind below it but SKIPPED_IN_DIRECTORIES and those that begin with a dot.
 
     Args:
         sources: PYTHON_STDLIB, or absolute paths of files and directories, and globs.
@@ -95,7 +95,7 @@ def find_python_files(root: str) -> list[SourceFile]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = set(subdirectories) - NOT_STDLIB_TEXT
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
-    files = [file for path in sorted(paths) if (file := source_file(path, "python")).num_bytes]
+    files = [file for path in sorted(paths) if (file := inspect_file(path, "python")).num_bytes]
     if not files:
         raise DataError(f"{PYTHON_STDLIB}: this Python keeps no .py files in {root}; name files of your own")
     return files
@@ -112,7 +112,7 @@ def _expand(source: str) -> list[SourceFile]:
     if not path.exists():
         _check_link(path)
         raise DataError(f'"{source}" does not exist{_nearest(path)}')
-    file = source_file(path, _kind(path))
+    file = inspect_file(path, _kind(path))
     if not file.num_bytes:
         raise DataError(f'"{source}" is empty; leave it out, or write documents into it')
     return [file]
@@ -123,12 +123,14 @@ def _expand_directory(root: Path) -> list[SourceFile]:
     for directory, subdirectories, names in os.walk(root, onerror=_raise):
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
         paths += [Path(directory, name) for name in names if not name.startswith(".")]
-    known = [path for path in sorted(paths) if path.name.endswith(tuple(KINDS)) and path.suffix != NOT_OF_A_DIRECTORY]
-    files = [file for path in known if (file := source_file(path, _kind(path))).num_bytes]
+    known = [
+        path for path in sorted(paths) if path.name.endswith(tuple(KINDS)) and path.suffix != SKIPPED_IN_DIRECTORIES
+    ]
+    files = [file for path in known if (file := inspect_file(path, _kind(path))).num_bytes]
     if not files:
         raise DataError(
             f'"{root}" is a directory without a file of a known kind that holds anything; '
-            f"known are {_known_kinds(of_a_directory=True)}; {_contents(root)}"
+            f"known are {_known_kinds(in_directory=True)}; {_contents(root)}"
         )
     return files
 
@@ -139,14 +141,14 @@ def _raise(error: OSError) -> None:
 
 def _expand_glob(pattern: str) -> list[SourceFile]:
     found = map(Path, sorted(glob.glob(pattern, recursive=True)))
-    # A broken link is no file. It is kept here, for `source_file` to refuse it.
+    # A broken link is no file. It is kept here, for `inspect_file` to refuse it.
     paths = [path for path in found if path.is_file() or not path.exists()]
     if not paths:
         fixed = Path(pattern)
         while glob.has_magic(str(fixed)):
             fixed = fixed.parent
         raise DataError(f'"{pattern}" matches no file; {_contents(_existing(fixed))}')
-    files = [source_file(path, _kind(path)) for path in paths]
+    files = [inspect_file(path, _kind(path)) for path in paths]
     if not any(file.num_bytes for file in files):
         raise DataError(f'"{pattern}" matches only empty files; the first is {paths[0]}')
     return [file for file in files if file.num_bytes]
@@ -159,11 +161,11 @@ def _kind(path: Path) -> Kind:
     raise DataError(f'"{path}" is of no known kind; known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}')
 
 
-def _known_kinds(*, of_a_directory: bool = False) -> str:
-    return ", ".join(suffix for suffix in KINDS if suffix != NOT_OF_A_DIRECTORY or not of_a_directory)
+def _known_kinds(*, in_directory: bool = False) -> str:
+    return ", ".join(suffix for suffix in KINDS if suffix != SKIPPED_IN_DIRECTORIES or not in_directory)
 
 
-def source_file(path: Path, kind: Kind) -> SourceFile:
+def inspect_file(path: Path, kind: Kind) -> SourceFile:
     """Look at a file.
 
     Raises:

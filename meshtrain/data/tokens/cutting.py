@@ -1,4 +1,4 @@
-"""Cutting: documents too long to be tokenised at once, cut where the tokens come out as if they were not.
+"""Cutting: documents too long to be tokenized at once, cut where the tokens come out as if they were not.
 
 A tokenizer may join what stands on both sides of a cut, or put something before the first word it sees. So a cut is
 tried: it is made only where what lies around it becomes the same tokens in one piece and in two. With the usual
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 PIECE_CHARACTERS = 1 << 20
 """Longer documents are cut after the last fit line end before this, or the first after it."""
 
-LONGEST_PIECE_CHARACTERS = 1 << 25
+MAX_PIECE_CHARACTERS = 1 << 25
 """Memory that one encoding may take: about a hundred bytes per token."""
 
 CONTEXT_CHARACTERS = 200
 """What is encoded on each side of a cut to try it: more than any word that a tokenizer has learnt."""
 
-MOST_TRIED = 200
+MAX_CUT_ATTEMPTS = 200
 LINE_END = re.compile(r"(?<=\S)(?:\r\n|\n|\r)(?=\S)")
 
 
@@ -61,21 +61,21 @@ class Cutter:
             is_all: whether the document ends with this text.
 
         Raises:
-            TooLongError: if the piece would be longer than LONGEST_PIECE_CHARACTERS.
+            TooLongError: if the piece would be longer than MAX_PIECE_CHARACTERS.
         """
         if is_all and len(text) - start <= PIECE_CHARACTERS:
             return len(text) - start
         last = len(text) if is_all else len(text) - CONTEXT_CHARACTERS
         if last - start < PIECE_CHARACTERS:
             return 0
-        longest = start + LONGEST_PIECE_CHARACTERS
-        for place in islice(_line_ends(text, start, min(last, longest)), MOST_TRIED):
+        longest = start + MAX_PIECE_CHARACTERS
+        for place in islice(_line_ends(text, start, min(last, longest)), MAX_CUT_ATTEMPTS):
             if self._is_fit(text, start, place):
                 return place - start
         if last > longest:
             raise TooLongError(
-                f"the document is longer than {LONGEST_PIECE_CHARACTERS:,} characters and has no line end where it "
-                "could be cut without another tokenisation; cut it into documents, or take another tokenizer"
+                f"the document is longer than {MAX_PIECE_CHARACTERS:,} characters and has no line end where it "
+                "could be cut without another tokenization; cut it into documents, or take another tokenizer"
             )
         return len(text) - start if is_all else 0
 

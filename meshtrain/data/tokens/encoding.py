@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from meshtrain.data.text.chat_template import ChatTemplate
 from meshtrain.data.text.chunks import Chunk
-from meshtrain.data.text.conversations import Marked, marker_of
-from meshtrain.data.text.records import Fields, Problem, parse, parse_fields
-from meshtrain.data.text.source_form import RecordForm
+from meshtrain.data.text.conversations import TokenizedRecord, build_record_tokenizer
+from meshtrain.data.text.corpus import RecordForm
+from meshtrain.data.text.records import BadRecord, Fields, parse, parse_fields
 from meshtrain.data.tokens.cutting import Cutter, TooLongError
 
 BATCH_CHARACTERS = 1 << 17
@@ -30,7 +30,7 @@ class EncodedBlock:
     """(texts,) int64."""
     ends_document: np.ndarray
     """(texts,) bool."""
-    problems: list[tuple[int, Problem]]
+    problems: list[tuple[int, BadRecord]]
     """What was no text, and how many texts came before it."""
     trained: np.ndarray | None = None
     """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
@@ -68,13 +68,13 @@ class Encoder:
         texts = _Texts(self._tokenizer, self._token_type)
         for chunk in chunks:
             for record in parse(chunk, self._text_key):
-                if isinstance(record, Problem):
+                if isinstance(record, BadRecord):
                     texts.problems.append((len(texts.lengths), record))
                     continue
                 try:
                     pieces = list(self._cutter.pieces(record.text))
                 except TooLongError as error:
-                    problem = Problem(f"{record.place}: {error}", is_damage=False)
+                    problem = BadRecord(f"{record.place}: {error}", is_damage=False)
                     texts.problems.append((len(texts.lengths), problem))
                 else:
                     texts.add(pieces, ends_document=record.ends_document)
@@ -89,22 +89,22 @@ class RecordEncoder:
         keys: that each record must have -> the key of a run file that names it.
     """
 
-    def __init__(self, mark: Callable[[Fields], Marked], token_type: np.dtype, keys: dict[str, str]) -> None:
+    def __init__(self, mark: Callable[[Fields], TokenizedRecord], token_type: np.dtype, keys: dict[str, str]) -> None:
         self._mark, self._token_type, self._keys = mark, token_type, keys
 
     def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
         """Encode all records of chunks, in order; each is a document."""
-        found: list[Marked] = []
-        problems: list[tuple[int, Problem]] = []
+        found: list[TokenizedRecord] = []
+        problems: list[tuple[int, BadRecord]] = []
         for chunk in chunks:
             for record in parse_fields(chunk, self._keys):
-                if isinstance(record, Problem):
+                if isinstance(record, BadRecord):
                     problems.append((len(found), record))
                     continue
                 try:
                     found.append(self._mark(record))
                 except ValueError as error:
-                    problems.append((len(found), Problem(f"{record.place}: {error}", is_damage=False)))
+                    problems.append((len(found), BadRecord(f"{record.place}: {error}", is_damage=False)))
         return EncodedBlock(
             tokens=np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]).astype(self._token_type),
             lengths=np.array([len(one.tokens) for one in found], np.int64),
@@ -131,7 +131,9 @@ class Task:
         tokenizer = Tokenizer.from_str(self.tokenizer)
         if self.form is None:
             return Encoder(tokenizer, self.token_type, self.text_key)
-        return RecordEncoder(marker_of(self.form, self.template, tokenizer), self.token_type, self.form.keys)
+        return RecordEncoder(
+            build_record_tokenizer(self.form, self.template, tokenizer), self.token_type, self.form.keys
+        )
 
 
 @dataclass
@@ -143,7 +145,7 @@ class _Texts:
     lengths: list[int] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
     ends_document: list[bool] = field(default_factory=list)
-    problems: list[tuple[int, Problem]] = field(default_factory=list)
+    problems: list[tuple[int, BadRecord]] = field(default_factory=list)
     _tokens: list[np.ndarray] = field(default_factory=list)
     _waiting: list[tuple[int, str]] = field(default_factory=list)
     _waiting_characters: int = 0

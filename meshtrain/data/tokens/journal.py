@@ -1,4 +1,4 @@
-"""What is to be tokenised, and how far that has come: the journal of a job that may be killed."""
+"""What is to be tokenized, and how far that has come: the journal of a job that may be killed."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data.cache import identity_of
+from meshtrain.data.cache import compute_identity
 from meshtrain.data.text.chat_template import ChatTemplate, find_chat_template
-from meshtrain.data.text.source_form import START, Corpus, Position
-from meshtrain.data.tokens.part_writer import PartState, PartWriter, sizes_of
-from meshtrain.data.tokens.token_file import FORMAT_VERSION, TRAIN, VALIDATION, token_type_of
+from meshtrain.data.text.corpus import START, Corpus, Position
+from meshtrain.data.tokens.part_writer import PartState, PartWriter, file_sizes
+from meshtrain.data.tokens.token_file import FORMAT_VERSION, TRAIN, VALIDATION, smallest_token_type
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.data.tokens.workers import num_cores
 
@@ -21,7 +21,7 @@ JOURNAL = "journal.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenised, and how."""
+    """What is to be tokenized, and how."""
 
     corpus: Corpus
     tokenizer: TokenizerFiles
@@ -50,14 +50,14 @@ class Job:
     @property
     def type_on_disk(self) -> np.dtype:
         """The type of the tokens."""
-        return np.dtype(self.token_type or token_type_of(self.tokenizer.vocab_size))
+        return np.dtype(self.token_type or smallest_token_type(self.tokenizer.vocab_size))
 
     @property
     def identity(self) -> str:
         """A hash of all that decides the bytes that are written."""
         template = self.template.identity if self.template else None
         said = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
-        return identity_of(*said)
+        return compute_identity(*said)
 
     def writer(self, directory: Path, state: PartState) -> PartWriter:
         """Open one of the token files."""
@@ -92,7 +92,7 @@ def load_journal(directory: Path, job: Job) -> Progress | None:
         return None
     position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
     for part, state in zip(job.parts, parts, strict=True):
-        for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
+        for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
             file = directory / part / name
             if not file.exists() or file.stat().st_size < size:
                 return None

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.text.content_hashes import content_hashes
-from meshtrain.data.text.sources import source_file
-from meshtrain.data.tokens.scanning import scan_tokens, shown_if_long
-from meshtrain.data.tokens.token_file import ArrayFile, TokenCounts, TokenFile, check_size, other_tokenizer
+from meshtrain.data.text.sources import inspect_file
+from meshtrain.data.tokens.scanning import progress_if_long, scan_tokens
+from meshtrain.data.tokens.token_file import ArrayFile, TokenCounts, TokenFile, check_size, describe_other_tokenizer
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -33,8 +33,8 @@ HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 FLOAT_TYPES = {6: "float64", 7: "float32"}
 READING_VERSION = 1
-AT_ONCE = 1 << 20
-MEND = "copy both files again, or write them again"
+ENTRIES_PER_READ = 1 << 20
+ADVICE = "copy both files again, or write them again"
 RECORD = "tokenize.json"
 """What `meshtrain tokenize` says beside a pair about how it was made."""
 
@@ -60,19 +60,19 @@ class MegatronIndex:
             DataError: if it is no index, or of a kind that is not read.
         """
         if not path.is_file():
-            raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {MEND}")
+            raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {ADVICE}")
         with path.open("rb") as stream:
             header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
-            raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {MEND}")
+            raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {ADVICE}")
         if len(header) < HEADER.size:
-            raise DataError(f"{path} ends after {len(header)} bytes, within its header; {MEND}")
+            raise DataError(f"{path} ends after {len(header)} bytes, within its header; {ADVICE}")
         _, index_version, code, num_sequences, num_borders = HEADER.unpack(header)
         if index_version != 1:
-            raise DataError(f"{path}, byte 9: version {index_version} of the index, and only 1 is known; {MEND}")
+            raise DataError(f"{path}, byte 9: version {index_version} of the index, and only 1 is known; {ADVICE}")
         if code not in TOKEN_TYPES:
             found = FLOAT_TYPES.get(code, "no type at all")
-            raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {MEND}")
+            raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {ADVICE}")
         _check_length(path, num_sequences, num_borders)
         places = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
         arrays = [
@@ -97,14 +97,14 @@ class MegatronIndex:
             DataError: naming the first that does not, and its place in the file.
         """
         expected = 0
-        for first in range(0, len(self.lengths), AT_ONCE):
-            lengths = self.lengths[first : first + AT_ONCE].astype(np.int64)
+        for first in range(0, len(self.lengths), ENTRIES_PER_READ):
+            lengths = self.lengths[first : first + ENTRIES_PER_READ].astype(np.int64)
             if (lengths < 0).any():
                 number = first + int((lengths < 0).argmax())
                 self._fail(HEADER.size + 4 * number, f"sequence {number:,} has {self.lengths[number]:,} tokens")
             ends = expected + np.cumsum(lengths * self.token_type.itemsize)
             starts = np.append(expected, ends[:-1])
-            is_wrong = self.pointers[first : first + AT_ONCE] != starts
+            is_wrong = self.pointers[first : first + ENTRIES_PER_READ] != starts
             if is_wrong.any():
                 number = first + int(is_wrong.argmax())
                 found, right = int(self.pointers[number]), int(starts[number - first])
@@ -117,8 +117,8 @@ class MegatronIndex:
         place = HEADER.size + 12 * len(self.lengths)
         if not len(self.borders) or self.borders[0] != 0:
             self._fail(place, "the first document does not begin with sequence 0")
-        for first in range(0, len(self.borders), AT_ONCE):
-            steps = np.diff(self.borders[first : first + AT_ONCE + 1])
+        for first in range(0, len(self.borders), ENTRIES_PER_READ):
+            steps = np.diff(self.borders[first : first + ENTRIES_PER_READ + 1])
             if (steps < 0).any():
                 number = first + int((steps < 0).argmax())
                 self._fail(place + 8 * (number + 1), f"document {number:,} ends before it begins")
@@ -127,7 +127,7 @@ class MegatronIndex:
             self._fail(place + 8 * (len(self.borders) - 1), found)
 
     def _fail(self, place: int, found: str) -> None:
-        raise DataError(f"{self.path}, byte {place:,}: {found}; {MEND}")
+        raise DataError(f"{self.path}, byte {place:,}: {found}; {ADVICE}")
 
     def offsets(self) -> np.ndarray:
         """Return the token where each document that holds any begins, and the number of tokens: (documents + 1,)."""
@@ -137,13 +137,13 @@ class MegatronIndex:
 
 def is_megatron(path: Path) -> bool:
     """Tell whether a path names a pair: either file of it, or both without their endings."""
-    prefix = prefix_of(path)
+    prefix = pair_prefix(path)
     return (path.suffix in (".bin", ".idx") and path.is_file()) or (
         not path.exists() and _with(prefix, ".bin").is_file() and _with(prefix, ".idx").is_file()
     )
 
 
-def prefix_of(path: Path) -> Path:
+def pair_prefix(path: Path) -> Path:
     """Return the name of a pair without .bin and .idx."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
@@ -153,7 +153,7 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
 
     Documents without a token are left out. The pair does not say with which tokenizer it was written, unless it lies
     where `meshtrain tokenize` put it; nor whether an end token follows each document (`--append-eod`):
-    `counts.ended_documents` tells how many have one.
+    `counts.ended_documents` shows_problems how many have one.
 
     Args:
         path: either file, or both without their endings.
@@ -161,15 +161,15 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
     Raises:
         DataError: if the files do not fit each other, or the tokens not the tokenizer.
     """
-    prefix = prefix_of(path)
+    prefix = pair_prefix(path)
     bin_path, idx_path = _with(prefix, ".bin"), _with(prefix, ".idx")
     index = MegatronIndex.open(idx_path)
     check_size(bin_path, index.num_tokens * index.token_type.itemsize, said_by=str(idx_path))
     if not index.num_tokens:
         raise DataError(f"{bin_path} holds no tokens; leave it out")
-    hashes = content_hashes([source_file(path, "tokens") for path in (idx_path, bin_path)], cache)
+    hashes = content_hashes([inspect_file(path, "tokens") for path in (idx_path, bin_path)], cache)
     _check_record(prefix, hashes[1], tokenizer)
-    name = f"megatron/{identity_of(READING_VERSION, hashes, tokenizer.identity)}"
+    name = f"megatron/{compute_identity(READING_VERSION, hashes, tokenizer.identity)}"
     cache.build(name, lambda directory: _describe(directory, index, bin_path, hashes, tokenizer))
     counts = TokenCounts.read(cache.directory / name)
     tokens = ArrayFile(bin_path, index.token_type, counts.tokens)
@@ -188,7 +188,7 @@ def _check_record(prefix: Path, tokens_hash: str, tokenizer: TokenizerFiles) -> 
     except (OSError, ValueError, KeyError, TypeError):
         return
     if said["tokens_hash"] == tokens_hash and said["tokenizer"] != tokenizer.identity:
-        raise DataError(other_tokenizer(prefix, said["tokenizer"], tokenizer))
+        raise DataError(describe_other_tokenizer(prefix, said["tokenizer"], tokenizer))
 
 
 def _describe(
@@ -197,7 +197,7 @@ def _describe(
     index.check()
     offsets = index.offsets()
     (directory / "documents.bin").write_bytes(offsets.tobytes())
-    with shown_if_long(f"Looking through {bin_path.name}", bin_path.stat().st_size) as advance:
+    with progress_if_long(f"Looking through {bin_path.name}", bin_path.stat().st_size) as advance:
         scan = scan_tokens(
             bin_path,
             index.token_type,
@@ -222,7 +222,7 @@ def _describe(
     ).write(directory)
 
 
-def megatron_type_of(vocab_size: int) -> type[np.integer]:
+def megatron_token_type(vocab_size: int) -> type[np.integer]:
     """Return the type of tokens that Megatron-LM takes for a vocabulary."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
@@ -240,8 +240,8 @@ def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
     code = next(code for code, name in TOKEN_TYPES.items() if name == token_type.name)
     with path.open("wb") as stream:
         stream.write(HEADER.pack(MAGIC, 1, code, num_documents, num_documents + 1))
-        for first in range(0, num_documents, AT_ONCE):
-            lengths = np.diff(offsets[first : first + AT_ONCE + 1])
+        for first in range(0, num_documents, ENTRIES_PER_READ):
+            lengths = np.diff(offsets[first : first + ENTRIES_PER_READ + 1])
             if lengths.max() > np.iinfo(np.int32).max:
                 number = first + int(lengths.argmax())
                 raise DataError(
@@ -249,11 +249,11 @@ def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
                     "cut it into several, or take --format meshtrain"
                 )
             stream.write(lengths.astype("<i4").tobytes())
-        for first in range(0, num_documents, AT_ONCE):
-            pointers = offsets[first : min(first + AT_ONCE, num_documents)] * token_type.itemsize
+        for first in range(0, num_documents, ENTRIES_PER_READ):
+            pointers = offsets[first : min(first + ENTRIES_PER_READ, num_documents)] * token_type.itemsize
             stream.write(pointers.astype("<i8").tobytes())
-        for first in range(0, num_documents + 1, AT_ONCE):
-            stream.write(np.arange(first, min(first + AT_ONCE, num_documents + 1), dtype="<i8").tobytes())
+        for first in range(0, num_documents + 1, ENTRIES_PER_READ):
+            stream.write(np.arange(first, min(first + ENTRIES_PER_READ, num_documents + 1), dtype="<i8").tobytes())
 
 
 def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
@@ -266,7 +266,7 @@ def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
     if found != expected:
         raise DataError(
             f"{path} holds {found:,} bytes where its header, with {num_sequences:,} sequences and {num_borders - 1:,} "
-            f"documents, says {expected:,}; {MEND}"
+            f"documents, says {expected:,}; {ADVICE}"
         )
 
 

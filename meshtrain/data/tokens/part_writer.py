@@ -40,7 +40,7 @@ class PartWriter:
         directory.mkdir(exist_ok=True)
         self.state = state
         self._end_id = end_id
-        sizes = sizes_of(state, token_type, has_marks=has_marks)
+        sizes = file_sizes(state, token_type, has_marks=has_marks)
         self._streams = {name: _open_at(directory / name, size) for name, size in sizes.items()}
         self._tokens, self._documents = self._streams["tokens.bin"], self._streams["documents.bin"]
         if not self._documents.tell():
@@ -83,7 +83,7 @@ class PartWriter:
             os.fsync(stream.fileno())
 
 
-def sizes_of(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
+def file_sizes(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
     """Return how long the files are, in bytes."""
     num_tokens = state.tokens + state.open_tokens
     sizes = {

@@ -11,8 +11,8 @@ from xxhash import xxh3_128
 from meshtrain import console
 from meshtrain.errors import DataError
 
-SCANNED_AT_ONCE = 1 << 22
-WORTH_SHOWING_BYTES = 1 << 30
+TOKENS_PER_READ = 1 << 22
+MIN_PROGRESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def scan_tokens(
     """
     frequencies = np.zeros(vocab_size, np.int64)
     token_hash, document_hash = xxh3_128(), xxh3_128()
-    for first in range(0, len(offsets), SCANNED_AT_ONCE):
-        document_hash.update(offsets[first : first + SCANNED_AT_ONCE].data)
+    for first in range(0, len(offsets), TOKENS_PER_READ):
+        document_hash.update(offsets[first : first + TOKENS_PER_READ].data)
     start = ended_documents = 0
     # Read, not mapped: a map of the whole file would count as memory of this process.
     with path.open("rb") as stream:
-        while (part := np.fromfile(stream, token_type, SCANNED_AT_ONCE)).size:
+        while (part := np.fromfile(stream, token_type, TOKENS_PER_READ)).size:
             _check_range(path, part, start, vocab_size)
             frequencies += np.bincount(part, minlength=vocab_size)
             token_hash.update(part.data)
@@ -64,20 +64,20 @@ def scan_tokens(
 
 
 @contextmanager
-def shown_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+def progress_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show the progress of reading so many bytes, if that takes long enough to be wondered at."""
-    if num_bytes < WORTH_SHOWING_BYTES:
+    if num_bytes < MIN_PROGRESS_BYTES:
         yield lambda _: None
         return
     with console.progress(description, num_bytes, unit="MB") as advance:
         yield advance
 
 
-def scan_marks(path: Path) -> tuple[int, str]:
+def scan_trained_mask(path: Path) -> tuple[int, str]:
     """Return how many tokens are marked as trained on, and the hash of the file of marks."""
     num_tokens, hashed = 0, xxh3_128()
     with path.open("rb") as stream:
-        while (part := np.fromfile(stream, np.bool_, SCANNED_AT_ONCE)).size:
+        while (part := np.fromfile(stream, np.bool_, TOKENS_PER_READ)).size:
             num_tokens += int(part.sum())
             hashed.update(part.data)
     return num_tokens, hashed.hexdigest()
@@ -90,7 +90,7 @@ def _check_range(path: Path, part: np.ndarray, start: int, vocab_size: int) -> N
         raise DataError(
             f"{path}: token {start + place:,} (byte {(start + place) * part.itemsize:,}) is {int(part[place]):,}, "
             f"and the tokenizer has 0 to {vocab_size - 1:,}; name the tokenizer that it was written with as "
-            "data.tokenizer.path, or tokenise again"
+            "data.tokenizer.path, or tokenize again"
         )
 
 

@@ -1,4 +1,4 @@
-"""The token file: a corpus tokenised once, memory-mapped ever after.
+"""The token file: a corpus tokenized once, memory-mapped ever after.
 
 A token file is a directory:
     tokens.bin      every token of every document, each document followed by the end token; uint16, or uint32 where the
@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 
 from meshtrain.compat.numpy import read_at_random
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.text.content_hashes import content_hashes
-from meshtrain.data.text.sources import source_file
+from meshtrain.data.text.sources import inspect_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
@@ -76,11 +76,11 @@ class TokenCounts:
         try:
             said: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read ({error}); tokenise again, or copy it again") from error
+            raise DataError(f"{path} cannot be read ({error}); tokenize again, or copy it again") from error
         if not isinstance(said, dict) or set(said) != {field.name for field in fields(cls)}:
             raise DataError(
                 f"{path} is not of the format {FORMAT_VERSION} that this version reads; "
-                "tokenise again with meshtrain tokenize"
+                "tokenize again with meshtrain tokenize"
             )
         return cls(**said)
 
@@ -129,7 +129,7 @@ class TokenFile:
     @property
     def identity(self) -> str:
         """A hash of all its tokens and borders."""
-        return identity_of(
+        return compute_identity(
             self.counts.tokens_hash, self.counts.documents_hash, self.counts.trained_hash, self.counts.tokenizer
         )
 
@@ -141,7 +141,7 @@ class TokenFile:
             DataError: if a file is missing, of another length or of another format.
         """
         counts = TokenCounts.read(directory)
-        token_type = np.dtype(token_type_of(counts.vocab_size))
+        token_type = np.dtype(smallest_token_type(counts.vocab_size))
         sizes = {"tokens.bin": counts.tokens * token_type.itemsize, "documents.bin": (counts.documents + 1) * 8}
         if counts.trained_hash is not None:
             sizes["trained.bin"] = counts.tokens
@@ -160,7 +160,7 @@ def is_token_file(directory: Path) -> bool:
     return all((directory / name).is_file() for name in FILE_NAMES[:2]) or (directory / FILE_NAMES[2]).is_file()
 
 
-def is_whole(directory: Path) -> bool:
+def is_complete(directory: Path) -> bool:
     """Tell whether a directory is a token file that can be opened."""
     try:
         TokenFile.open(directory)
@@ -182,30 +182,30 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache
     """
     file = TokenFile.open(directory)
     if tokenizer is not None and file.counts.tokenizer != tokenizer.identity:
-        raise DataError(other_tokenizer(directory, file.counts.tokenizer, tokenizer))
+        raise DataError(describe_other_tokenizer(directory, file.counts.tokenizer, tokenizer))
     all_said = {
         "tokens.bin": file.counts.tokens_hash,
         "documents.bin": file.counts.documents_hash,
         "trained.bin": file.counts.trained_hash,
     }
     names = [name for name, said in all_said.items() if said is not None]
-    hashes = content_hashes([source_file(directory / name, "tokens") for name in names], cache)
+    hashes = content_hashes([inspect_file(directory / name, "tokens") for name in names], cache)
     for name, found in zip(names, hashes, strict=True):
         said = all_said[name]
         if found != said:
             raise DataError(
                 f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not {said}); "
-                "copy it again, or tokenise again"
+                "copy it again, or tokenize again"
             )
     return file
 
 
-def other_tokenizer(place: Path, identity: str, tokenizer: TokenizerFiles) -> str:
+def describe_other_tokenizer(place: Path, identity: str, tokenizer: TokenizerFiles) -> str:
     """Say that tokens were written with another tokenizer than the one that they are to be read with."""
     return (
-        f"{place} was tokenised with another tokenizer (identity {identity[:12]}) than "
+        f"{place} was tokenized with another tokenizer (identity {identity[:12]}) than "
         f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
-        "name the tokenizer it was made with as data.tokenizer.path, or tokenise again"
+        "name the tokenizer it was made with as data.tokenizer.path, or tokenize again"
     )
 
 
@@ -216,15 +216,15 @@ def check_size(path: Path, size: int, *, said_by: str) -> None:
         DataError: if it is missing or of another size.
     """
     if not path.is_file():
-        raise DataError(f"{path} is missing; copy it again, or tokenise again")
+        raise DataError(f"{path} is missing; copy it again, or tokenize again")
     found = path.stat().st_size
     if found != size:
         trouble = "it was cut short" if found < size else "it is not the file that belongs to it"
         raise DataError(
-            f"{path} holds {found:,} bytes where {said_by} says {size:,}: {trouble}; copy it again, or tokenise again"
+            f"{path} holds {found:,} bytes where {said_by} says {size:,}: {trouble}; copy it again, or tokenize again"
         )
 
 
-def token_type_of(vocab_size: int) -> type[np.unsignedinteger]:
+def smallest_token_type(vocab_size: int) -> type[np.unsignedinteger]:
     """Return the type of the tokens in tokens.bin."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from meshtrain.config.data import TokenizerConfig
 from meshtrain.config.paths import is_hub_id
-from meshtrain.data.cache import Cache, identity_of
+from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import DataError, name_some
 
 KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -103,7 +103,7 @@ def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path")
         )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "eos_token": end_token}
     text = file.read_text(encoding="utf-8")
-    name = f"tokenizers/{identity_of(text, settings)}"
+    name = f"tokenizers/{compute_identity(text, settings)}"
     cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
     return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
 
@@ -126,7 +126,7 @@ def open_tokenizer(config: TokenizerConfig, cache: Cache) -> TokenizerFiles:
     known = settings.pop("additional_special_tokens", None) or settings.get("extra_special_tokens") or []
     if isinstance(known, list):
         settings["extra_special_tokens"] = [*known, *added]
-    name = f"tokenizers/{identity_of(text, settings)}"
+    name = f"tokenizers/{compute_identity(text, settings)}"
     cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
     return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
 
@@ -207,7 +207,7 @@ def tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any]) 
     end_id = _token_id(file, tokenizer, settings, "eos_token")
     pad_id = _token_id(file, tokenizer, settings, "pad_token") if settings.get("pad_token") else end_id
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    identity = identity_of(file.read_text(encoding="utf-8"), end_id, pad_id)
+    identity = compute_identity(file.read_text(encoding="utf-8"), end_id, pad_id)
     return TokenizerFiles(file.parent, vocab_size, end_id, pad_id, identity)
 
 

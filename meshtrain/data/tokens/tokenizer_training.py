@@ -13,9 +13,9 @@ from tokenizers.trainers import BpeTrainer
 from xxhash import xxh3_64_intdigest
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, build_output, identity_of
+from meshtrain.data.cache import Cache, build_output, compute_identity
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.documents import DocumentReader
-from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.text.sources import find_typed_files
 from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.tokenizer import (
@@ -62,20 +62,20 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) ->
         DataError: if a document cannot be read.
     """
     identities = [corpus.identity for corpus in corpora]
-    name = f"tokenizers/{identity_of(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
+    name = f"tokenizers/{compute_identity(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
 
     def fill(directory: Path) -> None:
-        # What is left out is shown when the same corpora are tokenised.
-        write_tokenizer(directory, _train(corpora, vocab_size, tells=False).to_str(), SETTINGS)
+        # What is left out is shown when the same corpora are tokenized.
+        write_tokenizer(directory, _train(corpora, vocab_size, shows_problems=False).to_str(), SETTINGS)
 
     cache.build(name, fill)
     file = cache.directory / name / "tokenizer.json"
     return tokenizer_files(file, load_tokenizer(file), SETTINGS)
 
 
-def _train(corpora: Sequence[Corpus], vocab_size: int, *, tells: bool) -> Tokenizer:
+def _train(corpora: Sequence[Corpus], vocab_size: int, *, shows_problems: bool) -> Tokenizer:
     console.line(f"Training a byte-level BPE of {vocab_size:,} tokens")
-    texts = _training_sample(corpora, tells=tells)
+    texts = _training_sample(corpora, shows_problems=shows_problems)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -90,11 +90,16 @@ def _train(corpora: Sequence[Corpus], vocab_size: int, *, tells: bool) -> Tokeni
     return tokenizer
 
 
-def _training_sample(corpora: Sequence[Corpus], *, tells: bool) -> Iterator[str]:
+def _training_sample(corpora: Sequence[Corpus], *, shows_problems: bool) -> Iterator[str]:
     """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
     kept: list[tuple[int, int, int, str]] = []
     kept_bytes = 0
-    pieces = (piece for corpus in corpora for piece in DocumentReader(corpus, tells=tells) if not piece.is_held_out)
+    pieces = (
+        piece
+        for corpus in corpora
+        for piece in DocumentReader(corpus, shows_problems=shows_problems)
+        if not piece.is_held_out
+    )
     for number, piece in enumerate(pieces):
         priority = xxh3_64_intdigest(number.to_bytes(8, "little"))
         heapq.heappush(kept, (-priority, number, piece.num_bytes, piece.text))
@@ -104,7 +109,7 @@ def _training_sample(corpora: Sequence[Corpus], *, tells: bool) -> Iterator[str]
     return (text for _, _, _, text in sorted(kept, key=lambda entry: entry[1]))
 
 
-def train_tokenizer_to(
+def train_tokenizer_on_sources(
     sources: Sequence[str],
     vocab_size: int,
     output: Path,
@@ -129,7 +134,7 @@ def train_tokenizer_to(
     corpus = Corpus(files, (), text_key=text_key, on_bad_record=on_bad_record, num_documents=num_documents)
 
     def fill(directory: Path) -> None:
-        write_tokenizer(directory, _train([corpus], vocab_size, tells=True).to_str(), SETTINGS)
+        write_tokenizer(directory, _train([corpus], vocab_size, shows_problems=True).to_str(), SETTINGS)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with with_option_names():

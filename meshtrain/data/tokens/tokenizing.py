@@ -1,4 +1,4 @@
-"""Tokenising: a corpus becomes token files. Who was killed goes on where he stopped, and ends in the same bytes."""
+"""Tokenizing: a corpus becomes token files. Who was killed goes on where he stopped, and ends in the same bytes."""
 
 import json
 import shutil
@@ -15,23 +15,23 @@ import numpy as np
 from meshtrain import console
 from meshtrain.data.cache import Cache, write_atomically
 from meshtrain.data.text.chunks import read_chunks
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.documents import count_problem
-from meshtrain.data.text.source_form import Corpus
 from meshtrain.data.tokens.cutting import Cutter
 from meshtrain.data.tokens.encoding import EncodedBlock, Task
 from meshtrain.data.tokens.journal import JOURNAL, Job, Progress, load_journal
-from meshtrain.data.tokens.part_writer import PartState, PartWriter, sizes_of
-from meshtrain.data.tokens.scanning import scan_marks, scan_tokens, shown_if_long
+from meshtrain.data.tokens.part_writer import PartState, PartWriter, file_sizes
+from meshtrain.data.tokens.scanning import progress_if_long, scan_tokens, scan_trained_mask
 from meshtrain.data.tokens.token_file import (
     TRAIN,
     VALIDATION,
     TokenCounts,
     TokenFile,
     check_size,
-    is_whole,
+    is_complete,
 )
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
-from meshtrain.data.tokens.workers import BLOCK_BYTES, blocks_of, encode_blocks
+from meshtrain.data.tokens.workers import BLOCK_BYTES, encode_blocks, group_into_blocks
 from meshtrain.errors import DataError
 
 SECONDS_BETWEEN_ENTRIES = 2.0
@@ -40,7 +40,7 @@ SECONDS_BETWEEN_ENTRIES = 2.0
 def prepare_token_files(
     corpus: Corpus, tokenizer: TokenizerFiles, cache: Cache, *, description: str
 ) -> tuple[dict[str, TokenFile], bool]:
-    """Tokenise a corpus, unless the cache has it.
+    """Tokenize a corpus, unless the cache has it.
 
     Args:
         description: what the progress bar says.
@@ -55,9 +55,9 @@ def prepare_token_files(
     name = f"tokens/{job.identity}"
 
     def is_done(directory: Path) -> bool:
-        return all(is_whole(directory / part) for part in job.parts)
+        return all(is_complete(directory / part) for part in job.parts)
 
-    built = cache.build(name, partial(tokenize, job=job), is_whole=is_done, keeps_partial=True)
+    built = cache.build(name, partial(tokenize, job=job), is_complete=is_done, keeps_partial=True)
     return {part: TokenFile.open(cache.directory / name / part) for part in job.parts}, built
 
 
@@ -100,7 +100,7 @@ class _Run:
     def run(self) -> None:
         corpus, tokenizer = self._job.corpus, self._job.tokenizer.load()
         task = Task(tokenizer.to_str(), self._job.type_on_disk, corpus.text_key, corpus.form, self._job.template)
-        blocks = blocks_of(read_chunks(corpus, Cutter(tokenizer), self._progress.position))
+        blocks = group_into_blocks(read_chunks(corpus, Cutter(tokenizer), self._progress.position))
         # A process takes longer to start than one block takes to encode.
         num_workers = min(self._job.num_workers, corpus.num_bytes // BLOCK_BYTES)
         last_entry = monotonic()
@@ -184,12 +184,12 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
 
 def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> None:
     """Read what was written, check it, and write what it holds."""
-    for name, size in sizes_of(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
+    for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
         check_size(directory / name, size, said_by="the process that wrote it")
     offsets = np.memmap(directory / "documents.bin", np.int64, "r")
     vocab_size, end_id = job.tokenizer.vocab_size, job.tokenizer.end_id
     tokens = directory / "tokens.bin"
-    with shown_if_long(f"Checking {directory.name}", tokens.stat().st_size) as advance:
+    with progress_if_long(f"Checking {directory.name}", tokens.stat().st_size) as advance:
         scan = scan_tokens(tokens, job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id, advance=advance)
     assert scan.ended_documents == state.documents, "every document is followed by the end token"
     TokenCounts(
@@ -213,5 +213,5 @@ def _trained(directory: Path, job: Job) -> dict[str, Any]:
     """Return what is counted of the tokens that are trained on, if not all are."""
     if job.corpus.form is None:
         return {}
-    num_tokens, hashed = scan_marks(directory / "trained.bin")
+    num_tokens, hashed = scan_trained_mask(directory / "trained.bin")
     return {"trained_tokens": num_tokens, "trained_hash": hashed}

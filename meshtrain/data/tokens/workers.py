@@ -26,7 +26,7 @@ from meshtrain.errors import DataError
 BLOCK_BYTES = 1 << 21
 """Sent to a worker at a time."""
 
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 """One process reads and writes for all: it takes about 3 ms per MB, for which a worker takes 250."""
 
 BLOCKS_AHEAD = 2
@@ -36,12 +36,12 @@ Block = list[Chunk]
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use, MOST_WORKERS at most."""
+    """Return how many cores this process may use, MAX_WORKERS at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return min(cores, MAX_WORKERS)
 
 
-def blocks_of(chunks: Iterable[Chunk]) -> Iterator[Block]:
+def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[Block]:
     """Gather chunks until they are worth a journey.
 
     Raises:
@@ -122,7 +122,7 @@ def _workers(task: Task, count: int) -> Iterator[Callable[[Block], EncodedBlock]
             return pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise DataError(
-                f"a process that tokenises ended (exit code {process.wait()}); if this machine was short of memory, "
+                f"a process that tokenizes ended (exit code {process.wait()}); if this machine was short of memory, "
                 "let fewer work at a time (--workers); start again: what is done is kept"
             ) from error
         finally:

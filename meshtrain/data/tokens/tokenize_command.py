@@ -11,11 +11,11 @@ from typing import Literal
 import numpy as np
 
 from meshtrain import console
-from meshtrain.data.cache import Cache, build_output, identity_of
-from meshtrain.data.text.source_form import Corpus
+from meshtrain.data.cache import Cache, build_output, compute_identity
+from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.sources import find_typed_files
 from meshtrain.data.tokens.journal import JOURNAL, Job
-from meshtrain.data.tokens.megatron import RECORD, megatron_type_of, write_index
+from meshtrain.data.tokens.megatron import RECORD, megatron_token_type, write_index
 from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.token_file import TokenCounts
 from meshtrain.data.tokens.tokenizer import find_tokenizer
@@ -28,8 +28,8 @@ BYTES_PER_MB = 1_000_000
 
 
 @dataclass(frozen=True)
-class TokenizeJob:
-    """What somebody wants to have tokenised."""
+class TokenizeRequest:
+    """What somebody wants to have tokenized."""
 
     sources: Sequence[str]
     """As on the command line: paths and globs relative to where it was typed."""
@@ -46,8 +46,8 @@ class TokenizeJob:
     """Only so many documents, from the first on; None: all."""
 
 
-def tokenize_folder(order: TokenizeJob, cache: Cache) -> None:
-    """Tokenise sources into a directory: `train` and, if asked for, `validation`, and the tokenizer beside them.
+def tokenize_sources(order: TokenizeRequest, cache: Cache) -> None:
+    """Tokenize sources into a directory: `train` and, if asked for, `validation`, and the tokenizer beside them.
 
     What a killed or failed one left is gone on with. The files are the same, byte for byte, whatever happened and
     however many workers there were.
@@ -56,7 +56,7 @@ def tokenize_folder(order: TokenizeJob, cache: Cache) -> None:
         DataError: if a source, a document or the tokenizer is wrong, or the output is there already and another.
     """
     job = _job(order, cache)
-    name = identity_of(job.identity, order.format)
+    name = compute_identity(job.identity, order.format)
     if order.output.exists():
         _check_same(order.output, name)
         console.line(f"{order.output} holds just that already; nothing was done")
@@ -86,7 +86,7 @@ def tokenize_folder(order: TokenizeJob, cache: Cache) -> None:
     _show(order, parts, None if goes_on else time.monotonic() - started)
 
 
-def _job(order: TokenizeJob, cache: Cache) -> Job:
+def _job(order: TokenizeRequest, cache: Cache) -> Job:
     files = find_typed_files(order.sources)
     tokenizer = find_tokenizer(order.tokenizer, cache, key="--tokenizer")
     # Not hashed, as for the cache: whoever goes on with an output is on the machine where it was begun.
@@ -99,8 +99,8 @@ def _job(order: TokenizeJob, cache: Cache) -> Job:
         held_out=order.validation,
         num_documents=order.num_documents,
     )
-    token_type = megatron_type_of(tokenizer.vocab_size) if order.format == "megatron" else None
-    return Job(corpus, tokenizer, "Tokenising", order.num_workers or num_cores(), token_type)
+    token_type = megatron_token_type(tokenizer.vocab_size) if order.format == "megatron" else None
+    return Job(corpus, tokenizer, "Tokenizing", order.num_workers or num_cores(), token_type)
 
 
 def _check_same(output: Path, name: str) -> None:
@@ -120,7 +120,7 @@ def _to_megatron(part: Path, token_type: np.dtype) -> None:
     shutil.rmtree(part)
 
 
-def _write_record(path: Path, order: TokenizeJob, job: Job, name: str, parts: dict[str, TokenCounts]) -> None:
+def _write_record(path: Path, order: TokenizeRequest, job: Job, name: str, parts: dict[str, TokenCounts]) -> None:
     record = {
         "identity": name,
         "format": order.format,
@@ -132,7 +132,7 @@ def _write_record(path: Path, order: TokenizeJob, job: Job, name: str, parts: di
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _show(order: TokenizeJob, parts: dict[str, TokenCounts], seconds: float | None) -> None:
+def _show(order: TokenizeRequest, parts: dict[str, TokenCounts], seconds: float | None) -> None:
     rows = [
         (
             part,

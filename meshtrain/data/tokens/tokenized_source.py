@@ -9,7 +9,7 @@ from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.errors import DataError
 
 
-def is_tokens(source: str) -> bool:
+def is_tokenized(source: str) -> bool:
     """Tell whether a source names tokens and not text: they may be damaged, or not fit the tokenizer.
 
     Args:
@@ -17,11 +17,11 @@ def is_tokens(source: str) -> bool:
             .bin and .idx; or what `meshtrain tokenize` wrote, a directory that holds either as `train`.
     """
     path = Path(source)
-    return is_token_file(path) or is_megatron(path) or is_several(path)
+    return is_token_file(path) or is_megatron(path) or holds_several(path)
 
 
 def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
-    """Open what `is_tokens`, as memory maps; what has to be read for that is read once, and remembered in the cache.
+    """Open what `is_tokenized`, as memory maps; what has to be read for that is read once, and remembered in the cache.
 
     Raises:
         DataError: if it is damaged, or was written with another tokenizer.
@@ -34,6 +34,6 @@ def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> Tok
     raise DataError(f'{path} holds several token files; name one of them, such as "{path / TRAIN}"')
 
 
-def is_several(path: Path) -> bool:
+def holds_several(path: Path) -> bool:
     """Tell whether a directory is what `meshtrain tokenize` wrote, with a token file or pair `train` in it."""
     return is_token_file(path / TRAIN) or is_megatron(path / TRAIN)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshtrain.config.data import DataConfig, MixedSourceConfig
 from meshtrain.data.text.sources import SourceFile, find_files, find_streamed_files
-from meshtrain.data.tokens.opening import is_tokens
+from meshtrain.data.tokens.tokenized_source import is_tokenized
 from meshtrain.errors import DataError, Problem
 
 Part = str | list[SourceFile]
@@ -44,7 +44,7 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
         if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
             problems.append(
                 f"{config.key_of(name, 'validation')} = {source.validation}: of tokens no documents are kept aside; "
-                "tokenise with meshtrain tokenize --validation, and name what it wrote"
+                "tokenize with meshtrain tokenize --validation, and name what it wrote"
             )
         found.append(FoundSource(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
@@ -54,7 +54,7 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
 
 
 def _find_part(names: list[str], key: str) -> Part:
-    tokens = [name for name in names if is_tokens(name)]
+    tokens = [name for name in names if is_tokenized(name)]
     if not tokens:
         return find_files(names, key=key)
     if len(names) > 1:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from meshtrain.data.cache import identity_of
+from meshtrain.data.cache import compute_identity
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS
 from meshtrain.errors import DataError
@@ -77,7 +77,7 @@ class Corpus:
         contents = [(file.kind, content) for file, content in zip(self.files, self.content_hashes, strict=True)]
         reading = (READING_VERSION, PIECE_CHARACTERS, self.text_key, self.on_bad_record, self.held_out)
         form = None if self.form is None else (self.form.kind, list(self.form.keys))
-        return identity_of(contents, reading, self.num_documents, form)
+        return compute_identity(contents, reading, self.num_documents, form)
 
     def is_held_out(self, document: int) -> bool:
         """Return whether a document is kept aside for validation.

@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens import tokenize_folder as module
-from meshtrain.data.tokens.opening import open_token_file
-from meshtrain.data.tokens.tokenize_folder import TokenizeJob, tokenize_folder
+from meshtrain.data.tokens import tokenize_command as module
+from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
+from meshtrain.data.tokens.tokenized_source import open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
-from meshtrain.data.tokens.tokenizer_training import train_tokenizer_to
+from meshtrain.data.tokens.tokenizer_training import train_tokenizer_on_sources
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, write_lines
 
@@ -39,16 +39,16 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def order(tmp_path, source, tokenizer):
-    def make(**options) -> TokenizeJob:
+    def make(**options) -> TokenizeRequest:
         defaults = {"sources": [str(source)], "tokenizer": str(tokenizer.directory), "output": tmp_path / "out"}
-        return TokenizeJob(**(defaults | options))
+        return TokenizeRequest(**(defaults | options))
 
     return make
 
 
-def problem_of(order: TokenizeJob, cache: Cache) -> str:
+def problem_of(order: TokenizeRequest, cache: Cache) -> str:
     with pytest.raises(DataError) as caught:
-        tokenize_folder(order, cache)
+        tokenize_sources(order, cache)
     return str(caught.value)
 
 
@@ -59,7 +59,7 @@ def documents_of(place: Path, tokenizer: TokenizerFiles, cache: Cache) -> list[l
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
 def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path, capsys, kind):
-    tokenize_folder(order(format=kind), cache)
+    tokenize_sources(order(format=kind), cache)
 
     assert documents_of(tmp_path / "out/train", tokenizer, cache) == expected_tokens(TEXTS, tokenizer)
     parts = {"meshtrain": {"train"}, "megatron": {"train.bin", "train.idx"}}[kind]
@@ -78,7 +78,7 @@ def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
 def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokenizer, tmp_path, kind):
-    tokenize_folder(order(format=kind), cache)
+    tokenize_sources(order(format=kind), cache)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     content = json.loads((tokenizer.directory / "tokenizer.json").read_text())
@@ -87,14 +87,14 @@ def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokeni
     (mixed / "tokenizer.json").write_text(json.dumps(content))
     (mixed / "tokenizer_config.json").write_bytes((tokenizer.directory / "tokenizer_config.json").read_bytes())
 
-    with pytest.raises(DataError, match=r"out/train was tokenised with another tokenizer \(identity \w{12}\) than "):
+    with pytest.raises(DataError, match=r"out/train was tokenized with another tokenizer \(identity \w{12}\) than "):
         open_token_file(str(tmp_path / "out/train"), find_tokenizer(str(mixed), cache), cache)
 
 
 def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkeypatch):
-    tokenize_folder(order(output=tmp_path / "small", format="megatron"), cache)
-    monkeypatch.setattr("meshtrain.data.tokens.tokenize_folder.megatron_type_of", lambda _: np.int32)
-    tokenize_folder(order(output=tmp_path / "large", format="megatron"), cache)
+    tokenize_sources(order(output=tmp_path / "small", format="megatron"), cache)
+    monkeypatch.setattr("meshtrain.data.tokens.tokenize_command.megatron_token_type", lambda _: np.int32)
+    tokenize_sources(order(output=tmp_path / "large", format="megatron"), cache)
 
     small, large = ((tmp_path / name / "train.bin").read_bytes() for name in ("small", "large"))
     assert np.array_equal(np.frombuffer(small, np.uint16), np.frombuffer(large, np.int32))
@@ -102,7 +102,7 @@ def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkey
 
 
 def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
-    tokenize_folder(order(validation=0.1, num_documents=150), cache)
+    tokenize_sources(order(validation=0.1, num_documents=150), cache)
 
     record = json.loads((tmp_path / "out/tokenize.json").read_text())
     assert record["sources"] == [{"path": str(source), "bytes": source.stat().st_size}]
@@ -111,10 +111,10 @@ def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
 
 
 def test_the_same_again_is_there_already_and_another_is_refused(order, source, cache, tmp_path, capsys):
-    tokenize_folder(order(), cache)
+    tokenize_sources(order(), cache)
     capsys.readouterr()
 
-    tokenize_folder(order(), cache)
+    tokenize_sources(order(), cache)
 
     assert capsys.readouterr().out == f"{tmp_path}/out holds just that already; nothing was done\n"
     refusal = (
@@ -142,7 +142,7 @@ def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, 
     assert f'warning: {source}, line 1: no key "text" (--text-key); the keys are "words"; left out' in (
         capsys.readouterr().err.splitlines()
     )
-    tokenize_folder(order(text_key="words"), cache)
+    tokenize_sources(order(text_key="words"), cache)
 
 
 def test_one_document_cannot_be_parted(order, source, cache):
@@ -164,14 +164,14 @@ def test_wrong_words(order, source, cache, tmp_path):
 
 
 def test_two_at_once(order, cache, tmp_path, monkeypatch):
-    tokenise, said = module.tokenize, []
+    tokenize, said = module.tokenize, []
 
-    def tokenise_after_another_has_come(*arguments, **options):
+    def tokenize_after_another_has_come(*arguments, **options):
         said.append(problem_of(order(), cache))
-        tokenise(*arguments, **options)
+        tokenize(*arguments, **options)
 
-    monkeypatch.setattr(module, "tokenize", tokenise_after_another_has_come)
-    tokenize_folder(order(), cache)
+    monkeypatch.setattr(module, "tokenize", tokenize_after_another_has_come)
+    tokenize_sources(order(), cache)
     assert [line.partition(", since ")[0] for line in said] == [
         f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"
     ]
@@ -180,19 +180,19 @@ def test_two_at_once(order, cache, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_is_trained_into_a_directory(source, tmp_path, capsys):
-    train_tokenizer_to([str(source)], 280, tmp_path / "tok")
+    train_tokenizer_on_sources([str(source)], 280, tmp_path / "tok")
 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "tok")) == 280
     assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {tmp_path}/tok: 280 tokens"
     with pytest.raises(DataError) as caught:
-        train_tokenizer_to([str(source)], 280, tmp_path / "tok")
+        train_tokenizer_on_sources([str(source)], 280, tmp_path / "tok")
     assert str(caught.value) == f"--output: {tmp_path}/tok is there already; remove it, or choose another place"
 
 
 def test_a_tokenizer_of_few_documents(tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["aa aa", "zebra zebra"])
 
-    train_tokenizer_to([str(source)], 5000, tmp_path / "tok", num_documents=1)
+    train_tokenizer_on_sources([str(source)], 5000, tmp_path / "tok", num_documents=1)
 
     assert "ze" not in "".join(json.loads((tmp_path / "tok/tokenizer.json").read_text())["model"]["vocab"])
     assert capsys.readouterr().err == "warning: the text has too few different words for 5,000 tokens\n"
@@ -202,7 +202,7 @@ def test_a_tokenizer_of_broken_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text("broken\n")
 
     with pytest.raises(DataError) as caught:
-        train_tokenizer_to([f"{tmp_path}/a.jsonl"], 5000, tmp_path / "tok")
+        train_tokenizer_on_sources([f"{tmp_path}/a.jsonl"], 5000, tmp_path / "tok")
 
     assert str(caught.value).endswith("; mend it, or leave such records out with --on-bad-record skip")
     assert not (tmp_path / "tok").exists()
