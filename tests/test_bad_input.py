@@ -169,21 +169,21 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unreadable text": (
         ["run.toml", 'data.train=["latin.txt"]'],
         [
-            "{here}/latin.txt: not UTF-8 text (byte 1: unexpected end of data); mend it, or leave such records out "
+            "{here}/latin.txt: not UTF-8 text (byte 1: unexpected end of data); fix it, or leave such records out "
             'with data.on_bad_record = "skip"'
         ],
     ),
     "an unreadable archive": (
         ["run.toml", 'data.train=["torn.jsonl.gz"]'],
         [
-            "{here}/torn.jsonl.gz: the gzip file is damaged: Not a gzipped file (b'no'); mend it, or leave such "
+            "{here}/torn.jsonl.gz: the gzip file is damaged: Not a gzipped file (b'no'); fix it, or leave such "
             'records out with data.on_bad_record = "skip"'
         ],
     ),
     "a broken line": (
         ["run.toml", 'data.train=["broken.jsonl"]'],
         [
-            "{here}/broken.jsonl, line 61: not JSON (column 10: Expecting value); mend it, or leave "
+            "{here}/broken.jsonl, line 61: not JSON (column 10: Expecting value); fix it, or leave "
             'such records out with data.on_bad_record = "skip"'
         ],
     ),
@@ -239,7 +239,7 @@ def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
     ((code, out, error),) = on_ranks(1, *skipping)
     assert code == 0
     assert [line.split(": ")[1] for line in error.splitlines()] == [f"{here}/broken.jsonl, line {n}" for n in (61, 62)]
-    assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 broken records skipped; tokenized into" in out
+    assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 bad records skipped; tokenized into" in out
 
 
 def test_a_run_directory_that_cannot_be_written(here: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cache: directories that one process builds once, and that are there completely or not at all."""
+"""The cache: directories that one process builds once. Each is complete, or it is missing."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ FOLLOWER_POLL_SECONDS = 0.01
 
 
 def compute_identity(*what: object) -> str:
-    """Return a hash that names a thing by all that decides it; `what` is anything that JSON can say."""
+    """Return a hash of `what`, which is anything that JSON can hold."""
     return xxh3_128_hexdigest(json.dumps(what).encode())
 
 
@@ -31,7 +31,10 @@ class Cache:
 
     directory: Path
     leads: bool = True
-    """Whether this process goes first where several ask at once; it is the one whose progress bar is seen."""
+    """Whether this process goes first if several ask at once.
+
+    It is the one that shows its progress bar.
+    """
 
     def build(
         self,
@@ -41,24 +44,29 @@ class Cache:
         is_complete: Callable[[Path], bool] = Path.is_dir,
         keeps_partial: bool = False,
     ) -> bool:
-        """Make sure that the directory `name` is there; of all processes that ask at once, one builds it.
+        """Build the directory `name`, unless it is complete.
 
-        It is built beside its place, flushed to disk, and renamed: a process that is killed leaves nothing behind that
-        is believed. What it leaves is removed by the next one that builds, or gone on with. The others wait; if the
-        building failed, they fail alike and at once.
+        Of all processes that ask at once, one builds it.
+
+        It is built in a temporary directory, flushed to disk, and renamed. So a process that is
+        killed never leaves a directory that looks complete. The next process that builds removes
+        what it left, or continues it. The other processes wait. If building fails, they fail at
+        once with the same error.
 
         Args:
             name: relative to the cache.
-            fill: fills the directory it is given, which is new and empty unless `keeps_partial`.
-            is_complete: whether a directory is complete; one that is not is built again.
-            keeps_partial: `fill` goes on with what a killed process left, and says itself what of it can be believed.
+            fill: fills the directory that it receives, which is new and empty unless
+                `keeps_partial`.
+            is_complete: whether a directory is complete; if it is not, it is built again.
+            keeps_partial: `fill` continues what a killed process left, and checks what of it is
+                valid.
 
         Returns:
-            Whether it had to be built since this process asked, by this process or another.
+            Whether it was built since this process asked, by this process or another.
 
         Raises:
-            UserError: what `fill` raised, here; a DataError in its words, if it was in the process that this one waited
-                for; or that the cache cannot be written.
+            UserError: what `fill` raised in this process; a DataError with the same text, if it
+                failed in the process that this one waited for; or if the cache cannot be written.
         """
         directory = self.directory / name
         note = directory.with_name(f"{directory.name}.failed")
@@ -74,7 +82,8 @@ class Cache:
             if is_complete(directory):
                 return True
             if has_failed():
-                # The process that we waited for failed. To try the same again would fail again, one rank after another.
+                # The process that this one waited for has failed. Another attempt would fail too,
+                # one rank after another.
                 raise DataError(json.loads(note.read_text()))
             try:
                 build_directory(directory, fill, keeps=(OSError, KeyboardInterrupt) if keeps_partial else ())
@@ -86,10 +95,13 @@ class Cache:
 
     @contextmanager
     def locked(self, name: str, *, is_done: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock file `name`, waiting until no other process does; a process that dies lets go of it.
+        """Hold the lock file `name`.
+
+        Wait until no other process holds it; a process that dies releases it.
 
         Args:
-            is_done: whether another process has done the work; who does not lead gives the leader a moment to.
+            is_done: whether another process has done the work. A process that does not lead waits a
+                moment for the leader to take the lock.
 
         Raises:
             DataError: if the cache cannot be written or its file system has no locks.
@@ -110,7 +122,7 @@ class Cache:
 
 @contextmanager
 def report_os_errors(path: Path) -> Iterator[None]:
-    """Turn what the system refuses at `path` in the cache into a DataError."""
+    """Raise a DataError for an OSError at `path` in the cache."""
     try:
         yield
     except OSError as error:
@@ -121,10 +133,11 @@ def report_os_errors(path: Path) -> Iterator[None]:
 
 
 def _wait_for_leader(descriptor: int, is_done: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + FOLLOWER_TIMEOUT_SECONDS
-    while not is_done() and time.monotonic() < give_up:
+    deadline = time.monotonic() + FOLLOWER_TIMEOUT_SECONDS
+    while not is_done() and time.monotonic() < deadline:
         try:
-            # Shared, so that two followers who look at the same moment do not take each other for the leader.
+            # The lock is shared, so that two followers that poll at once do not take each other for
+            # the leader.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return
@@ -137,13 +150,17 @@ def build_directory(
     fill: Callable[[Path], None],
     *,
     keeps: tuple[type[BaseException], ...] = (),
-    another_place: str = "set data.cache_directory to another place",
+    advice: str = "set data.cache_directory to another directory",
 ) -> None:
-    """Fill a directory beside its place, flush it to disk and rename it; see `Cache.build`.
+    """Fill a temporary directory, flush it to disk and rename it; see `Cache.build`.
 
     Args:
-        keeps: what `fill` may raise without that what it began is removed; with any, it is given what is there.
-        another_place: how to write elsewhere, for the message that it cannot be written.
+        keeps: exceptions of `fill` after which the temporary directory stays. If there are any,
+            `fill` receives the temporary directory of the last attempt.
+        advice: how to write elsewhere, for the message that the directory cannot be written.
+
+    Raises:
+        UserError: what `fill` raised; a DataError if the directory cannot be written.
 
     Raises:
         UserError: what `fill` raised; a DataError if the directory cannot be written.
@@ -162,7 +179,7 @@ def build_directory(
     except BaseException as error:
         is_kept = isinstance(error, keeps)
         if isinstance(error, OSError):
-            problem = f"cannot write {directory}: {error.strerror}; make room, or {another_place}"
+            problem = f"cannot write {directory}: {error.strerror}; make room, or {advice}"
             raise DataError(problem) from error
         raise
     finally:
@@ -171,10 +188,10 @@ def build_directory(
 
 
 def build_output(output: Path, fill: Callable[[Path], None], *, keeps: tuple[type[BaseException], ...] = ()) -> bool:
-    """Build the directory that --output names, as `build_directory` does; no other process may do so meanwhile.
+    """Build the directory that --output names, as `build_directory` does, under a lock.
 
     Returns:
-        Whether it was built; False if another process had done so since the caller looked.
+        Whether it was built; False if another process had built it since the caller checked.
 
     Raises:
         UserError: what `build_directory` raises; a DataError if another process is building it.
@@ -183,12 +200,15 @@ def build_output(output: Path, fill: Callable[[Path], None], *, keeps: tuple[typ
     with locked(output, f"--output {output}", advice, DataError):
         if output.exists():
             return False
-        build_directory(output, fill, keeps=keeps, another_place=advice)
+        build_directory(output, fill, keeps=keeps, advice=advice)
     return True
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file `path` by one that holds `text`: readers see the old one or the new one."""
+    """Replace the file `path` by one that holds `text`.
+
+    Readers see either the old file or the new one.
+    """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         partial.write_text(text)
@@ -199,7 +219,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def file_version(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever `path` is replaced; None if there is no such file."""
+    """Return a value that changes whenever `path` is replaced; None if there is no such file."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):

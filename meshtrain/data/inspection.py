@@ -1,6 +1,7 @@
-"""Inspecting: a sample as the model sees it, or a document of a token file, decoded and marked.
+"""Inspecting: a sample as the model sees it, or a document of a token file, is decoded and marked.
 
-What is trained on is plain text (green on a terminal); what is read only stands between ⟦ and ⟧ (dim on a terminal).
+Text that is trained on is plain (green on a terminal). Text that is only read stands between ⟦ and
+⟧ (dim on a terminal).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import train_samples, validation_samples
 from meshtrain.data.samples.rows import IGNORE_INDEX, Arrays
-from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.token_file import TRAIN
 from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
@@ -28,11 +28,14 @@ SPECIAL_STYLE = "bold cyan"
 BORDER_STYLE = "bold yellow"
 READ_ONLY_MARKS = "⟦", "⟧"
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Of the characters that would move a cursor or change colours."""
+"""Control character -> its printable symbol.
+
+The characters would move the cursor or change colors.
+"""
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of which the same can be said."""
+    """Consecutive tokens of one document that are either all trained on or all only read."""
 
     tokens: np.ndarray
     """(tokens,) int64."""
@@ -42,7 +45,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Something to show."""
+    """A sample or a document to show."""
 
     title: str
     spans: list[Span]
@@ -50,7 +53,7 @@ class Excerpt:
 
 
 def split_into_spans(tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndarray) -> list[Span]:
-    """Cut a row of tokens where a document begins, and where training on them begins or ends.
+    """Split a row of tokens where a document begins, and where training on them begins or ends.
 
     Args:
         tokens: (tokens,) int64.
@@ -66,10 +69,10 @@ def split_into_spans(tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndar
 
 
 def sample_spans(arrays: Arrays, row: int, *, end_id: int) -> tuple[list[Span], int]:
-    """Return what the row of a batch is, and how many pads it ends with.
+    """Return the spans of a row of a batch, and the number of pads at its end.
 
-    Its last token is the last label: it is foretold, and not read. Where no positions tell that a document begins, one
-    does behind each end token.
+    The last token of the row is its last label, which is predicted but not read. Without
+    `position_ids`, a document begins after each end token.
     """
     input_ids, labels = arrays["input_ids"][row], arrays["labels"][row]
     num_tokens = int(arrays["attention_mask"][row].sum()) if "attention_mask" in arrays else len(input_ids)
@@ -93,7 +96,7 @@ def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: 
         config: with absolute paths.
         part: TRAIN or VALIDATION.
         first: the index of the first sample, as stored.
-        name: of the run, for titles and messages.
+        name: the name of the run, for messages.
 
     Raises:
         DataError: if the data cannot be prepared, or has no such sample.
@@ -110,20 +113,20 @@ def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: 
 
 
 def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, first: int, count: int) -> None:
-    """Show documents of a token file or a pair of Megatron-LM.
+    """Show documents of a token file or a Megatron-LM pair.
 
     Args:
         source: see `is_tokenized`.
-        tokenizer_path: of the tokenizer that it was written with; None: it lies beside, where `meshtrain tokenize`
-            puts it.
+        tokenizer_path: the tokenizer that it was written with; None: the one beside it, where
+            `meshtrain tokenize` writes it.
         first: the index of the first document.
 
     Raises:
-        DataError: if it cannot be opened, has no such document, or there is no tokenizer.
+        DataError: if the file cannot be opened or has no such document, or if there is no
+            tokenizer.
     """
-    tokenizer = _tokenizer_of(source, tokenizer_path, cache)
-    with with_option_names():
-        file = open_token_file(source, tokenizer, cache)
+    tokenizer = _find_tokenizer(source, tokenizer_path, cache)
+    file = open_token_file(source, tokenizer, cache)
     _check_index(first, count, file.counts.documents, f"{source} has", "documents")
     for index in range(first, first + count):
         start, end = int(file.offsets[index]), int(file.offsets[index + 1])
@@ -133,16 +136,16 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
         _show(Excerpt(title, split_into_spans(tokens, is_trained, np.zeros(len(tokens), np.bool_))), tokenizer.load())
 
 
-def _tokenizer_of(source: str, path: str | None, cache: Cache) -> TokenizerFiles:
+def _find_tokenizer(source: str, path: str | None, cache: Cache) -> TokenizerFiles:
     if not is_tokenized(source):
-        raise DataError(f"{source} is neither a run file (.toml) nor a token file nor a pair of Megatron-LM; name one")
-    place = Path(source)
-    beside = (place if holds_several(place) else place.parent) / "tokenizer"
+        raise DataError(f"{source} is neither a run file (.toml) nor a token file nor a Megatron-LM pair; name one")
+    tokens = Path(source)
+    beside = (tokens if holds_several(tokens) else tokens.parent) / "tokenizer"
     if path is None and not beside.is_dir():
         raise DataError(
-            f"no tokenizer lies beside {source}, at {beside}; name the one that it was written with as --tokenizer"
+            f"there is no tokenizer beside {source}, at {beside}; name the one that it was written with as --tokenizer"
         )
-    return find_tokenizer(path or str(beside), cache, key="--tokenizer")
+    return find_tokenizer(path or str(beside), cache, setting="--tokenizer")
 
 
 def _check_index(first: int, count: int, found: int, what: str, kind: str) -> None:
@@ -181,9 +184,9 @@ def _decoded(span: Span, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     for tokens in np.split(span.tokens, borders):
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         style = SPECIAL_STYLE if tokens[0] in special else STYLES[span.is_trained]
-        yield visible(text), style
+        yield show_control_characters(text), style
 
 
-def visible(text: str) -> str:
-    """Replace what would move a cursor or change colours by the pictures of it."""
+def show_control_characters(text: str) -> str:
+    """Replace characters that would move the cursor or change colors by their printable symbols."""
     return text.translate(PICTURES)

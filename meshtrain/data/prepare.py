@@ -1,4 +1,4 @@
-"""From the words of a run file to tokens: find the sources, tokenize them, say what there is.
+"""Preparing data: the sources of a run are found, tokenized and summarized.
 
 Nothing here imports torch, so that a mistake in the data is reported at once.
 """
@@ -15,9 +15,9 @@ from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.run_sources import FoundSource, find_sources
 from meshtrain.data.text.chat_template import find_chat_template
 from meshtrain.data.text.content_hashes import content_hashes
-from meshtrain.data.text.corpus import Corpus, RecordForm
+from meshtrain.data.text.corpus import Corpus, RecordForm, SettingNames
 from meshtrain.data.text.sources import SourceFile
-from meshtrain.data.tokens.encoding import Task
+from meshtrain.data.tokens.encoding import Task, build_task
 from meshtrain.data.tokens.token_file import TRAIN, VALIDATION, TokenFile, smallest_token_type
 from meshtrain.data.tokens.tokenized_source import open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, open_tokenizer
@@ -37,7 +37,7 @@ class Stream:
     def identity(self) -> str:
         """A hash of the names and sizes of the files, and of how they are read.
 
-        The same for either policy about bad records: who has failed at one may go on without it.
+        It ignores `on_bad_record`, so that a run that failed at a bad record can resume without it.
         """
         files = [(file.path.name, file.num_bytes) for file in self.corpus.files]
         template = self.task.template.identity if self.task.template else None
@@ -49,7 +49,7 @@ class PreparedSource:
     """One source of a run, tokenized, or ready to be streamed.
 
     Attributes:
-        identity: a hash of the text that it stands for; of a stream, of the names and sizes of its files.
+        identity: a hash of its text; for a stream, of the names and sizes of its files.
     """
 
     name: str
@@ -67,13 +67,17 @@ class PreparedData:
     tokenizer: TokenizerFiles
     sources: tuple[PreparedSource, ...]
     identity: str
-    """A hash of all that decides what a sample id stands for: text, tokenizer, form and length; not of any path."""
+    """A hash of everything that decides the tokens of a sample id.
+
+    It does not depend on any path.
+    """
 
     @property
     def unigram_entropy_nats(self) -> float:
-        """Per token of the validation text (else of the train text): a model below it knows more than frequencies.
+        """The unigram entropy per token of the validation text, or else of the train text.
 
-        NaN if all there is is streamed.
+        A model with a lower loss knows more than the frequencies of tokens. NaN if all sources are
+        streamed.
         """
         files = [source.validation for source in self.sources if source.validation]
         trained = [source.train for source in self.sources if isinstance(source.train, TokenFile)]
@@ -84,16 +88,17 @@ class PreparedData:
 
 
 def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
-    """Find, tokenize and open everything that `config` names; what the cache has is only opened.
+    """Find, tokenize and open everything that `config` names. What the cache holds is only opened.
 
-    All processes of a run call this at once: one of them on each machine works and the others wait for it.
+    All processes of a run call this at once. One on each machine works, and the others wait for it.
 
     Args:
         config: with absolute paths.
-        leads: whether this process goes first; True on the one whose progress bar is seen.
+        leads: whether this process should do the work; True on the one that shows the progress bar.
 
     Raises:
-        DataError: if a source or the tokenizer is missing, broken or empty, or the cache cannot be written.
+        DataError: if a source or the tokenizer is missing, broken or empty, or the cache cannot be
+            written.
     """
     cache = Cache(Path(config.cache_directory), leads=leads)
     found = find_sources(config)
@@ -103,16 +108,16 @@ def prepare_data(config: DataConfig, *, leads: bool = True) -> PreparedData:
         if not isinstance(source.train, str)
     }
     tokenizer = _prepare_tokenizer(config, corpora, cache)
-    tokenizing = _Tokenizing(config, tokenizer, cache)
-    sources = tuple(tokenizing.prepare(source, corpora.get(source.name)) for source in found)
-    identity = compute_identity([source.identity for source in sources], tokenizer.identity, _reading(config))
+    preparation = _SourcePreparation(config, tokenizer, cache)
+    sources = tuple(preparation.prepare(source, corpora.get(source.name)) for source in found)
+    identity = compute_identity([source.identity for source in sources], tokenizer.identity, _sampling_settings(config))
     prepared = PreparedData(config, tokenizer, sources, identity)
-    console.line(_summary(prepared, built=tokenizing.has_built))
+    console.line(_summary(prepared, built=preparation.has_built))
     return prepared
 
 
-def _reading(config: DataConfig) -> object:
-    """Return what decides how samples are cut and mixed."""
+def _sampling_settings(config: DataConfig) -> object:
+    """Return the settings that decide how samples are cut and mixed."""
     mixing = [(name, source.weight, source.repeat) for name, source in config.sources.items()]
     is_streamed = any(source.streaming for source in config.named_sources.values())
     buffer = config.shuffle_buffer if is_streamed else None
@@ -122,7 +127,8 @@ def _reading(config: DataConfig) -> object:
 def _corpus(
     name: str, files: list[SourceFile], source: MixedSourceConfig, config: DataConfig, cache: Cache, *, held_out: bool
 ) -> Corpus:
-    # A stream is held for what it was by the names and sizes of its files: to read it first is what it spares.
+    # A stream is identified by the names and sizes of its files, because reading it first is what
+    # streaming avoids.
     is_streamed = source.streaming and held_out
     return Corpus(
         tuple(files),
@@ -131,6 +137,16 @@ def _corpus(
         form=_record_form(name, source, config),
         on_bad_record=config.on_bad_record,
         held_out=source.validation if held_out and isinstance(source.validation, float) else 0.0,
+        settings=_setting_names(name, config),
+    )
+
+
+def _setting_names(name: str, config: DataConfig) -> SettingNames:
+    validation = config.key_of(name, "validation")
+    return SettingNames(
+        text_key=config.key_of(name, "text_key"),
+        validation=f"{validation} =",
+        other_validation=f"set {validation} to files of its own, or to 0",
     )
 
 
@@ -148,12 +164,12 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
         if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
             raise DataError(
                 f"data.tokenizer.vocab_size: a tokenizer is trained on texts, and {config.key_of(others[0], 'format')} "
-                "is another; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
+                "is not text; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
             )
         if not corpora:
             raise DataError(
-                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokens already; name "
-                "the one that they were made with as data.tokenizer.path"
+                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already; "
+                "name the one that they were made with as data.tokenizer.path"
             )
         return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
@@ -163,8 +179,8 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
 
 
 @dataclass
-class _Tokenizing:
-    """Makes tokens of sources, or opens them."""
+class _SourcePreparation:
+    """Tokenizes the sources of a run, or opens those that are tokenized already."""
 
     config: DataConfig
     tokenizer: TokenizerFiles
@@ -175,9 +191,9 @@ class _Tokenizing:
         """Tokenize a source, unless the cache has it.
 
         Args:
-            corpus: to train on; None: it is tokens already.
+            corpus: the text to train on; None: the source is tokenized already.
         """
-        of = f" of {source.name}" if self.config.sources else ""
+        suffix = f" of {source.name}" if self.config.sources else ""
         parts: dict[str, TokenFile] = {}
         stream = None
         if corpus is None:
@@ -186,12 +202,12 @@ class _Tokenizing:
         elif source.config.streaming:
             stream = self._stream(corpus)
         else:
-            parts |= self._tokenize(corpus, f"Tokenizing the training data{of}")
+            parts |= self._tokenize(corpus, f"Tokenizing the training data{suffix}")
         if isinstance(source.validation, str):
             parts[VALIDATION] = open_token_file(source.validation, self.tokenizer, self.cache)
         elif source.validation:
             validation = _corpus(source.name, source.validation, source.config, self.config, self.cache, held_out=False)
-            parts[VALIDATION] = self._tokenize(validation, f"Tokenizing the validation data{of}")[TRAIN]
+            parts[VALIDATION] = self._tokenize(validation, f"Tokenizing the validation data{suffix}")[TRAIN]
         identity = compute_identity({part: file.identity for part, file in parts.items()}, stream and stream.identity)
         train = stream or parts[TRAIN]
         return PreparedSource(source.name, source.config, train, parts.get(VALIDATION), identity)
@@ -201,12 +217,11 @@ class _Tokenizing:
         template = find_chat_template(self.tokenizer) if is_chat else None
         if template is not None and "strftime_now" in template.source:
             raise DataError(
-                f"the chat template of {self.tokenizer.directory} writes the date of the day (strftime_now): a stream "
-                "that is gone on with tomorrow would be another; write a date into the template, or tokenize first"
+                f"the chat template of {self.tokenizer.directory} writes the current date (strftime_now), so a stream "
+                "that resumes tomorrow would differ; write a date into the template, or tokenize first"
             )
         token_type = np.dtype(smallest_token_type(self.tokenizer.vocab_size))
-        text = self.tokenizer.load().to_str()
-        return Stream(corpus, Task(text, token_type, corpus.text_key, corpus.form, template))
+        return Stream(corpus, build_task(corpus, self.tokenizer.load(), token_type, template))
 
     def _tokenize(self, corpus: Corpus, description: str) -> dict[str, TokenFile]:
         parts, is_new = prepare_token_files(corpus, self.tokenizer, self.cache, description=description)
@@ -215,7 +230,7 @@ class _Tokenizing:
 
 
 def _summary(prepared: PreparedData, *, built: bool) -> str:
-    told, skipped, cut = [], 0, 0
+    descriptions, skipped, cut = [], 0, 0
     for source in prepared.sources:
         parts = {"validation": source.validation and source.validation.counts}
         if isinstance(source.train, TokenFile):
@@ -232,10 +247,10 @@ def _summary(prepared: PreparedData, *, built: bool) -> str:
             files = [file for file in (source.train, source.validation) if isinstance(file, TokenFile)]
             cut += sum(int((np.diff(file.offsets) > prepared.config.sequence_length).sum()) for file in files)
         skipped += sum(counts.skipped_records for counts in parts.values() if counts)
-        told.append(f"{f'{source.name}: ' if prepared.config.sources else ''}{'; '.join(sizes)}")
+        descriptions.append(f"{f'{source.name}: ' if prepared.config.sources else ''}{'; '.join(sizes)}")
     return (
-        f"Data: {'; '.join(told)}; vocabulary {prepared.tokenizer.vocab_size:,}"
-        f"{f'; {skipped:,} broken records skipped' if skipped else ''}"
+        f"Data: {'; '.join(descriptions)}; vocabulary {prepared.tokenizer.vocab_size:,}"
+        f"{f'; {skipped:,} bad records skipped' if skipped else ''}"
         f"{f'; {cut:,} documents longer than a sample are cut off' if cut else ''}; "
         f"{'tokenized into' if built else 'from'} {prepared.config.cache_directory}"
     )

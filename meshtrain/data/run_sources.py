@@ -1,4 +1,4 @@
-"""What the sources of a run file stand for: files of text, URLs that are streamed, or tokens already."""
+"""The sources of a run: each stands for files of text, URLs that are streamed, or tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from meshtrain.data.tokens.tokenized_source import is_tokenized
 from meshtrain.errors import DataError, Problem
 
 Part = str | list[SourceFile]
-"""What one part of a source is: tokens already, under this path; or the files of its text."""
+"""One part of a source: the path of its tokens, or the files of its text."""
 
 
 @dataclass(frozen=True)
 class FoundSource:
-    """What the words of a source stand for."""
+    """A source of a run file, with the files that it stands for."""
 
     name: str
     config: MixedSourceConfig
@@ -24,10 +24,10 @@ class FoundSource:
 
 
 def find_sources(config: DataConfig) -> list[FoundSource]:
-    """Find what every source of a run stands for.
+    """Find the files of every source of a run.
 
     Raises:
-        DataError: with every source that stands for nothing, or for what it cannot be.
+        DataError: with every source that matches no file, or files that cannot be used.
     """
     problems: list[str | Problem] = []
     found = []
@@ -43,13 +43,13 @@ def find_sources(config: DataConfig) -> list[FoundSource]:
                 problems += error.problems
         if isinstance(parts.get("train"), str) and isinstance(source.validation, float) and source.validation:
             problems.append(
-                f"{config.key_of(name, 'validation')} = {source.validation}: of tokens no documents are kept aside; "
-                "tokenize with meshtrain tokenize --validation, and name what it wrote"
+                f"{config.key_of(name, 'validation')} = {source.validation}: documents of tokenized data cannot be "
+                "held out; tokenize with meshtrain tokenize --validation, and name what it wrote"
             )
         found.append(FoundSource(name, source, parts.get("train", []), parts.get("validation", [])))
     if problems:
         raise DataError(problems)
-    _check_apart(config, found)
+    _check_validation_is_separate(config, found)
     return found
 
 
@@ -59,8 +59,8 @@ def _find_part(names: list[str], key: str) -> Part:
         return find_files(names, key=key)
     if len(names) > 1:
         raise DataError(
-            f"{key}: {tokens[0]} is tokens already, and stands beside {len(names) - 1} more; give each a source of its "
-            "own (data.sources.NAME)"
+            f"{key}: {tokens[0]} is tokenized already, and stands beside {len(names) - 1} more; give each its own "
+            "source (data.sources.NAME)"
         )
     return tokens[0]
 
@@ -69,13 +69,13 @@ def _paths(part: Part) -> set[Path]:
     return {Path(part)} if isinstance(part, str) else {file.path for file in part}
 
 
-def _check_apart(config: DataConfig, found: Iterable[FoundSource]) -> None:
+def _check_validation_is_separate(config: DataConfig, found: Iterable[FoundSource]) -> None:
     trained_on = {path: source.name for source in found for path in _paths(source.train)}
     for source in found:
         if shared := _paths(source.validation) & trained_on.keys():
             file = min(shared)
             raise DataError(
                 f"{config.key_of(source.name, 'validation')}: {file} is also in "
-                f"{config.key_of(trained_on[file], 'train')}, where a low loss on it means nothing; leave it out of "
-                f"one of them, or keep documents aside with {config.key_of(source.name, 'validation')} = 0.05"
+                f"{config.key_of(trained_on[file], 'train')}, so a low loss on it means nothing; leave it out of "
+                f"one of them, or hold documents out with {config.key_of(source.name, 'validation')} = 0.05"
             )

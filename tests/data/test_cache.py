@@ -87,7 +87,7 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_a_thing_is_built_once(tmp_path):
+def test_directory_is_built_once(tmp_path):
     cache = Cache(tmp_path / "new/cache")
 
     assert cache.build("some/thing", fill_slowly)
@@ -95,7 +95,7 @@ def test_a_thing_is_built_once(tmp_path):
     assert names_in(cache.directory / "some/thing") == {"half", "whole"}
 
 
-def test_what_is_not_whole_is_built_again(tmp_path):
+def test_incomplete_directory_is_built_again(tmp_path):
     cache = Cache(tmp_path)
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing/rubbish").touch()
@@ -104,7 +104,7 @@ def test_what_is_not_whole_is_built_again(tmp_path):
     assert names_in(tmp_path / "thing") == {"half", "whole"}
 
 
-def test_of_many_processes_one_builds_and_the_leader_goes_first(tmp_path):
+def test_one_of_many_processes_builds_and_the_leader_goes_first(tmp_path):
     builders = Builders(tmp_path, fill_slowly, leads=[False, False, True, False])
 
     results = builders.results()
@@ -113,14 +113,14 @@ def test_of_many_processes_one_builds_and_the_leader_goes_first(tmp_path):
     assert int((tmp_path / "thing/whole").read_text()) == builders.processes[2].pid
 
 
-def test_followers_do_not_wait_for_a_leader_that_is_elsewhere(tmp_path):
+def test_followers_do_not_wait_for_a_leader_on_another_machine(tmp_path):
     begin = time.monotonic()
 
     assert Cache(tmp_path, leads=False).build("thing", fill_slowly)
     assert time.monotonic() - begin < 10
 
 
-def test_if_the_builder_fails_all_fail_alike_and_at_once(tmp_path):
+def test_all_processes_fail_at_once_when_the_builder_fails(tmp_path):
     results = Builders(tmp_path, fill_and_fail, leads=[True, False, False]).results()
 
     assert [answer for _, answer, _ in results] == [("a.jsonl, line 3: not JSON", "b.txt: empty")] * 3
@@ -128,7 +128,7 @@ def test_if_the_builder_fails_all_fail_alike_and_at_once(tmp_path):
     assert "thing" not in names_in(tmp_path)
 
 
-def test_a_failure_is_not_held_against_the_next_attempt(tmp_path):
+def test_next_attempt_after_a_failure_builds_again(tmp_path):
     cache = Cache(tmp_path)
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl, line 3: not JSON\nb\.txt: empty"):
@@ -138,7 +138,7 @@ def test_a_failure_is_not_held_against_the_next_attempt(tmp_path):
     assert "thing.failed" not in names_in(tmp_path)
 
 
-def test_a_killed_builder_leaves_nothing_that_is_believed_and_the_next_one_takes_over(tmp_path):
+def test_next_process_takes_over_from_a_killed_builder(tmp_path):
     killed = Builders(tmp_path, fill_for_ever, leads=[True])
     wait_until(lambda: (tmp_path / "thing.partial/half").exists())
     waiting = Builders(tmp_path, fill_slowly, leads=[True])
@@ -159,7 +159,7 @@ def build_with_little_room(place: Path, answers: Any) -> None:
     build(place, fill_a_lot, True, start, answers)  # noqa: FBT003
 
 
-def test_a_full_disk(tmp_path):
+def test_full_disk_is_reported(tmp_path):
     answers = context.Queue()
     process = context.Process(target=build_with_little_room, args=(tmp_path, answers))
     process.start()
@@ -168,12 +168,12 @@ def test_a_full_disk(tmp_path):
     process.join(30)
 
     assert problems == (
-        f"cannot write {tmp_path}/thing: File too large; make room, or set data.cache_directory to another place",
+        f"cannot write {tmp_path}/thing: File too large; make room, or set data.cache_directory to another directory",
     )
     assert not {"thing", "thing.partial"} & names_in(tmp_path)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
+def test_unwritable_cache_is_reported(tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(DataError) as caught:
@@ -185,7 +185,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     )
 
 
-def test_a_cache_that_may_not_be_entered():
+def test_inaccessible_cache_is_reported():
     with without_privileges(), tempfile.TemporaryDirectory() as directory:
         closed = Path(directory, "closed")
         closed.mkdir(mode=0o000)
@@ -196,7 +196,7 @@ def test_a_cache_that_may_not_be_entered():
             Cache(closed / "cache").build("thing", fill_slowly)
 
 
-def test_a_cache_that_may_only_be_read_is_enough_when_everything_is_there():
+def test_read_only_cache_suffices_when_it_is_complete():
     with without_privileges(), tempfile.TemporaryDirectory() as directory:
         cache = Cache(Path(directory))
         cache.build("thing", fill_slowly)

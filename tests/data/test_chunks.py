@@ -40,7 +40,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 
 
 def records_of(found: list[Chunk]) -> list:
-    return [record for chunk in found for record in parse(chunk, "text")]
+    return [record for chunk in found for record in parse(chunk, "text", setting="data.text_key")]
 
 
 def text_of(found: list[Chunk]) -> str:
@@ -52,7 +52,7 @@ def text_of(found: list[Chunk]) -> str:
     )
 
 
-def test_reading_goes_on_from_the_end_of_any_chunk(corpus):
+def test_reading_resumes_from_the_end_of_any_chunk(corpus):
     found = list(read_chunks(corpus, Cutter(), START))
 
     assert len(found) > 80
@@ -64,16 +64,16 @@ def test_reading_goes_on_from_the_end_of_any_chunk(corpus):
         assert sum(chunk.disk_bytes for chunk in rest) == sum(chunk.disk_bytes for chunk in found[number:])
 
 
-def test_every_byte_on_the_disk_is_told_once(corpus):
+def test_every_byte_on_disk_is_counted_once(corpus):
     found = list(read_chunks(corpus, Cutter(), START))
 
     assert sum(chunk.disk_bytes for chunk in found) == corpus.num_bytes
     assert all(chunk.disk_bytes >= 0 for chunk in found)
-    by_file = {file: [*found] for file, found in itertools.groupby(found, lambda chunk: chunk.place.split(",")[0])}
+    by_file = {file: [*found] for file, found in itertools.groupby(found, lambda chunk: chunk.location.split(",")[0])}
     assert len(by_file) == 8
 
 
-def test_a_long_text_that_is_not_utf8_at_its_end(corpus, tmp_path):
+def test_long_text_with_bad_utf8_at_its_end_is_reported(corpus, tmp_path):
     place = tmp_path / "d.txt"
     place.write_bytes(place.read_bytes() + b"caf\xe9")
     size = place.stat().st_size
@@ -87,7 +87,7 @@ def test_a_long_text_that_is_not_utf8_at_its_end(corpus, tmp_path):
     ]
 
 
-def test_a_long_text_that_cannot_be_cut(tmp_path, monkeypatch):
+def test_long_text_that_cannot_be_cut_is_damage(tmp_path, monkeypatch):
     for module in (chunks, cutting):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", 1 << 10)
     monkeypatch.setattr(cutting, "MAX_PIECE_CHARACTERS", 1 << 12)
@@ -104,7 +104,7 @@ def test_a_long_text_that_cannot_be_cut(tmp_path, monkeypatch):
 
 def test_a_file_that_is_gone(corpus, tmp_path):
     (tmp_path / "g.parquet").unlink()
-    problem = f"cannot read {tmp_path}/g.parquet: No such file or directory; mend it or leave it out"
+    problem = f"cannot read {tmp_path}/g.parquet: No such file or directory; fix it or leave it out"
 
     with pytest.raises(DataError) as caught:
         list(read_chunks(corpus, Cutter(), START))

@@ -39,7 +39,7 @@ def test_the_hash_is_that_of_the_content(tmp_path, cache):
     assert content_hashes(found(a, b, a), cache) == expected
 
 
-def test_a_known_file_is_not_read_again(tmp_path, cache):
+def test_known_file_is_not_read_again(tmp_path, cache):
     path = write(tmp_path / "a.txt", "one")
     first = content_hashes(found(path), cache)
     # The same size and time: as far as anybody can tell without reading, the same file.
@@ -49,7 +49,7 @@ def test_a_known_file_is_not_read_again(tmp_path, cache):
 
 
 @pytest.mark.parametrize(("text", "modified"), [("three", OLD_NANOSECONDS), ("two", OLD_NANOSECONDS + 1)])
-def test_a_changed_file_is(tmp_path, cache, text, modified):
+def test_changed_file_is_read_again(tmp_path, cache, text, modified):
     path = write(tmp_path / "a.txt", "one")
     content_hashes(found(path), cache)
     write(path, text, modified)
@@ -66,7 +66,7 @@ def test_a_fresh_time_stamp_is_not_trusted(tmp_path, cache):
     assert content_hashes(found(path), cache) == [xxh3_128_hexdigest(b"two")]
 
 
-def test_files_that_are_gone_are_forgotten(tmp_path, cache):
+def test_deleted_files_are_forgotten(tmp_path, cache):
     a, b = write(tmp_path / "a.txt", "one"), write(tmp_path / "b.txt", "two")
     content_hashes(found(a), cache)
     a.unlink()
@@ -77,12 +77,12 @@ def test_files_that_are_gone_are_forgotten(tmp_path, cache):
     assert "a.txt" not in known
 
 
-def test_a_file_that_cannot_be_read(tmp_path, cache):
+def test_unreadable_file_is_reported(tmp_path, cache):
     files = found(write(tmp_path / "a.txt", "one"))
     files[0].path.unlink()
     files[0].path.mkdir()
 
-    with pytest.raises(DataError, match=r"a\.txt: Is a directory; mend its permissions or leave it out"):
+    with pytest.raises(DataError, match=r"a\.txt: Is a directory; fix its permissions or leave it out"):
         content_hashes(files, cache)
 
 

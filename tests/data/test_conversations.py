@@ -97,7 +97,7 @@ def learnt(file: TokenFile, directory: Path, document: int = 0) -> list[str]:
     ],
     ids=["chatml", "marked", "plain"],
 )
-def test_only_what_the_assistant_says_is_learnt(tmp_path, template, runs):
+def test_only_the_assistant_messages_are_trained_on(tmp_path, template, runs):
     data = prepare_data(configure(tmp_path, [{"messages": TALK}, {"messages": TALK[:2]}], template))
     file = data.sources[0].train
 
@@ -110,7 +110,7 @@ def test_only_what_the_assistant_says_is_learnt(tmp_path, template, runs):
     assert file.tokens[start:end].tolist() == [*ids, data.tokenizer.end_id]
 
 
-def test_the_marks_of_transformers_are_the_same(tmp_path):
+def test_marks_equal_those_of_transformers(tmp_path):
     data = prepare_data(configure(tmp_path, [{"messages": TALK}], MARKED))
     stock = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     said = stock.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -129,7 +129,7 @@ def test_labels_follow_the_marks(tmp_path):
     )
 
 
-def test_completions_are_learnt_with_their_end(tmp_path):
+def test_completions_are_trained_on_with_their_end_token(tmp_path):
     records = [{"question": "2 + 2 = ", "answer": "4"}, {"question": "", "answer": "yes"}]
     config = configure(tmp_path, records, None, format="completion", prompt_key="question", completion_key="answer")
     file = prepare_data(config).sources[0].train
@@ -144,7 +144,7 @@ def test_completions_are_learnt_with_their_end(tmp_path):
         ({"text": "x"}, CHATML, 'no key "messages" (data.messages_key); the keys are "text"'),
         ({"messages": "x"}, CHATML, 'the key "messages" (data.messages_key) holds text and not a list of objects'),
         ({"messages": [{"content": "x"}]}, CHATML, 'message 1 has no "role"'),
-        ({"messages": TALK[:1]}, CHATML, 'no message is of the role "assistant": there is nothing to learn'),
+        ({"messages": TALK[:1]}, CHATML, 'no message is of the role "assistant": there is nothing to train on'),
         (
             {"messages": [{"role": "assistant", "content": "\ud800"}]},
             CHATML,
@@ -158,20 +158,19 @@ def test_completions_are_learnt_with_their_end(tmp_path):
         (
             {"messages": [TALK[0], {"role": "assistant", "content": "hm</think>so"}, *TALK]},
             FORGETFUL,
-            "the chat template writes message 2 in another way when others follow, so where it begins and ends cannot "
-            "be told; put {% generation %} and {% endgeneration %} around it in the template",
+            "the chat template renders message 2 differently when others follow, so its start and end cannot "
+            "be found; put {% generation %} and {% endgeneration %} around it in the template",
         ),
     ],
     ids=["key", "type", "role", "nobody", "surrogate", "refused", "forgetful"],
 )
-def test_a_record_that_cannot_be_learnt_from(tmp_path, record, template, problem):
+def test_record_with_nothing_to_train_on_is_reported(tmp_path, record, template, problem):
     good = {"messages": TALK[:2]}
     config = configure(tmp_path, [good, record], template)
     with pytest.raises(DataError) as caught:
         prepare_data(config)
     assert caught.value.lines == (
-        f"{tmp_path}/talk.jsonl, line 2: {problem}; mend it, or leave such records out with "
-        'data.on_bad_record = "skip"',
+        f'{tmp_path}/talk.jsonl, line 2: {problem}; fix it, or leave such records out with data.on_bad_record = "skip"',
     )
 
     counts = prepare_data(config.model_copy(update={"on_bad_record": "skip"})).sources[0].train.counts
@@ -186,20 +185,22 @@ def test_the_key_of_one_of_several_sources_is_named(tmp_path):
         prepare_data(mixed)
 
 
-def test_an_empty_completion_is_named(tmp_path):
+def test_empty_completion_is_reported(tmp_path):
     config = configure(tmp_path, [{"prompt": "a", "completion": ""}], None, format="completion")
-    with pytest.raises(DataError, match=r'line 1: the text of "completion" is empty: there is nothing to learn; mend'):
+    with pytest.raises(
+        DataError, match=r'line 1: the text of "completion" is empty: there is nothing to train on; fix'
+    ):
         prepare_data(config)
 
 
-def test_a_chat_needs_a_template_and_a_text_for_a_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"has no chat template, which puts messages together; looked for chat_templ"):
+def test_chat_needs_a_template_and_a_tokenizer_needs_text(tmp_path):
+    with pytest.raises(DataError, match=r"has no chat template, which renders messages as text; looked for chat_templ"):
         prepare_data(configure(tmp_path, [{"messages": TALK}], None))
-    with pytest.raises(DataError, match=r"a tokenizer is trained on texts, and data.format is another; train one on"):
+    with pytest.raises(DataError, match=r"a tokenizer is trained on texts, and data.format is not text; train one on"):
         prepare_data(configure(tmp_path, [{"messages": TALK}], CHATML, tokenizer=TokenizerConfig(vocab_size=300)))
 
 
-def test_a_table_of_conversations(tmp_path):
+def test_conversations_are_read_from_a_table(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"id": [1, 2], "messages": [TALK, TALK[:2]]}), tmp_path / "talk.parquet")
     lines = configure(tmp_path, [{"messages": TALK}, {"messages": TALK[:2]}], CHATML)
@@ -211,20 +212,20 @@ def test_a_table_of_conversations(tmp_path):
     assert np.array_equal(first.trained, second.trained)
 
 
-def test_bytes_of_a_table_are_not_learnt_as_text(tmp_path):
+def test_bytes_in_a_table_are_not_taken_for_text(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "talk.parquet"
     config = configure(tmp_path, [], CHATML, format="completion").model_copy(update={"train": [str(path)]})
     parquet.write_table(arrow.table({"prompt": [b"2 + 2 = "], "completion": ["4"]}), path)
-    with pytest.raises(DataError, match=r'the column "prompt" \(data.prompt_key\) holds binary and not text; mend it'):
+    with pytest.raises(DataError, match=r'the column "prompt" \(data.prompt_key\) holds binary and not text; fix it'):
         prepare_data(config)
 
     parquet.write_table(arrow.table({"messages": [[{"role": "assistant", "content": b"4"}]]}), path)
-    with pytest.raises(DataError, match=r'the column "messages" \(data.messages_key\) holds list<.*and not text; mend'):
+    with pytest.raises(DataError, match=r'the column "messages" \(data.messages_key\) holds list<.*and not text; fix'):
         prepare_data(config.model_copy(update={"format": "chat"}))
 
 
-def test_a_row_of_a_table_that_is_no_utf8_costs_one_row(tmp_path):
+def test_row_with_bad_utf8_costs_one_row(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "talk.parquet"
     ends = b"".join(end.to_bytes(4, "little") for end in (0, 3, 8, 11))
@@ -238,7 +239,7 @@ def test_a_row_of_a_table_that_is_no_utf8_costs_one_row(tmp_path):
     assert (counts.documents, counts.skipped_records) == (2, 1)
 
 
-def test_another_template_is_other_data(tmp_path):
+def test_another_template_gives_another_identity(tmp_path):
     first = prepare_data(configure(tmp_path, [{"messages": TALK}], CHATML))
     second = prepare_data(configure(tmp_path, [{"messages": TALK}], MARKED))
 
@@ -268,7 +269,7 @@ def test_conversations_and_texts_are_mixed(tmp_path):
     assert 0 < (of_talk["labels"] != IGNORE_INDEX).sum() < 64
 
 
-def test_a_template_that_writes_the_date_is_no_stream(tmp_path):
+def test_template_with_the_date_cannot_be_streamed(tmp_path):
     config = configure(tmp_path, [{"messages": TALK}], "{{ strftime_now('%d') }}" + CHATML, streaming=True)
-    with pytest.raises(DataError, match=r"writes the date of the day \(strftime_now\): a stream that is gone on with"):
+    with pytest.raises(DataError, match=r"writes the current date \(strftime_now\), so a stream that resumes"):
         prepare_data(config)

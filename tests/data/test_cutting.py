@@ -55,7 +55,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_the_pieces_have_the_tokens_of_the_whole(name):
+def test_pieces_have_the_tokens_of_the_document(name):
     text = text_of(3 * PIECE_CHARACTERS)
     tokenizer = trained(USUAL[name], text)
 
@@ -77,7 +77,7 @@ def test_a_piece_does_not_depend_on_how_much_was_read():
     assert read == {0, whole}
 
 
-def test_a_line_end_where_words_join_is_passed_over():
+def test_line_end_where_tokens_would_join_is_skipped():
     # With this one, whatever stands before a slash and a line end joins what follows.
     text = "word;\n/other\n" * 10_000
     tokenizer = trained(USUAL["gpt4o"], text)
@@ -87,27 +87,27 @@ def test_a_line_end_where_words_join_is_passed_over():
     assert first.endswith("other\n")
 
 
-def test_a_tokenizer_that_puts_a_blank_first_gets_the_whole():
+def test_tokenizer_that_puts_a_space_first_gets_the_full_document():
     text = "word other\n" * 15_000
     tokenizer = trained(Metaspace(), text)
 
     assert list(Cutter(tokenizer).pieces(text)) == [text]
 
 
-def test_a_document_without_a_line_end_stays_whole():
+def test_document_without_a_line_end_is_not_cut():
     text = "words " * 20_000
 
     assert list(Cutter(trained(USUAL["gpt2"], text)).pieces(text)) == [text]
     assert list(Cutter().pieces("")) == []
 
 
-def test_a_document_too_long_to_stay_whole(monkeypatch):
+def test_document_too_long_for_one_piece_is_refused(monkeypatch):
     monkeypatch.setattr(cutting, "MAX_PIECE_CHARACTERS", 2 * PIECE_CHARACTERS)
 
     with pytest.raises(TooLongError) as caught:
         list(Cutter().pieces("x" * (2 * PIECE_CHARACTERS + 1)))
 
     assert str(caught.value) == (
-        "the document is longer than 131,072 characters and has no line end where it could be cut without another "
-        "tokenization; cut it into documents, or take another tokenizer"
+        "the document is longer than 131,072 characters and has no line end where a cut would leave its tokens "
+        "unchanged; split it into documents, or use another tokenizer"
     )

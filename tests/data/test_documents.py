@@ -50,20 +50,20 @@ def test_compressed_json_lines_in_several_members(tmp_path):
     assert reader.disk_bytes == (tmp_path / "a.jsonl.gz").stat().st_size
 
 
-def test_a_text_file_is_one_document_as_it_is(tmp_path):
+def test_text_file_is_one_unchanged_document(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufefffirst\r\nsecond\n\n".encode())
     (tmp_path / "b.txt").write_text("🦜")
 
     assert texts_of(tmp_path / "*.txt") == ["first\r\nsecond\n\n", "🦜"]
 
 
-def test_another_text_key(tmp_path):
+def test_text_is_read_under_another_key(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"id": 1, "body": "words", "text": 3}\n')
 
     assert texts_of(tmp_path / "a.jsonl", text_key="body") == ["words"]
 
 
-def test_a_number_that_nobody_reads_may_be_of_any_length(tmp_path):
+def test_unused_number_may_have_any_length(tmp_path):
     digits = "7" * 5000
     (tmp_path / "a.jsonl").write_text(f'{{"id": {digits}, "text": "words"}}\n')
     (tmp_path / "b.jsonl").write_text(f'{{"text": {digits}}}\n')
@@ -72,7 +72,7 @@ def test_a_number_that_nobody_reads_may_be_of_any_length(tmp_path):
     assert 'the key "text" (data.text_key) holds a number and not text' in problem_of(tmp_path / "b.jsonl")
 
 
-def test_blank_lines_are_nothing_and_empty_texts_are_counted(tmp_path):
+def test_blank_lines_are_ignored_and_empty_texts_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"text": "one"}\n   \n{"text": ""}\n{"text": "two"}\n\n')
 
     pieces, reader = read_pieces(tmp_path / "a.jsonl")
@@ -85,7 +85,7 @@ BROKEN = {
     '{"text": "half': "not JSON (column 10: Unterminated string starting at)",
     '{"text": "a"} {': "not JSON (column 15: Extra data)",
     '["text"]': 'a list where an object with the key "text" is expected',
-    "[": "only the beginning of a record, where every line must hold a whole one",
+    "[": "only the beginning of a record, where every line must hold a complete one",
     "null": 'null where an object with the key "text" is expected',
     '"text"': 'text where an object with the key "text" is expected',
     '{"id": 1, "content": "a"}': 'no key "text" (data.text_key); the keys are "id", "content"',
@@ -99,7 +99,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=[line[:20] for line in BROKEN])
-def test_a_broken_line_is_told_with_its_number_or_skipped(tmp_path, line):
+def test_bad_line_is_reported_with_its_number_or_skipped(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{line}\n{{"text": "two"}}\n')
 
@@ -107,12 +107,12 @@ def test_a_broken_line_is_told_with_its_number_or_skipped(tmp_path, line):
     pieces, reader = read_pieces(path, on_bad_record="skip")
 
     assert problem.startswith(f"{path}, line 2: {BROKEN[line]}")
-    assert problem.endswith('; mend it, or leave such records out with data.on_bad_record = "skip"')
+    assert problem.endswith('; fix it, or leave such records out with data.on_bad_record = "skip"')
     assert [piece.text for piece in pieces] == ["one", "two"]
     assert reader.skipped_records == 1
 
 
-def test_the_first_that_are_left_out_are_shown(tmp_path, capsys):
+def test_first_skipped_records_are_shown(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text("1\n2\n3\n4\n5\n")
 
@@ -126,7 +126,7 @@ def test_the_first_that_are_left_out_are_shown(tmp_path, capsys):
     ]
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_bytes_that_are_not_utf8_are_reported(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "one"}\n')
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
 
@@ -141,7 +141,7 @@ def test_bytes_that_are_no_text(tmp_path):
     assert reader.skipped_records == 2
 
 
-def test_python_files_that_are_no_text_are_left_out(tmp_path):
+def test_python_files_that_are_not_utf8_are_left_out(tmp_path):
     contents = {"a.py": b"x = 1\n", "latin.py": b"# caf\xe9\n", "z.py": b"y = 2\n"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -153,16 +153,16 @@ def test_python_files_that_are_no_text_are_left_out(tmp_path):
     assert reader.skipped_records == 0
 
 
-def test_a_file_that_is_gone_when_it_is_read(tmp_path):
+def test_file_deleted_before_it_is_read_is_reported(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["one"])
     reader = DocumentReader(Corpus(tuple(find_files([str(path)], key="data.train")), ()))
     path.unlink()
 
-    with pytest.raises(DataError, match=f"cannot read {path}: No such file or directory; mend it or leave it out"):
+    with pytest.raises(DataError, match=f"cannot read {path}: No such file or directory; fix it or leave it out"):
         list(reader)
 
 
-def test_a_long_document_comes_in_pieces_that_end_with_a_line(tmp_path):
+def test_long_document_is_cut_at_line_ends(tmp_path):
     text = "".join(f"line {number} of a long text\n" for number in range(90_000))
     (tmp_path / "a.txt").write_text(text)
     write_lines(tmp_path / "b.jsonl", [text, "short"])
@@ -188,7 +188,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert most < 10 * PIECE_CHARACTERS
 
 
-def test_held_out_documents_are_the_same_for_all_who_ask(tmp_path):
+def test_held_out_documents_do_not_depend_on_the_reader(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [f"document {number}" for number in range(2000)])
 
     held_out = [piece.is_held_out for piece in read_pieces(path, held_out=0.1)[0]]
@@ -200,7 +200,7 @@ def test_held_out_documents_are_the_same_for_all_who_ask(tmp_path):
     assert not any(piece.is_held_out for piece in read_pieces(path)[0])
 
 
-def test_a_corpus_is_known_by_what_it_holds_and_not_by_where(tmp_path):
+def test_identity_of_a_corpus_depends_on_content_and_not_on_paths(tmp_path):
     files = [SourceFile(Path(name), "txt", 1, 1) for name in ("/a.txt", "/elsewhere/b.txt")]
     corpora = [
         Corpus((files[0],), ("hash",)),

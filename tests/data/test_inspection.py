@@ -34,7 +34,7 @@ def shown(config: DataConfig, capsys, *, first: int = 0, count: int = 1, part: s
     return lines[start:]
 
 
-def test_a_packed_sample_shows_its_documents_and_what_is_foretold(config, capsys):
+def test_packed_sample_shows_its_documents_and_what_is_trained_on(config, capsys):
     assert shown(config, capsys) == [
         "Sample 0 of 5: 13 tokens of 2 documents, 12 trained on",
         "⟦f⟧irst one<|endoftext|>",
@@ -44,7 +44,7 @@ def test_a_packed_sample_shows_its_documents_and_what_is_foretold(config, capsys
     ]
 
 
-def test_of_separate_documents_the_first_token_is_not_foretold(config, capsys):
+def test_first_token_of_a_separate_document_is_not_trained_on(config, capsys):
     separate = config.model_copy(update={"documents": "separate"})
 
     assert shown(separate, capsys) == [
@@ -66,7 +66,7 @@ def test_a_padded_sample_shows_its_pads(config, capsys):
     ]
 
 
-def test_several_samples_and_what_would_move_the_cursor(config, capsys):
+def test_control_characters_are_shown_as_symbols(config, capsys):
     lines = shown(config, capsys, first=1, count=2)
 
     assert [line for line in lines if line.startswith("Sample ")] == [
@@ -78,7 +78,7 @@ def test_several_samples_and_what_would_move_the_cursor(config, capsys):
     assert "␛[31mof␍ th" in "".join(lines)
 
 
-def test_an_index_that_is_not_there(config):
+def test_index_out_of_range_is_reported(config):
     for first, count, asked in ((5, 1, "5 is"), (4, 3, "4 to 6 is")):
         with pytest.raises(DataError) as caught:
             inspect_run(config, part="train", first=first, count=count, name="run.toml")
@@ -88,20 +88,20 @@ def test_an_index_that_is_not_there(config):
         )
 
 
-def test_a_run_without_validation(config):
+def test_missing_validation_data_are_reported(config):
     with pytest.raises(DataError) as caught:
         inspect_run(config, part="validation", first=0, count=1, name="run.toml")
 
     assert str(caught.value) == "--part: run.toml has no validation data; set data.validation, or leave --part out"
 
 
-def test_the_validation_data_of_a_run(config, capsys):
+def test_validation_data_are_shown(config, capsys):
     held_out = config.model_copy(update={"validation": 0.1, "sequence_length": 4})
 
     assert shown(held_out, capsys, part="validation")[0].startswith("Sample 0 of ")
 
 
-def test_what_is_not_trained_on_is_between_marks():
+def test_text_that_is_not_trained_on_is_marked():
     arrays = {
         "input_ids": np.array([[5, 6, 7, 8, 9]]),
         "labels": np.array([[-100, 7, 8, -100, 10]]),
@@ -121,7 +121,7 @@ def test_what_is_not_trained_on_is_between_marks():
 
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
-def test_a_document_of_a_token_file(tmp_path, capsys, kind):
+def test_document_of_a_token_file_is_shown(tmp_path, capsys, kind):
     cache = Cache(tmp_path / "cache")
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     tokenizer = str(byte_tokenizer(cache).directory)
@@ -141,7 +141,7 @@ def test_a_document_of_a_token_file(tmp_path, capsys, kind):
         inspect_tokens(f"{tmp_path}/out", None, cache, first=0, count=1)
 
 
-def test_another_tokenizer_is_told_in_the_words_of_the_command(tmp_path):
+def test_wrong_tokenizer_is_reported_with_the_option_of_the_command(tmp_path):
     cache = Cache(tmp_path / "cache")
     source = write_lines(tmp_path / "a.jsonl", ["aa aa aa"])
     tokenize_sources(TokenizeRequest([str(source)], str(byte_tokenizer(cache).directory), tmp_path / "out"), cache)
@@ -151,14 +151,14 @@ def test_another_tokenizer_is_told_in_the_words_of_the_command(tmp_path):
         inspect_tokens(f"{tmp_path}/out/train", f"{tmp_path}/other", cache, first=0, count=1)
 
 
-def test_what_cannot_be_inspected(tmp_path):
+def test_source_that_cannot_be_inspected_is_reported(tmp_path):
     cache = Cache(tmp_path / "cache")
     (tmp_path / "a.bin").touch()
     for name, problem in (
-        ("none", f"{tmp_path}/none is neither a run file (.toml) nor a token file nor a pair of Megatron-LM; name one"),
+        ("none", f"{tmp_path}/none is neither a run file (.toml) nor a token file nor a Megatron-LM pair; name one"),
         (
             "a.bin",
-            f"no tokenizer lies beside {tmp_path}/a.bin, at {tmp_path}/tokenizer; "
+            f"there is no tokenizer beside {tmp_path}/a.bin, at {tmp_path}/tokenizer; "
             "name the one that it was written with as --tokenizer",
         ),
     ):
@@ -168,7 +168,7 @@ def test_what_cannot_be_inspected(tmp_path):
         assert str(caught.value) == problem
 
 
-def test_on_a_terminal_it_is_coloured(config, capsys, monkeypatch):
+def test_text_is_colored_on_a_terminal(config, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     console.configure()

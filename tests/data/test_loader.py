@@ -60,7 +60,7 @@ def test_batches_hold_what_the_order_says(packed, padded):
                 assert np.array_equal(batch.tensors[name].numpy(), array)
 
 
-def test_starting_at_a_later_step_is_going_on(packed):
+def test_starting_at_a_later_step_continues_the_sequence(packed):
     order = SampleOrder(len(packed), global_batch_size=8, seed=1)
     whole = load(packed, order, 0, 2 * order.steps_per_epoch + 3)
 
@@ -84,7 +84,7 @@ def test_all_ranks_together_read_the_same_global_batch(padded, dp_size):
             assert torch.equal(torch.cat([share.tensors[name] for share in shares]), tensor)
 
 
-def test_the_last_batch_is_filled_with_rows_that_are_not_trained_on(padded):
+def test_last_batch_is_completed_with_rows_that_are_not_trained_on(padded):
     order = SampleOrder(len(padded), global_batch_size=8, shuffle=False, drop_last=False)
 
     last = load(padded, order, 7, 8)[0]
@@ -94,7 +94,7 @@ def test_the_last_batch_is_filled_with_rows_that_are_not_trained_on(padded):
     assert (last.tensors["labels"][:4] != IGNORE_INDEX).any(dim=1).all()
 
 
-def test_no_steps_are_no_batches(packed):
+def test_no_steps_give_no_batches(packed):
     assert load(packed, SampleOrder(len(packed), global_batch_size=8), 5, 5) == []
 
 
@@ -106,7 +106,7 @@ def test_iterating_again_starts_over(packed):
         assert [batch.step for batch in loader] == [3, 4, 5]
 
 
-def test_batches_that_are_left_out_are_passed_over(packed):
+def test_batches_left_out_are_skipped(packed):
     order = SampleOrder(len(packed), global_batch_size=8)
     places = [find_data_step(step, (1, 2, 5)) for step in range(5)]
     assert places == [0, 3, 4, 6, 7]
@@ -145,7 +145,7 @@ class SlowSamples:
         return {"input_ids": sample_ids[:, None]}
 
 
-def test_what_goes_wrong_in_the_background_is_raised_in_the_foreground():
+def test_error_in_the_thread_is_raised_by_the_loader():
     batches = iter(
         build_loader(
             SlowSamples(broken_at=3),
@@ -176,7 +176,7 @@ def test_reading_ahead_hides_a_slow_disk():
     assert np.median(waits) < 0.003
 
 
-def test_only_so_much_is_read_ahead():
+def test_reading_ahead_is_limited():
     samples = SlowSamples()
     order = SampleOrder(1000, global_batch_size=4)
     batches = iter(build_loader(samples, order, dp_rank=0, dp_size=1, start_step=0, stop_step=200))
@@ -212,14 +212,14 @@ def test_loading_leaves_the_cores_to_the_model(packed):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory belongs to a GPU")
-def test_pinned_batches(packed):
+def test_batches_are_pinned(packed):
     order = SampleOrder(len(packed), global_batch_size=8)
     loader = build_loader(packed, order, dp_rank=0, dp_size=1, start_step=0, stop_step=3, pin_memory=True)
 
     assert all(tensor.is_pinned() for batch in loader for tensor in batch.tensors.values())
 
 
-def test_batches_that_are_left_out_are_not_counted(packed):
+def test_batches_left_out_are_not_counted(packed):
     sources = [MixedSource("a", len(packed) // 2, 3.0), MixedSource("b", len(packed) // 2)]
     order = MixtureOrder(sources, global_batch_size=8)
     batches = build_loader(packed, order, dp_rank=0, dp_size=1, start_step=0, stop_step=9, left_out=(1, 2, 5))

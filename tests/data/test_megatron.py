@@ -61,7 +61,7 @@ def documents_of(file: TokenFile) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "code"), [("u1", 1), ("i1", 2), ("i2", 3), ("i4", 4), ("i8", 5), ("u2", 8)])
-def test_a_pair_is_a_token_file_whatever_the_type_of_its_tokens(tmp_path, tokenizer, cache, kind, code):
+def test_pair_of_any_token_type_is_a_token_file(tmp_path, tokenizer, cache, kind, code):
     prefix = write_pair(tmp_path / "corpus.en", kind=kind, code=code)
 
     files = [open_token_file(f"{prefix}{ending}", tokenizer, cache) for ending in ("", ".bin", ".idx")]
@@ -76,7 +76,7 @@ def test_a_pair_is_a_token_file_whatever_the_type_of_its_tokens(tmp_path, tokeni
     assert len({file.identity for file in files}) == 1
 
 
-def test_what_is_tokens_and_what_is_not(tmp_path):
+def test_tokenized_sources_are_recognized(tmp_path):
     write_pair(tmp_path / "pair")
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "empty").mkdir()
@@ -86,7 +86,7 @@ def test_what_is_tokens_and_what_is_not(tmp_path):
     assert [name for name in names if is_tokenized(f"{tmp_path}/{name}")] == ["pair", "pair.bin", "pair.idx"]
 
 
-def test_it_is_looked_through_once(tmp_path, tokenizer, cache):
+def test_pair_is_scanned_once(tmp_path, tokenizer, cache):
     prefix = write_pair(tmp_path / "pair")
     first = open_token_file(str(prefix), tokenizer, cache)
     (made,) = (cache.directory / "megatron").glob("*/counts.json")
@@ -111,23 +111,23 @@ POINTERS = 34 + 4 * SEQUENCES
 BORDERS = POINTERS + 8 * SEQUENCES
 CHANGED = {
     "the magic": (0, b"GARBAGE", "byte 0: b'GARBAGE\\x00\\x00' where an index begins with b'MMIDIDX\\x00\\x00'"),
-    "the version": (9, b"\x02", "byte 9: version 2 of the index, and only 1 is known"),
+    "the version": (9, b"\x02", "byte 9: version 2 of the index, and only version 1 is supported"),
     "a float type": (17, b"\x07", "byte 17: the type 7 of its tokens is float32"),
-    "an unknown type": (17, b"\x63", "byte 17: the type 99 of its tokens is no type at all"),
+    "an unknown type": (17, b"\x63", "byte 17: the type 99 of its tokens is unknown"),
     "a negative length": (34, struct.pack("<i", -1), "byte 34: sequence 0 has -1 tokens"),
     "a pointer": (
         POINTERS + 8,
         struct.pack("<q", 6),
-        "byte 66: sequence 1 begins at byte 6 of the .bin file and not at 8",
+        "byte 66: sequence 1 starts at byte 6 of the .bin file and not at 8",
     ),
-    "the first border": (BORDERS, struct.pack("<q", 1), "byte 106: the first document does not begin with sequence 0"),
-    "a border": (BORDERS + 8, struct.pack("<q", 5), "byte 122: document 1 ends before it begins"),
+    "the first border": (BORDERS, struct.pack("<q", 1), "byte 106: the first document does not start with sequence 0"),
+    "a border": (BORDERS + 8, struct.pack("<q", 5), "byte 122: document 1 ends before it starts"),
     "the last border": (BORDERS + 40, struct.pack("<q", 8), "byte 146: the last document ends with sequence 8 of 6"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_an_index_that_is_wrong(tmp_path, tokenizer, cache, what):
+def test_wrong_index_is_reported(tmp_path, tokenizer, cache, what):
     prefix = write_pair(tmp_path / "pair")
     place, content, problem = CHANGED[what]
     change(tmp_path / "pair.idx", place, content)
@@ -144,7 +144,7 @@ def problem_of(prefix: Path, tokenizer: TokenizerFiles, cache: Cache) -> str:
     return str(caught.value)
 
 
-def test_a_pair_that_does_not_fit(tmp_path, tokenizer, cache):
+def test_pair_of_unequal_sizes_is_reported(tmp_path, tokenizer, cache):
     prefix = write_pair(tmp_path / "pair")
     whole = (tmp_path / "pair.idx").read_bytes(), (tmp_path / "pair.bin").read_bytes()
     mend = "copy both files again, or write them again"
@@ -154,14 +154,14 @@ def test_a_pair_that_does_not_fit(tmp_path, tokenizer, cache):
             f"{prefix}.idx holds 153 bytes where its header, with 6 sequences and 5 documents, says 154; {mend}"
         ),
         (whole[0] + bytes(6), whole[1]): (
-            f"{prefix}.idx is of a corpus with pictures or the like (multimodal), which is not read; name another"
+            f"{prefix}.idx is of a multimodal corpus (with images, for example), which is not supported; name another"
         ),
         (whole[0], whole[1][:-2]): (
             f"{prefix}.bin holds 24 bytes where {prefix}.idx says 26: it was cut short; "
             "copy it again, or tokenize again"
         ),
         (whole[0], whole[1] * 2): (
-            f"{prefix}.bin holds 52 bytes where {prefix}.idx says 26: it is not the file that belongs to it; "
+            f"{prefix}.bin holds 52 bytes where {prefix}.idx says 26: it belongs to something else; "
             "copy it again, or tokenize again"
         ),
     }
@@ -173,18 +173,18 @@ def test_a_pair_that_does_not_fit(tmp_path, tokenizer, cache):
 
     (tmp_path / "pair.idx").unlink()
     assert problem_of(tmp_path / "pair.bin", tokenizer, cache) == (
-        f"{prefix}.idx is missing, without which {prefix}.bin cannot be read; {mend}"
+        f"{prefix}.idx is missing, and without it {prefix}.bin cannot be read; {mend}"
     )
 
 
-def test_a_pair_without_tokens(tmp_path, tokenizer, cache):
+def test_pair_without_tokens_is_refused(tmp_path, tokenizer, cache):
     prefix = write_pair(tmp_path / "pair", [])
 
     assert problem_of(prefix, tokenizer, cache) == f"{prefix}.bin holds no tokens; leave it out"
 
 
 @pytest.mark.parametrize("token", [10, -1])
-def test_a_token_that_the_tokenizer_does_not_have(tmp_path, tokenizer, cache, token):
+def test_token_outside_the_vocabulary_is_reported(tmp_path, tokenizer, cache, token):
     prefix = write_pair(tmp_path / "pair", [[[1, 2, END]], [[3, token, END]]], kind="i4", code=4)
 
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_a_token_that_the_tokenizer_does_not_have(tmp_path, tokenizer, cache, to
 
 
 @pytest.mark.parametrize("vocab_size", [10, 70_000])
-def test_what_is_written_is_what_is_read(tmp_path, tokenizer, cache, vocab_size):
+def test_written_pair_is_read_back(tmp_path, tokenizer, cache, vocab_size):
     kind = np.dtype(megatron_token_type(vocab_size))
     tokens, offsets = np.array([1, 2, END, 3, END, END], kind), np.array([0, 3, 5, 6])
     (tmp_path / "pair.bin").write_bytes(tokens.tobytes())
@@ -210,12 +210,12 @@ def test_what_is_written_is_what_is_read(tmp_path, tokenizer, cache, vocab_size)
     assert (tmp_path / "pair.idx").read_bytes() == by_hand.with_suffix(".idx").read_bytes()
 
 
-def test_a_document_that_an_index_cannot_say(tmp_path):
+def test_document_too_long_for_an_index_is_reported(tmp_path):
     with pytest.raises(DataError) as caught:
         write_index(tmp_path / "pair.idx", np.array([0, 5, 5 + (1 << 31)]), np.dtype(np.uint16))
 
     assert str(caught.value) == (
-        "document 1 has 2,147,483,648 tokens, more than pair.idx can say; "
+        "document 1 has 2,147,483,648 tokens, more than pair.idx can hold; "
         "cut it into several, or take --format meshtrain"
     )
 
@@ -234,7 +234,7 @@ def test_a_token_file_is_opened_and_checked(tmp_path, tokenizer, cache):
     assert problem.endswith("name the tokenizer it was made with as data.tokenizer.path, or tokenize again")
 
 
-def test_a_token_file_that_is_damaged(tmp_path, cache):
+def test_damaged_token_file_is_reported(tmp_path, cache):
     file, made_with = token_file(tmp_path / "made", ["one", "two"])
     tokens = file.directory / "tokens.bin"
     whole = tokens.read_bytes()
@@ -258,7 +258,7 @@ def test_a_token_file_that_is_damaged(tmp_path, cache):
     assert problem_of(file.directory, made_with, cache).startswith(f"{counts} cannot be read (Expecting ")
 
 
-def test_several_token_files_in_a_directory(tmp_path, tokenizer, cache):
+def test_directory_of_several_token_files_is_refused(tmp_path, tokenizer, cache):
     (tmp_path / "all").mkdir()
     write_pair(tmp_path / "all" / "train")
 

@@ -37,7 +37,7 @@ def sources_of(ids: np.ndarray) -> np.ndarray:
         ((0.12345678, 0.87654322), (1235, 8765)),
     ],
 )
-def test_a_block_has_whole_shares(weights, quotas):
+def test_block_has_exact_shares(weights, quotas):
     found = compute_quotas(np.array(weights), ["a", "b", "c"])
 
     assert tuple(found) == quotas
@@ -49,8 +49,8 @@ def test_too_small_a_share_is_refused():
         MixtureOrder([MixedSource("a", 10, 1.0), MixedSource("b", 10, 1e-5)], global_batch_size=4)
 
     assert caught.value.lines == (
-        "data.sources.b.weight is 1.0e-05 of all weights, and a mixture takes shares of 1 in 10,000 or more; raise it, "
-        "or leave the source out",
+        "data.sources.b.weight is 1.0e-05 of all weights, and a mixture supports shares of 1 in 10,000 or more; "
+        "raise it, or leave the source out",
     )
 
 
@@ -74,7 +74,7 @@ def test_each_source_visits_every_sample_once_in_an_epoch_of_its_own():
         assert len(epochs) < 3 or not np.array_equal(epochs[0], epochs[1])
 
 
-def test_another_seed_is_another_mixture():
+def test_another_seed_gives_another_mixture():
     first, second = (MixtureOrder(SOURCES, global_batch_size=64, seed=seed).sample_ids(3) for seed in (0, 1))
 
     assert not np.array_equal(sources_of(first), sources_of(second))
@@ -90,7 +90,7 @@ def test_counts_are_those_of_the_samples():
 
 
 @pytest.mark.parametrize("ending", [("web",), ("web", "books"), ("code", "web", "books")])
-def test_the_others_go_on_where_a_source_ends(ending):
+def test_other_sources_continue_when_one_ends(ending):
     sources = [MixedSource(s.name, s.num_samples, s.weight, repeats=s.name not in ending) for s in SOURCES]
     order = MixtureOrder(sources, global_batch_size=6, seed=1)
     steps = order.num_steps if order.num_steps is not None else 400
@@ -117,7 +117,7 @@ def test_the_others_go_on_where_a_source_ends(ending):
         assert order.samples_before(step + 1) == order.count(ids[: 6 * (step + 1)])
 
 
-def test_a_source_smaller_than_its_part_of_a_block():
+def test_source_smaller_than_its_quota_ends_within_a_block():
     order = MixtureOrder([MixedSource("a", 3, repeats=False), MixedSource("b", 2, repeats=False)], global_batch_size=5)
 
     assert order.num_steps == 1

@@ -31,7 +31,7 @@ def test_the_shuffle_leaves_no_trace_of_the_order_on_disk():
     assert np.mean(np.diff(ids) == 1) < 0.001
 
 
-def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+def test_each_epoch_and_each_seed_has_its_own_order():
     orders = [SampleOrder(1000, global_batch_size=10, seed=seed) for seed in (0, 1)]
     epochs = [tuple(epoch_of(order, epoch)) for order in orders for epoch in (0, 1)]
 
@@ -55,7 +55,7 @@ def test_without_shuffle_samples_come_as_stored():
     assert [order.sample_ids(step).tolist() for step in (0, 1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
-def test_what_does_not_fill_a_batch_is_dropped_or_filled_up():
+def test_incomplete_batch_is_dropped_or_completed():
     dropped = SampleOrder(10, global_batch_size=4, shuffle=False)
     filled = SampleOrder(10, global_batch_size=4, shuffle=False, drop_last=False)
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from meshtrain.config.data import DataConfig, TokenizerConfig
+from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import build_dataset, check_enough, train_samples, validation_samples
 from meshtrain.data.samples.rows import PackedSamples, PaddedSamples
 from meshtrain.errors import DataError
-from tests.data.corpora import write_lines
+from tests.data.corpora import byte_tokenizer, write_lines
 
 # Not forked: a fork would inherit the threads of tokenizers as ruins.
 context = multiprocessing.get_context("spawn")
@@ -58,7 +59,7 @@ def test_training_without_validation(tmp_path, capsys):
     assert data.unigram_entropy_nats == data.sources[0].train.counts.unigram_entropy_nats
 
 
-def test_the_second_time_it_is_only_opened(tmp_path, capsys):
+def test_second_run_only_opens_the_token_files(tmp_path, capsys):
     first = prepare_data(configure(tmp_path, validation=0.1))
     capsys.readouterr()
 
@@ -92,16 +93,16 @@ def test_validation_by_files(tmp_path, capsys):
     assert data.sources[0].validation.counts.documents == 2
 
 
-def test_skipped_records_are_told(tmp_path, capsys):
+def test_skipped_records_are_reported(tmp_path, capsys):
     path = write_lines(tmp_path / "train.jsonl", TEXTS)
     path.write_text(path.read_text() + "broken\nbroken\n")
 
     prepare_data(configure(tmp_path, on_bad_record="skip"))
 
-    assert "; 2 broken records skipped; tokenized into " in capsys.readouterr().out
+    assert "; 2 bad records skipped; tokenized into " in capsys.readouterr().out
 
 
-def test_orders_follow_the_run(tmp_path):
+def test_order_depends_on_the_settings_of_the_run(tmp_path):
     shuffled = prepare_data(configure(tmp_path, validation=0.1))
     plain = prepare_data(configure(tmp_path, validation=0.1, shuffle=False, drop_last=False))
     num_samples = len(train_samples(shuffled))
@@ -118,7 +119,7 @@ def test_orders_follow_the_run(tmp_path):
     assert np.array_equal(seen[seen >= 0], np.arange(len(samples)))
 
 
-def test_the_identity_is_that_of_the_samples(tmp_path):
+def test_identity_depends_on_the_samples_alone(tmp_path):
     here, there = configure(tmp_path / "here"), configure(tmp_path / "there")
     same = [here, there, configure(tmp_path / "here", shuffle=False)]
     validation = [str(write_lines(tmp_path / "validation.jsonl", ["text"]))]
@@ -135,7 +136,7 @@ def test_the_identity_is_that_of_the_samples(tmp_path):
     assert len({prepare_data(config).identity for config in [here, *others]}) == 1 + len(others)
 
 
-def test_a_corpus_of_one_document(tmp_path):
+def test_corpus_of_one_document_cannot_be_split(tmp_path):
     (tmp_path / "a.txt").write_text("a single document of some words, read again and again")
 
     data = prepare_data(configure(tmp_path, train=[str(tmp_path / "a.txt")], sequence_length=8))
@@ -144,29 +145,29 @@ def test_a_corpus_of_one_document(tmp_path):
     assert len(train_samples(data)) == 6
 
 
-def test_all_wrong_sources_are_told_at_once(tmp_path):
+def test_all_wrong_sources_are_reported_at_once(tmp_path):
     config = configure(tmp_path, train=[f"{tmp_path}/none.txt"], validation=[f"{tmp_path}/*.csv"])
 
     assert [problem.split(":")[0] for problem in problems_of(config)] == ["data.train", "data.validation"]
 
 
-def test_validation_on_what_is_trained_on(tmp_path):
+def test_validation_on_training_files_is_refused(tmp_path):
     config = configure(tmp_path)
 
     assert problems_of(configure(tmp_path, validation=config.train)) == (
-        f"data.validation: {tmp_path}/train.jsonl is also in data.train, where a low loss on it means nothing; "
-        "leave it out of one of them, or keep documents aside with data.validation = 0.05",
+        f"data.validation: {tmp_path}/train.jsonl is also in data.train, so a low loss on it means nothing; "
+        "leave it out of one of them, or hold documents out with data.validation = 0.05",
     )
 
 
-def test_no_tokenizer_at_all(tmp_path):
+def test_missing_tokenizer_settings_are_reported(tmp_path):
     assert problems_of(configure(tmp_path, tokenizer=TokenizerConfig())) == (
         "data.tokenizer: neither `path` nor `vocab_size` is set; "
         "name an existing tokenizer, or the vocabulary size of one to be trained on data.train",
     )
 
 
-def test_an_existing_tokenizer(tmp_path):
+def test_existing_tokenizer_is_used(tmp_path):
     trained = prepare_data(configure(tmp_path))
 
     found = prepare_data(configure(tmp_path, tokenizer=TokenizerConfig(path=str(trained.tokenizer.directory))))
@@ -181,7 +182,7 @@ def problem_of_size(data: PreparedData, global_batch_size: int) -> str:
     return str(caught.value)
 
 
-def test_fewer_samples_than_a_batch(tmp_path):
+def test_fewer_samples_than_a_batch_are_reported(tmp_path):
     packed = prepare_data(configure(tmp_path, train=[str(write_lines(tmp_path / "a.jsonl", TEXTS[:10]))]))
     padded = prepare_data(configure(tmp_path, train=packed.config.train, form="padded"))
 
@@ -189,16 +190,16 @@ def test_fewer_samples_than_a_batch(tmp_path):
     check_enough(padded, 10)
     assert problem_of_size(packed, 9) == (
         "data.train: 10 documents with 250 tokens make 7 packed samples of 32 tokens, and one batch needs 9: "
-        "give it more text, lower global_batch_size to 7 or less, set data.drop_last to false "
+        "provide more text, lower global_batch_size to 7 or less, set data.drop_last to false "
         "or lower data.sequence_length to 27 or less"
     )
     assert problem_of_size(padded, 11) == (
         "data.train: 10 documents with 250 tokens make 10 padded samples of 32 tokens, and one batch needs 11: "
-        "give it more text, lower global_batch_size to 10 or less or set data.drop_last to false"
+        "provide more text, lower global_batch_size to 10 or less or set data.drop_last to false"
     )
 
 
-def test_less_than_one_sample(tmp_path):
+def test_less_than_one_sample_is_reported(tmp_path):
     validation = [str(write_lines(tmp_path / "validation.jsonl", ["few words"]))]
     data = prepare_data(configure(tmp_path, train=validation, drop_last=False))
     with_validation = prepare_data(configure(tmp_path, validation=validation))
@@ -209,7 +210,7 @@ def test_less_than_one_sample(tmp_path):
     ):
         assert problem == (
             f"{key}: 1 documents with 10 tokens make 0 packed samples of 32 tokens, and one batch needs 1: "
-            "give it more text or lower data.sequence_length to 9 or less"
+            "provide more text or lower data.sequence_length to 9 or less"
         )
 
 
@@ -238,14 +239,14 @@ def prepare_on_four(config: DataConfig) -> list[Any]:
     return results
 
 
-def test_all_ranks_at_once(tmp_path):
+def test_all_ranks_prepare_at_once(tmp_path):
     identities = prepare_on_four(configure(tmp_path, validation=0.1))
 
     assert identities == [prepare_data(configure(tmp_path, validation=0.1)).identity] * 4
     assert len(list((tmp_path / "cache/tokens").glob("*/train"))) == 1
 
 
-def test_all_ranks_at_once_on_a_broken_file(tmp_path):
+def test_all_ranks_report_a_bad_file(tmp_path):
     path = write_lines(tmp_path / "train.jsonl", TEXTS)
     path.write_text(path.read_text() + "broken\n")
 
@@ -259,6 +260,7 @@ PREPARE = """
 import json, sys
 from meshtrain.config.data import DataConfig
 from meshtrain.data.samples.dataset import check_enough, train_samples
+from meshtrain.data.cache import Cache
 from meshtrain.data.prepare import prepare_data
 data = prepare_data(DataConfig.model_validate_json(sys.argv[1]))
 check_enough(data, 4)
@@ -274,7 +276,7 @@ def test_preparing_loads_neither_torch_nor_transformers(tmp_path):
     assert not {"torch", "transformers", "torchdata", "huggingface_hub"}.intersection(loaded)
 
 
-def test_what_is_cut_off_is_told(tmp_path, capsys):
+def test_documents_that_are_cut_off_are_reported(tmp_path, capsys):
     long = str(write_lines(tmp_path / "long.jsonl", ["short", "x" * 40, "x" * 31, "x" * 32]))
 
     prepare_data(configure(tmp_path, train=[long], form="padded"))
@@ -283,7 +285,7 @@ def test_what_is_cut_off_is_told(tmp_path, capsys):
     assert "cut off" not in capsys.readouterr().out
 
 
-def test_tokens_are_sources(tmp_path):
+def test_tokens_can_be_sources(tmp_path):
     text = configure(tmp_path, validation=0.1)
     first = prepare_data(text)
     tokenizer = TokenizerConfig(path=str(first.tokenizer.directory))
@@ -292,18 +294,36 @@ def test_tokens_are_sources(tmp_path):
 
     assert second.identity == first.identity
     assert problems_of(configure(tmp_path, train=[train], validation=0.1, tokenizer=tokenizer)) == (
-        "data.validation = 0.1: of tokens no documents are kept aside; tokenize with meshtrain tokenize --validation, "
-        "and name what it wrote",
+        "data.validation = 0.1: documents of tokenized data cannot be held out; tokenize with "
+        "meshtrain tokenize --validation, and name what it wrote",
     )
     assert problems_of(configure(tmp_path, train=[*text.train, train], tokenizer=tokenizer)) == (
-        f"data.train: {train} is tokens already, and stands beside 1 more; give each a source of its own "
+        f"data.train: {train} is tokenized already, and stands beside 1 more; give each its own source "
         "(data.sources.NAME)",
     )
     assert problems_of(configure(tmp_path, train=[train])) == (
-        "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokens already; name the one "
-        "that they were made with as data.tokenizer.path",
+        "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already; "
+        "name the one that they were made with as data.tokenizer.path",
     )
     assert problems_of(configure(tmp_path, train=[train], validation=[train], tokenizer=tokenizer)) == (
-        f"data.validation: {train} is also in data.train, where a low loss on it means nothing; leave it out of one of "
-        "them, or keep documents aside with data.validation = 0.05",
+        f"data.validation: {train} is also in data.train, so a low loss on it means nothing; leave it out of one of "
+        "them, or hold documents out with data.validation = 0.05",
+    )
+
+
+def test_messages_name_the_settings_of_the_source_that_they_concern(tmp_path):
+    one = str(write_lines(tmp_path / "one.jsonl", ["single"]))
+    tokenizer = TokenizerConfig(path=str(byte_tokenizer(Cache(tmp_path / "cache")).directory))
+
+    def problems_of_source(**source: Any) -> tuple[str, ...]:
+        sources = {"web": {"train": [one], **source}}
+        return problems_of(DataConfig(sources=sources, tokenizer=tokenizer, cache_directory=f"{tmp_path}/cache"))
+
+    assert problems_of_source(text_key="words") == (
+        f'{one}, line 1: no key "words" (data.sources.web.text_key); the keys are "text"; fix it, or leave such '
+        'records out with data.on_bad_record = "skip"',
+    )
+    assert problems_of_source(validation=0.5) == (
+        f"{one}: 1 documents cannot be split by data.sources.web.validation = 0.5; "
+        "set data.sources.web.validation to files of its own, or to 0",
     )

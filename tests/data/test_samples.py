@@ -13,7 +13,7 @@ from tests.data.corpora import expected_tokens, random_texts, token_file
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_packed_samples_cover_exactly_the_stream(tmp_path, seed):
+def test_packed_samples_cover_all_tokens(tmp_path, seed):
     rng = random.Random(seed)
     texts = random_texts(rng, count=rng.randint(1, 60))
     tokens, tokenizer = token_file(tmp_path, texts)
@@ -30,7 +30,7 @@ def test_packed_samples_cover_exactly_the_stream(tmp_path, seed):
         assert np.array_equal(rows["labels"].reshape(-1), stream[1 : covered + 1])
 
 
-def test_a_text_of_less_than_one_sequence_makes_no_packed_sample(tmp_path):
+def test_text_shorter_than_a_sequence_gives_no_packed_sample(tmp_path):
     tokens, _ = token_file(tmp_path, ["abc"])
 
     assert len(PackedSamples(tokens, 3, pad_id=0)) == 1
@@ -38,7 +38,7 @@ def test_a_text_of_less_than_one_sequence_makes_no_packed_sample(tmp_path):
     assert len(PackedSamples(tokens, 400, pad_id=0)) == 0
 
 
-def test_any_samples_in_any_order_with_fillers(tmp_path):
+def test_samples_are_read_in_any_order_with_fillers(tmp_path):
     tokens, tokenizer = token_file(tmp_path, random_texts(random.Random(0), 30))
     for form in (PackedSamples, PaddedSamples):
         samples = form(tokens, 8, pad_id=tokenizer.pad_id)
@@ -76,7 +76,7 @@ def test_padded_samples_hold_one_document_each(tmp_path, sequence_length):
         assert rows[name].tolist() == list(column)
 
 
-def test_the_end_token_is_trained_on_even_where_it_is_the_pad(tmp_path):
+def test_end_token_is_trained_on_even_if_it_is_the_pad(tmp_path):
     tokens, tokenizer = token_file(tmp_path, ["ab", "abcdef"])
     end = tokenizer.end_id
     a, b, *_ = expected_tokens(["ab"], tokenizer)[0]
@@ -88,7 +88,7 @@ def test_the_end_token_is_trained_on_even_where_it_is_the_pad(tmp_path):
     assert rows["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
 
 
-def test_attention_over_a_filler_row_sees_something(tmp_path):
+def test_filler_row_is_not_fully_masked(tmp_path):
     tokens, tokenizer = token_file(tmp_path, ["ab"])
 
     rows = PaddedSamples(tokens, 4, pad_id=tokenizer.pad_id).read(np.array([FILLER]))
@@ -96,7 +96,7 @@ def test_attention_over_a_filler_row_sees_something(tmp_path):
     assert rows["attention_mask"].tolist() == [[1, 0, 0, 0]]
 
 
-def test_separate_documents_begin_anew_and_are_not_foretold(tmp_path):
+def test_separate_documents_restart_positions_and_do_not_train_their_first_token(tmp_path):
     texts = random_texts(random.Random(2), count=50, longest=12)
     tokens, tokenizer = token_file(tmp_path, texts)
     documents = expected_tokens(texts, tokenizer)
@@ -127,7 +127,7 @@ def marked(tokens: TokenFile, marks: np.ndarray) -> TokenFile:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("form", ["packed", "separate", "padded"])
-def test_without_tokens_all_else_is_the_same(tmp_path, form, trained):
+def test_everything_but_tokens_is_the_same_without_tokens(tmp_path, form, trained):
     tokens, tokenizer = token_file(tmp_path, random_texts(random.Random(3), count=30))
     if trained:
         tokens = marked(tokens, np.random.default_rng(0).random(tokens.counts.tokens) < 0.5)
@@ -177,7 +177,7 @@ def test_batches_are_as_wide_as_their_longest_sample(tmp_path):
         assert np.array_equal(array, whole[name][:, :8])
 
 
-def test_mixed_samples_are_those_of_their_sources(tmp_path):
+def test_mixed_samples_equal_those_of_their_sources(tmp_path):
     parts = []
     for name, count in (("a", 30), ("b", 5), ("c", 60)):
         tokens, tokenizer = token_file(tmp_path / name, random_texts(random.Random(name), count=count))

@@ -33,7 +33,7 @@ def test_files_come_in_the_order_of_the_sources_and_globs_sorted_by_name(corpus)
     assert {file.num_bytes for file in files} == {4}
 
 
-def test_a_name_with_brackets_may_be_a_file(tmp_path):
+def test_name_with_brackets_may_be_a_file(tmp_path):
     (tmp_path / "part[1].txt").write_text("text")
 
     (file,) = find_files([f"{tmp_path}/part[1].txt"], key="data.train")
@@ -41,7 +41,7 @@ def test_a_name_with_brackets_may_be_a_file(tmp_path):
     assert file.path.name == "part[1].txt"
 
 
-def test_the_standard_library_without_its_tests():
+def test_standard_library_is_read_without_its_tests():
     files = find_files([PYTHON_STDLIB], key="data.train")
 
     root = Path(sysconfig.get_path("stdlib"))
@@ -54,7 +54,7 @@ def test_the_standard_library_without_its_tests():
     assert all(file.num_bytes and file.kind == "python" for file in files)
 
 
-def test_a_python_without_source_files(tmp_path):
+def test_python_without_source_files_is_reported(tmp_path):
     for name in ("test/test_json.py", "site-packages/numpy.py", "json/__pycache__/decoder.py", "os.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
@@ -63,7 +63,7 @@ def test_a_python_without_source_files(tmp_path):
     with pytest.raises(DataError) as caught:
         find_python_files(str(tmp_path))
 
-    assert str(caught.value) == (f"python-stdlib: this Python keeps no .py files in {tmp_path}; name files of your own")
+    assert str(caught.value) == (f"python-stdlib: this Python has no .py files in {tmp_path}; name your own files")
 
 
 def test_a_missing_file_shows_the_nearest_name(corpus):
@@ -72,19 +72,19 @@ def test_a_missing_file_shows_the_nearest_name(corpus):
     )
 
 
-def test_a_mistyped_built_in_source(corpus):
+def test_mistyped_built_in_source_is_corrected(corpus):
     (problem,) = problems_of(corpus / "python-stdlb")
 
     assert problem.endswith('does not exist; did you mean "python-stdlib"?')
 
 
-def test_a_missing_file_shows_what_there_is(corpus):
+def test_missing_file_shows_the_files_of_its_directory(corpus):
     assert problems_of(corpus / "wiki.txt") == (
         f'data.train: "{corpus}/wiki.txt" does not exist; {corpus} holds a.jsonl, b.jsonl, c.jsonl.gz, sub/',
     )
 
 
-def test_a_missing_directory_shows_the_nearest_that_exists(corpus):
+def test_missing_directory_shows_the_nearest_existing_one(corpus):
     (problem,) = problems_of(corpus / "data/new/wiki.txt")
 
     assert problem.endswith(
@@ -92,7 +92,7 @@ def test_a_missing_directory_shows_the_nearest_that_exists(corpus):
     )
 
 
-def test_a_glob_without_a_match_shows_what_there_is(corpus):
+def test_glob_without_a_match_shows_the_files_there(corpus):
     assert problems_of(corpus / "sub/*.jsonl", corpus / "none/*/x.txt") == (
         f'data.train: "{corpus}/sub/*.jsonl" matches no file; {corpus}/sub holds d.txt',
         f'data.train: "{corpus}/none/*/x.txt" matches no file; {corpus} holds a.jsonl, b.jsonl, c.jsonl.gz, sub/',
@@ -111,7 +111,7 @@ def test_a_directory_stands_for_the_texts_below_it(corpus):
     assert names == ["a.jsonl", "b.jsonl", "c.jsonl.gz", "sub/d.txt", "sub/e.parquet", "z.json.gz"]
 
 
-def test_a_directory_without_texts_shows_what_there_is(corpus):
+def test_directory_without_texts_shows_its_files(corpus):
     (corpus / "other").mkdir()
     (corpus / "other/info.json").write_text("{}")
 
@@ -127,17 +127,17 @@ def test_an_unknown_kind_shows_the_known_ones(corpus):
 
     for source in ("table.csv", "t*.csv"):
         assert problems_of(corpus / source) == (
-            f'data.train: "{corpus}/table.csv" is of no known kind; '
+            f'data.train: "{corpus}/table.csv" is not of a known kind; '
             "known are .jsonl, .jsonl.gz, .jsonl.zst, .json, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet "
             "and the built-in source python-stdlib",
         )
 
 
-def test_a_broken_link_is_called_one_wherever_it_is_found(corpus):
+def test_broken_link_is_reported_as_one(corpus):
     (corpus / "sub/link.txt").symlink_to("gone/there.txt")
     message = (
         f'data.train: "{corpus}/sub/link.txt" is a broken link: it points to "gone/there.txt", and there is no such '
-        "file; mend the link, or leave it out"
+        "file; fix the link, or leave it out"
     )
     assert problems_of(corpus, corpus / "sub/link.txt", corpus / "sub/*.txt") == (message,) * 3
     (corpus / "sub/link.txt").unlink()
@@ -164,26 +164,26 @@ def test_a_glob_of_empty_files_is_refused(tmp_path):
     )
 
 
-def test_a_url_is_for_what_is_streamed():
+def test_url_is_refused_without_streaming():
     (problem,) = problems_of("https://somewhere/a.jsonl")
     assert problem.startswith('data.train: "https://somewhere/a.jsonl" is a URL, and only what is trained on with')
 
 
-def test_all_wrong_sources_are_told_at_once(corpus):
+def test_all_wrong_sources_are_reported_at_once(corpus):
     assert len(problems_of("/nowhere/a.txt", corpus / "b.jsonl", corpus / "*.csv", corpus / "sub/x")) == 3
 
 
-def test_a_directory_that_may_not_be_entered():
+def test_inaccessible_directory_is_reported():
     with without_privileges(), tempfile.TemporaryDirectory() as directory:
         closed = Path(directory, "closed")
         closed.mkdir(mode=0o000)
 
         assert problems_of(closed / "a.txt") == (
-            f'data.train: cannot look at "{closed}/a.txt": Permission denied; mend its permissions',
+            f'data.train: cannot read "{closed}/a.txt": Permission denied; fix its permissions',
         )
 
 
-def test_a_file_that_may_not_be_read():
+def test_file_without_read_permission_is_reported():
     with without_privileges(), tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "a.txt")
         path.write_text("text")
@@ -191,5 +191,5 @@ def test_a_file_that_may_not_be_read():
 
         assert (
             problems_of(path, Path(directory, "*.txt"))
-            == (f'data.train: "{path}" may not be read by this user; mend its permissions or leave it out',) * 2
+            == (f'data.train: "{path}" may not be read by this user; fix its permissions or leave it out',) * 2
         )

@@ -56,7 +56,7 @@ def reader_of(feed: Dataset) -> StreamReader:
     return feed.streams["data"]._reader
 
 
-def test_rows_are_those_of_the_whole_text(tmp_path, texts):
+def test_rows_equal_those_of_the_full_text(tmp_path, texts):
     config = configure(tmp_path, texts, shuffle=False)
     tokenizer = byte_tokenizer(Cache(tmp_path / "cache"))
     documents = expected_tokens([text for of_file in texts for text in of_file], tokenizer)
@@ -79,7 +79,7 @@ def test_rows_are_those_of_the_whole_text(tmp_path, texts):
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_go_on_from_the_cursor_of_any(tmp_path, texts, form, shuffle):
+def test_rows_resume_from_the_cursor_of_any_row(tmp_path, texts, form, shuffle):
     reader = reader_of(feed_of(configure(tmp_path, texts, shuffle=shuffle)))
     rows_from = reader.packed_rows if form == "packed" else reader.padded_rows
     rows = list(islice(rows_from(Cursor(), LENGTH), 150))
@@ -94,7 +94,7 @@ def test_rows_go_on_from_the_cursor_of_any(tmp_path, texts, form, shuffle):
             assert np.array_equal(one.begins[1:], other.begins[1:])
 
 
-def test_a_long_document_is_gone_on_with_in_its_middle(tmp_path):
+def test_long_document_resumes_in_its_middle(tmp_path):
     rng = random.Random(0)
     lines = "".join(f"{'x' * rng.randrange(90)} line {number}\n" for number in range(80_000))
     (tmp_path / "long.txt").write_text(lines)
@@ -132,7 +132,7 @@ def samples_of(feed: Dataset, start: int, stop: int, rank: int = 0, size: int = 
     ],
     ids=str,
 )
-def test_a_stream_goes_on_on_any_number_of_ranks(tmp_path, texts, options):
+def test_stream_resumes_on_any_number_of_ranks(tmp_path, texts, options):
     config = configure(tmp_path, texts, **options)
     whole = samples_of(feed_of(config), 0, 30)
     for step in (1, 7, 20):
@@ -149,7 +149,7 @@ def test_a_stream_goes_on_on_any_number_of_ranks(tmp_path, texts, options):
             assert tensors == {name: one[name] + other[name] for name in one}, ids
 
 
-def test_a_buffer_is_shuffled_and_loses_nothing(tmp_path, texts):
+def test_buffer_is_shuffled_and_complete(tmp_path, texts):
     plain, shuffled = (feed_of(configure(tmp_path, texts[:1], shuffle=shuffle)) for shuffle in (False, True))
     ids = np.arange(20)
 
@@ -161,7 +161,7 @@ def test_a_buffer_is_shuffled_and_loses_nothing(tmp_path, texts):
     assert not np.array_equal(second, feed_of(configure(tmp_path, texts[:1]), seed=1).samples.read(ids)["input_ids"])
 
 
-def test_to_go_back_is_to_read_again(tmp_path, texts):
+def test_going_back_reads_again(tmp_path, texts):
     samples = feed_of(configure(tmp_path, texts)).samples
     early = samples.read(np.array([3, FILLER, 12]))["input_ids"]
     samples.read(np.array([400]))
@@ -181,7 +181,7 @@ def test_without_tokens_a_plain_stream_is_not_opened(tmp_path, texts):
     assert np.array_equal(blank["labels"] < 0, whole["labels"] < 0)
 
 
-def test_a_stream_in_a_mixture(tmp_path, texts):
+def test_stream_is_part_of_a_mixture(tmp_path, texts):
     config = configure(tmp_path, texts)
     sources = {
         "streamed": MixedSourceConfig(train=config.train, streaming=True, weight=3.0),
@@ -220,26 +220,26 @@ def test_urls_are_streamed(tmp_path, texts):
 @pytest.mark.parametrize(
     ("train", "problem"),
     [
-        ("memory://nowhere/*.jsonl", "data.train: memory://nowhere/*.jsonl stands for no file that holds anything"),
+        ("memory://nowhere/*.jsonl", "data.train: memory://nowhere/*.jsonl matches no file that holds anything"),
         ("memory://nowhere/a.jsonl", "data.train: memory://nowhere/a.jsonl cannot be reached: "),
         ("nosuch://a.jsonl", "data.train: nosuch://a.jsonl cannot be reached: "),
-        ("memory://table.csv", 'data.train: "memory://table.csv" is of no known kind; known are '),
+        ("memory://table.csv", 'data.train: "memory://table.csv" is not of a known kind; known are '),
     ],
 )
-def test_urls_that_stand_for_nothing(tmp_path, train, problem):
+def test_urls_without_files_are_reported(tmp_path, train, problem):
     MemoryFileSystem().pipe("/table.csv", b"a,b")
     with pytest.raises(DataError) as caught:
         prepare_data(configure(tmp_path, [], train=[train]))
     assert caught.value.lines[0].startswith(problem)
 
 
-def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
+def test_bad_record_is_reported_when_it_is_reached(tmp_path, texts):
     config = configure(tmp_path, texts[:1], shuffle=False)
     with (tmp_path / "0.jsonl").open("a") as stream:
         stream.write("broken\n")
     feed = feed_of(config)
     with pytest.raises(
-        DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); mend it, or"
+        DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); fix it, or"
     ) as caught:
         samples_of(feed, 0, 100)
     # In one line, and not with the traceback of the thread that reads.
@@ -250,13 +250,13 @@ def test_what_is_broken_is_named_when_it_is_reached(tmp_path, texts):
     )
 
 
-def test_who_failed_at_a_record_may_go_on_without_it(tmp_path, texts):
+def test_run_that_failed_at_a_record_resumes_without_it(tmp_path, texts):
     config = configure(tmp_path, texts[:1])
     skipping = config.model_copy(update={"on_bad_record": "skip"})
     assert prepare_data(config).identity == prepare_data(skipping).identity
 
 
-def test_what_is_left_out_is_told_once(tmp_path, texts, capsys):
+def test_skipped_records_are_reported_once(tmp_path, texts, capsys):
     config = configure(tmp_path, texts[:1], on_bad_record="skip", shuffle=False)
     with (tmp_path / "0.jsonl").open("a") as stream:
         stream.write("broken\n" * 5)
@@ -266,11 +266,11 @@ def test_what_is_left_out_is_told_once(tmp_path, texts, capsys):
     said = capsys.readouterr().err.splitlines()
     assert [f"line {number}: not JSON" in line for number, line in zip((21, 22, 23), said, strict=False)] == [True] * 3
     assert said[2].endswith("; left out; more are only counted")
-    assert said[3].endswith("0.jsonl: 5 broken records were left out of the stream's first pass")
+    assert said[3].endswith("0.jsonl: 5 bad records were left out of the stream's first pass")
     assert len(said) == 4
 
 
-def test_of_a_long_document_no_more_is_kept_than_is_read(tmp_path, texts, monkeypatch):
+def test_only_the_used_part_of_a_long_document_is_kept(tmp_path, texts, monkeypatch):
     (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(400_000)))
     write_lines(tmp_path / "short.jsonl", texts[0])
     names = [str(tmp_path / name) for name in ("long.txt", "short.jsonl")]
@@ -287,13 +287,13 @@ def test_of_a_long_document_no_more_is_kept_than_is_read(tmp_path, texts, monkey
     assert len(kept) == 1
 
 
-def test_a_stream_without_text_is_no_stream(tmp_path):
+def test_stream_without_text_is_refused(tmp_path):
     config = configure(tmp_path, [["", ""]])
     with pytest.raises(DataError, match=r"0\.jsonl and the files after it: no text found to stream"):
         samples_of(feed_of(config), 0, 1)
 
 
-def test_a_table_behind_a_url_is_streamed(tmp_path, texts):
+def test_table_at_a_url_is_streamed(tmp_path, texts):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     with MemoryFileSystem().open("/tables/a.parquet", "wb") as stream:
         parquet.write_table(arrow.table({"text": texts[0]}), stream, row_group_size=7)
@@ -321,7 +321,7 @@ class UnreliableFileSystem(MemoryFileSystem):
         raise RuntimeError("503 slow down")
 
 
-def test_what_a_library_behind_a_url_raises_is_one_line(tmp_path):
+def test_error_of_a_url_library_is_one_line(tmp_path):
     register_implementation("unreliable", UnreliableFileSystem, clobber=True)
     MemoryFileSystem().pipe("/store/a.jsonl", b'{"text": "x"}\n')
     feed = feed_of(configure(tmp_path, [], train=["unreliable://store/a.jsonl"]))

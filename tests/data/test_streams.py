@@ -17,7 +17,7 @@ from meshtrain.errors import DataError
 from tests.data.corpora import read_pieces, write_lines
 
 TEXTS = [f"document {number} of some words and 日本語\r\n" for number in range(3000)]
-ADVICE = '; mend it, or leave such records out with data.on_bad_record = "skip"'
+ADVICE = '; fix it, or leave such records out with data.on_bad_record = "skip"'
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def bgzf(content: bytes, *, with_end: bool = True) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_several_members_are_one_file(tmp_path, lines, kind):
+def test_all_members_of_a_compressed_file_are_read(tmp_path, lines, kind):
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(compressed(lines[:1000], kind) + compressed(lines[1000:], kind))
 
@@ -73,7 +73,7 @@ def test_a_compressed_text_is_one_document(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("missing", [1, 9, 500])
-def test_a_file_that_was_cut_short(tmp_path, lines, kind, missing):
+def test_file_that_was_cut_short_is_damaged(tmp_path, lines, kind, missing):
     path = tmp_path / f"a.json.{kind}"
     path.write_bytes(compressed(lines, kind)[:-missing])
 
@@ -87,7 +87,7 @@ def test_a_file_that_was_cut_short(tmp_path, lines, kind, missing):
     assert reader.skipped_records == 1
 
 
-def test_the_lines_before_a_damage_are_told_and_used(tmp_path, lines, capsys):
+def test_lines_before_damage_are_used(tmp_path, lines, capsys):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines) + gzip.compress(lines)[:-8])
 
@@ -102,7 +102,7 @@ def test_the_lines_before_a_damage_are_told_and_used(tmp_path, lines, capsys):
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_bytes_that_are_changed_or_never_were_compressed(tmp_path, lines, kind, capsys):
+def test_changed_bytes_are_damage(tmp_path, lines, kind, capsys):
     whole = compressed(lines, kind)
     for name, content in {"none": b'{"text": "plain"}\n', "middle": whole[:60] + bytes(30) + whole[90:]}.items():
         (tmp_path / f"{name}.jsonl.{kind}").write_bytes(content)
@@ -116,18 +116,18 @@ def test_bytes_that_are_changed_or_never_were_compressed(tmp_path, lines, kind, 
     assert " file is damaged: " in capsys.readouterr().err
 
 
-def test_a_bgzip_file_cut_between_two_blocks_is_not_whole(tmp_path, lines):
+def test_bgzip_file_cut_between_blocks_is_damaged(tmp_path, lines):
     (tmp_path / "whole.jsonl.gz").write_bytes(bgzf(lines))
     (tmp_path / "cut.jsonl.gz").write_bytes(bgzf(lines, with_end=False))
 
     assert texts_of(tmp_path / "whole.jsonl.gz") == TEXTS
     assert problem_of(tmp_path / "cut.jsonl.gz") == (
-        f"{tmp_path}/cut.jsonl.gz: the gzip file is damaged: it is of bgzip and lacks the last block, it was cut short"
-        f"{ADVICE}"
+        f"{tmp_path}/cut.jsonl.gz: the gzip file is damaged: it was written by bgzip, and the last "
+        f"block is missing, so it was cut short{ADVICE}"
     )
 
 
-def test_a_byte_order_mark_and_carriage_returns(tmp_path):
+def test_byte_order_mark_and_carriage_returns_are_kept_out(tmp_path):
     content = b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two\\r\\n"}\r\n'
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
@@ -140,7 +140,7 @@ def write_table(path: Path, texts: list, **columns) -> Path:
     return path
 
 
-def test_a_table_is_read_by_its_column(tmp_path):
+def test_table_is_read_by_its_column(tmp_path):
     path = write_table(tmp_path / "a.parquet", TEXTS, body=[text.upper() for text in TEXTS])
 
     pieces, reader = read_pieces(path)
@@ -150,7 +150,7 @@ def test_a_table_is_read_by_its_column(tmp_path):
     assert texts_of(path, text_key="body") == [text.upper() for text in TEXTS]
 
 
-def test_a_dictionary_of_texts_is_texts(tmp_path):
+def test_dictionary_column_of_texts_is_read(tmp_path):
     arrow.parquet.write_table(
         arrow.table({"text": arrow.array(["a", "b", "a"]).dictionary_encode()}), tmp_path / "a.parquet"
     )
@@ -158,7 +158,7 @@ def test_a_dictionary_of_texts_is_texts(tmp_path):
     assert texts_of(tmp_path / "a.parquet") == ["a", "b", "a"]
 
 
-def test_rows_that_are_no_text(tmp_path):
+def test_rows_without_text_are_reported(tmp_path):
     path = write_table(tmp_path / "a.parquet", [*TEXTS[:BATCH_ROWS], None, "", "last"])
 
     assert problem_of(path) == (
@@ -169,7 +169,7 @@ def test_rows_that_are_no_text(tmp_path):
     assert (reader.skipped_records, reader.empty_documents) == (1, 1)
 
 
-def test_a_row_that_is_not_utf8(tmp_path):
+def test_row_that_is_not_utf8_is_reported(tmp_path):
     binary = arrow.array([b"one", b"caf\xe9"], arrow.binary())
     text = arrow.StringArray.from_buffers(2, binary.buffers()[1], binary.buffers()[2])
     arrow.parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
@@ -179,7 +179,7 @@ def test_a_row_that_is_not_utf8(tmp_path):
     )
 
 
-def test_a_table_without_texts(tmp_path):
+def test_table_without_texts_is_reported(tmp_path):
     path = write_table(tmp_path / "a.parquet", [1, 2], body=["a", "b"])
 
     assert problem_of(path) == f'{path}: the column "text" (data.text_key) holds int64 and not text{ADVICE}'
@@ -188,7 +188,7 @@ def test_a_table_without_texts(tmp_path):
     )
 
 
-def test_a_damaged_table(tmp_path):
+def test_damaged_table_is_reported(tmp_path):
     whole = write_table(tmp_path / "a.parquet", [text * 9 for text in TEXTS]).read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-100])
     (tmp_path / "c.parquet").write_bytes(whole[: len(whole) // 2] + bytes(200) + whole[len(whole) // 2 + 200 :])
@@ -200,16 +200,16 @@ def test_a_damaged_table(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
-def test_a_package_that_is_missing(tmp_path, monkeypatch, name, package):
+def test_missing_package_is_reported(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_bytes(b"any")
     monkeypatch.setitem(sys.modules, package, None)
 
     assert problem_of(tmp_path / name) == (
-        f'{tmp_path}/{name}: to read it takes a package more: pip install "meshtrain[data]"'
+        f'{tmp_path}/{name}: reading it needs another package: pip install "meshtrain[data]"'
     )
 
 
-def test_a_line_too_long_for_memory(tmp_path, monkeypatch):
+def test_line_too_long_for_memory_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("meshtrain.data.text.chunks.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
     long = json.dumps({"text": "x" * (5 << 20)})

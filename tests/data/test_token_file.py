@@ -104,7 +104,7 @@ def test_many_batches_and_a_document_longer_than_a_batch(tmp_path, cache):
     assert decoded == long
 
 
-def test_documents_that_become_no_token_are_left_out_and_counted(tmp_path, cache):
+def test_documents_without_a_token_are_left_out_and_counted(tmp_path, cache):
     tokenizer = Tokenizer(WordLevel({"word": 0, "</s>": 1}, unk_token="word"))
     tokenizer.normalizer = Replace("void", "")
     tokenizer.pre_tokenizer = Whitespace()
@@ -133,7 +133,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path, cache):
     assert documents_of(parts[TRAIN]) == [[65_535, 1, 65_536]]
 
 
-def test_a_part_of_the_documents_is_kept_aside(tmp_path, cache):
+def test_part_of_the_documents_is_held_out(tmp_path, cache):
     texts = [f"document {number}" for number in range(500)]
     path = write_lines(tmp_path / "a.jsonl", texts)
     held_out = [piece.is_held_out for piece in read_pieces(path, held_out=0.1)[0]]
@@ -148,7 +148,7 @@ def test_a_part_of_the_documents_is_kept_aside(tmp_path, cache):
     assert parts[VALIDATION].counts.documents + parts[TRAIN].counts.documents == 500
 
 
-def test_it_is_tokenized_once_for_each_text_and_tokenizer(tmp_path, cache):
+def test_text_is_tokenized_once_per_tokenizer(tmp_path, cache):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two"])
     corpus = open_corpus(path, cache=cache)
     answers = [prepare_token_files(corpus, byte_tokenizer(cache), cache, description="T") for _ in range(2)]
@@ -162,7 +162,7 @@ def test_it_is_tokenized_once_for_each_text_and_tokenizer(tmp_path, cache):
     assert prepare_token_files(corpus, byte_tokenizer(cache), cache, description="T")[1]
 
 
-def test_a_token_file_that_lost_its_tail_is_built_again(tmp_path, cache):
+def test_truncated_token_file_is_built_again(tmp_path, cache):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two"])
     before = documents_of(file := tokenize(path, cache=cache)[TRAIN])
     for name in ("tokens.bin", "documents.bin"):
@@ -175,7 +175,7 @@ def test_a_token_file_that_lost_its_tail_is_built_again(tmp_path, cache):
     assert documents_of(tokenize(path, cache=cache)[TRAIN]) == before
 
 
-def test_a_text_without_documents(tmp_path, cache):
+def test_text_without_documents_is_reported(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"id": 1}\n')
 
@@ -185,31 +185,31 @@ def test_a_text_without_documents(tmp_path, cache):
     )
 
 
-def test_one_document_cannot_be_parted(tmp_path, cache):
+def test_one_document_cannot_be_split(tmp_path, cache):
     paths = [write_lines(tmp_path / "a.jsonl", ["only one"]), tmp_path / "b.jsonl"]
     paths[1].write_text('{"text": ""}\n')
 
     assert problem_of(*paths, cache=cache, held_out=0.5) == (
-        f"{paths[0]} and the files after it: 1 documents cannot be parted by data.validation = 0.5; "
+        f"{paths[0]} and the files after it: 1 documents cannot be split by data.validation = 0.5; "
         "set data.validation to files of its own, or to 0"
     )
 
 
-def test_two_documents_can(tmp_path, cache):
+def test_two_documents_can_be_split(tmp_path, cache):
     parts = tokenize(write_lines(tmp_path / "a.jsonl", ["one", "two"]), cache=cache, held_out=0.01)
 
     assert [parts[part].counts.documents for part in (TRAIN, VALIDATION)] == [1, 1]
 
 
-def test_a_broken_line_leaves_no_token_file(tmp_path, cache):
+def test_bad_line_leaves_no_token_file(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n' * 100 + "broken\n")
 
-    assert problem_of(path, cache=cache).startswith(f"{path}, line 101: not JSON (column 1: Expecting value); mend it")
+    assert problem_of(path, cache=cache).startswith(f"{path}, line 101: not JSON (column 1: Expecting value); fix it")
     assert not [entry for entry in (cache.directory / "tokens").iterdir() if entry.is_dir()]
 
 
-def test_a_file_that_changes_meanwhile(tmp_path, cache):
+def test_file_that_changes_while_it_is_read_is_reported(tmp_path, cache):
     path = write_lines(tmp_path / "a.jsonl", ["one"])
     corpus = open_corpus(path, cache=cache)
     with path.open("a") as stream:
@@ -219,7 +219,7 @@ def test_a_file_that_changes_meanwhile(tmp_path, cache):
         with pytest.raises(DataError) as caught:
             prepare_token_files(corpus, byte_tokenizer(cache), cache, description="Tokenizing")
 
-        assert str(caught.value) == f"{path} changed while it was read; start again when nothing writes to it any more"
+        assert str(caught.value) == f"{path} changed while it was read; start again when no other process writes to it"
     assert tokenize(path, cache=cache)[TRAIN].counts.documents == 2
 
 
@@ -229,7 +229,7 @@ def tokenize_elsewhere(source: Path, cache: Cache) -> None:
     tokenize(source, cache=cache)
 
 
-def test_a_killed_run_leaves_no_half_file_that_is_believed(tmp_path, cache):
+def test_killed_run_leaves_no_incomplete_token_file(tmp_path, cache):
     source = write_lines(tmp_path / "a.jsonl", ["some words " * 1000 + f"{number}" for number in range(300)])
     expected = tokenize(source, cache=Cache(tmp_path / "undisturbed"))[TRAIN]
     process = context.Process(target=tokenize_elsewhere, args=(source, cache))
@@ -251,7 +251,7 @@ def test_a_killed_run_leaves_no_half_file_that_is_believed(tmp_path, cache):
     assert not list(cache.directory.glob("tokens/*.partial"))
 
 
-def test_the_file_says_what_it_is(tmp_path, cache):
+def test_token_file_describes_itself(tmp_path, cache):
     file = tokenize(write_lines(tmp_path / "a.jsonl", ["one"]), cache=cache)[TRAIN]
 
     written = json.loads((file.directory / "counts.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens import tokenize_command as module
+from meshtrain.data.tokens import tokenize_command, tokenizing, workers
 from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
 from meshtrain.data.tokens.tokenized_source import open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
@@ -58,7 +58,7 @@ def documents_of(place: Path, tokenizer: TokenizerFiles, cache: Cache) -> list[l
 
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
-def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path, capsys, kind):
+def test_training_opens_what_is_written(order, cache, tokenizer, tmp_path, capsys, kind):
     tokenize_sources(order(format=kind), cache)
 
     assert documents_of(tmp_path / "out/train", tokenizer, cache) == expected_tokens(TEXTS, tokenizer)
@@ -77,7 +77,7 @@ def test_what_is_written_is_opened_by_training(order, cache, tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["meshtrain", "megatron"])
-def test_what_is_written_is_not_read_with_another_tokenizer(order, cache, tokenizer, tmp_path, kind):
+def test_another_tokenizer_is_refused(order, cache, tokenizer, tmp_path, kind):
     tokenize_sources(order(format=kind), cache)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -101,7 +101,7 @@ def test_a_large_vocabulary_is_int32_for_megatron(order, cache, tmp_path, monkey
     assert (tmp_path / "large/train.idx").read_bytes()[17] == 4
 
 
-def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
+def test_record_describes_how_the_output_was_made(order, source, cache, tmp_path):
     tokenize_sources(order(validation=0.1, num_documents=150), cache)
 
     record = json.loads((tmp_path / "out/tokenize.json").read_text())
@@ -110,16 +110,16 @@ def test_the_record_says_how_it_was_made(order, source, cache, tmp_path):
     assert set(record["parts"]) == {"train", "validation"}
 
 
-def test_the_same_again_is_there_already_and_another_is_refused(order, source, cache, tmp_path, capsys):
+def test_same_output_is_kept_and_another_is_refused(order, source, cache, tmp_path, capsys):
     tokenize_sources(order(), cache)
     capsys.readouterr()
 
     tokenize_sources(order(), cache)
 
-    assert capsys.readouterr().out == f"{tmp_path}/out holds just that already; nothing was done\n"
+    assert capsys.readouterr().out == f"{tmp_path}/out holds the same already; nothing was done\n"
     refusal = (
         f"--output: {tmp_path}/out is there already, and was not made from these sources in this way; "
-        "remove it, or choose another place"
+        "remove it, or choose another directory"
     )
     assert problem_of(order(format="megatron"), cache) == refusal
     source.write_text('{"text": "other"}\n')
@@ -127,11 +127,11 @@ def test_the_same_again_is_there_already_and_another_is_refused(order, source, c
     assert problem_of(order(output=tmp_path), cache).startswith(f"--output: {tmp_path} is there already")
 
 
-def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, tmp_path, capsys):
+def test_bad_record_is_reported_with_the_options_of_the_command(order, source, cache, tmp_path, capsys):
     source.write_text('{"words": "one"}\n')
 
     assert problem_of(order(), cache) == (
-        f'{source}, line 1: no key "text" (--text-key); the keys are "words"; mend it, or leave such records out with '
+        f'{source}, line 1: no key "text" (--text-key); the keys are "words"; fix it, or leave such records out with '
         "--on-bad-record skip"
     )
     assert not (tmp_path / "out").exists()
@@ -145,15 +145,26 @@ def test_a_bad_record_is_told_in_the_words_of_the_command(order, source, cache, 
     tokenize_sources(order(text_key="words"), cache)
 
 
-def test_one_document_cannot_be_parted(order, source, cache):
-    source.write_text('{"text": "one"}\n')
+def test_a_worker_process_names_the_option_of_the_command(order, source, cache, monkeypatch):
+    source.write_text('{"text": "a text that is not the bad one"}\n' * 40 + '{"words": "one"}\n')
+    for module_with_limit in (tokenizing, workers):
+        monkeypatch.setattr(module_with_limit, "BLOCK_BYTES", 1 << 9)
 
-    assert problem_of(order(validation=0.5), cache) == (
-        f"{source}: 1 documents cannot be parted by --validation 0.5; leave --validation out"
+    assert problem_of(order(num_workers=1), cache) == (
+        f'{source}, line 41: no key "text" (--text-key); the keys are "words"; fix it, or leave such records out with '
+        "--on-bad-record skip"
     )
 
 
-def test_wrong_words(order, source, cache, tmp_path):
+def test_one_document_cannot_be_split(order, source, cache):
+    source.write_text('{"text": "one"}\n')
+
+    assert problem_of(order(validation=0.5), cache) == (
+        f"{source}: 1 documents cannot be split by --validation 0.5; leave --validation out"
+    )
+
+
+def test_wrong_arguments_are_reported(order, source, cache, tmp_path):
     assert problem_of(order(sources=[f"{tmp_path}/none.txt"]), cache).startswith(
         f'SOURCES: "{tmp_path}/none.txt" does '
     )
@@ -163,14 +174,14 @@ def test_wrong_words(order, source, cache, tmp_path):
     )
 
 
-def test_two_at_once(order, cache, tmp_path, monkeypatch):
-    tokenize, said = module.tokenize, []
+def test_second_command_for_the_same_output_is_refused(order, cache, tmp_path, monkeypatch):
+    tokenize, said = tokenize_command.tokenize, []
 
     def tokenize_after_another_has_come(*arguments, **options):
         said.append(problem_of(order(), cache))
         tokenize(*arguments, **options)
 
-    monkeypatch.setattr(module, "tokenize", tokenize_after_another_has_come)
+    monkeypatch.setattr(tokenize_command, "tokenize", tokenize_after_another_has_come)
     tokenize_sources(order(), cache)
     assert [line.partition(", since ")[0] for line in said] == [
         f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"
@@ -186,10 +197,10 @@ def test_a_tokenizer_is_trained_into_a_directory(source, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {tmp_path}/tok: 280 tokens"
     with pytest.raises(DataError) as caught:
         train_tokenizer_on_sources([str(source)], 280, tmp_path / "tok")
-    assert str(caught.value) == f"--output: {tmp_path}/tok is there already; remove it, or choose another place"
+    assert str(caught.value) == f"--output: {tmp_path}/tok is there already; remove it, or choose another directory"
 
 
-def test_a_tokenizer_of_few_documents(tmp_path, capsys):
+def test_tokenizer_is_trained_on_the_first_documents(tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["aa aa", "zebra zebra"])
 
     train_tokenizer_on_sources([str(source)], 5000, tmp_path / "tok", num_documents=1)
@@ -198,11 +209,11 @@ def test_a_tokenizer_of_few_documents(tmp_path, capsys):
     assert capsys.readouterr().err == "warning: the text has too few different words for 5,000 tokens\n"
 
 
-def test_a_tokenizer_of_broken_documents(tmp_path):
+def test_tokenizer_is_not_trained_on_bad_records(tmp_path):
     (tmp_path / "a.jsonl").write_text("broken\n")
 
     with pytest.raises(DataError) as caught:
         train_tokenizer_on_sources([f"{tmp_path}/a.jsonl"], 5000, tmp_path / "tok")
 
-    assert str(caught.value).endswith("; mend it, or leave such records out with --on-bad-record skip")
+    assert str(caught.value).endswith("; fix it, or leave such records out with --on-bad-record skip")
     assert not (tmp_path / "tok").exists()

@@ -46,7 +46,7 @@ def problem_of(path: Path | str, cache: Cache) -> str:
     return str(caught.value)
 
 
-def test_a_trained_tokenizer_is_one_that_hugging_face_loads(tmp_path, cache):
+def test_hugging_face_loads_a_trained_tokenizer(tmp_path, cache):
     files = train_tokenizer([open_corpus(write_lines(tmp_path / "a.jsonl", TEXTS), cache=cache)], 280, cache)
 
     loaded = AutoTokenizer.from_pretrained(files.directory)
@@ -61,7 +61,7 @@ def test_a_trained_tokenizer_is_one_that_hugging_face_loads(tmp_path, cache):
         assert loaded.decode(ids) == text
 
 
-def test_it_is_trained_once(tmp_path, cache, capsys):
+def test_tokenizer_is_trained_once(tmp_path, cache, capsys):
     corpus = open_corpus(write_lines(tmp_path / "a.jsonl", TEXTS), cache=cache)
 
     first, second = train_tokenizer([corpus], 280, cache), train_tokenizer([corpus], 280, cache)
@@ -71,7 +71,7 @@ def test_it_is_trained_once(tmp_path, cache, capsys):
     assert train_tokenizer([corpus], 281, cache).identity != first.identity
 
 
-def test_a_small_text_gives_fewer_tokens_than_asked_for(tmp_path, cache):
+def test_small_text_gives_fewer_tokens_than_requested(tmp_path, cache):
     (tmp_path / "a.txt").write_text("ab")
 
     assert train_tokenizer([open_corpus(tmp_path / "a.txt", cache=cache)], 5000, cache).vocab_size == 259
@@ -116,14 +116,14 @@ def test_every_machine_trains_the_same_tokenizer(tmp_path, cache):
     assert there.stdout.splitlines()[-1] == here
 
 
-def test_a_declared_end_token_and_no_pad(tmp_path, cache):
+def test_end_token_is_the_pad_if_none_is_declared(tmp_path, cache):
     files = find_tokenizer(str(write_tokenizer(tmp_path / "hf", eos_token="</s>")), cache)
 
     assert files.directory == tmp_path / "hf"
     assert (files.vocab_size, files.end_id, files.pad_id) == (6, 4, 4)
 
 
-def test_a_declared_pad_token_in_the_long_form(tmp_path, cache):
+def test_pad_token_is_read_in_its_long_form(tmp_path, cache):
     directory = write_tokenizer(tmp_path / "hf", eos_token={"content": "</s>"}, pad_token={"content": "<pad>"})
 
     files = find_tokenizer(str(directory / "tokenizer.json"), cache)
@@ -131,7 +131,7 @@ def test_a_declared_pad_token_in_the_long_form(tmp_path, cache):
     assert (files.end_id, files.pad_id) == (4, 5)
 
 
-def test_an_end_token_declared_in_the_special_tokens_map(tmp_path, cache):
+def test_end_token_is_read_from_the_special_tokens_map(tmp_path, cache):
     directory = write_tokenizer(tmp_path / "hf", end_token="<fin>", eos_token=None, model_max_length=512)
     (directory / "special_tokens_map.json").write_text('{"eos_token": "<fin>", "pad_token": "<pad>"}')
 
@@ -152,7 +152,7 @@ def test_a_bare_tokenizer_gets_a_directory_that_hugging_face_loads(tmp_path, cac
     assert loaded("the cat")["input_ids"] == [0, 1]
 
 
-def test_an_unknown_end_token(tmp_path, cache):
+def test_unknown_end_token_is_reported(tmp_path, cache):
     directory = write_tokenizer(tmp_path / "hf", end_token="<fin>", pad_token="<pad>")
 
     assert problem_of(directory, cache) == (
@@ -163,7 +163,7 @@ def test_an_unknown_end_token(tmp_path, cache):
 
 
 @pytest.mark.parametrize("role", ["eos_token", "pad_token"])
-def test_a_declared_token_that_is_not_there(tmp_path, cache, role):
+def test_declared_token_outside_the_vocabulary_is_reported(tmp_path, cache, role):
     directory = write_tokenizer(tmp_path / "hf", **{"eos_token": "</s>", role: "<other>"})
 
     assert problem_of(directory, cache) == (
@@ -172,7 +172,7 @@ def test_a_declared_token_that_is_not_there(tmp_path, cache, role):
     )
 
 
-def test_truncation_and_padding_that_were_saved_are_not_done(tmp_path, cache):
+def test_saved_truncation_and_padding_are_ignored(tmp_path, cache):
     directory = write_tokenizer(tmp_path / "hf", eos_token="</s>")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.enable_truncation(2)
@@ -195,14 +195,14 @@ def test_only_the_tokenizer_is_copied(tmp_path, cache):
     assert {path.name for path in (tmp_path / "export").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
 
 
-def test_a_missing_path(tmp_path, cache):
+def test_missing_tokenizer_is_reported(tmp_path, cache):
     assert problem_of(tmp_path / "none", cache) == (
         f"data.tokenizer.path: {tmp_path}/none does not exist; "
         "name a Hugging Face directory, a tokenizer.json or a hub id, or set data.tokenizer.vocab_size to train one"
     )
 
 
-def test_a_directory_without_a_tokenizer(tmp_path, cache):
+def test_directory_without_a_tokenizer_is_reported(tmp_path, cache):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/vocab.json").touch()
 
@@ -212,7 +212,7 @@ def test_a_directory_without_a_tokenizer(tmp_path, cache):
     )
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path, cache):
+def test_file_that_is_not_a_tokenizer_is_reported(tmp_path, cache):
     (tmp_path / "tokenizer.json").write_text('{"words": []}')
 
     problem = problem_of(tmp_path / "tokenizer.json", cache)
@@ -221,7 +221,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path, cache):
     assert problem.endswith("; fetch or save it again")
 
 
-def test_broken_settings(tmp_path, cache):
+def test_bad_tokenizer_settings_are_reported(tmp_path, cache):
     directory = write_tokenizer(tmp_path / "hf")
     (directory / "tokenizer_config.json").write_text("{")
 
@@ -261,14 +261,14 @@ def test_a_hub_id_is_looked_up_in_the_local_hub_cache(tmp_path):
 
     assert found[0] == str(snapshot)
     assert found[1].startswith(
-        'data.tokenizer.path: "other" is no path that exists, is not in the local hub cache, '
-        "and the hub cannot give it: "
+        'data.tokenizer.path: "other" does not exist as a path, is not in the local hub cache, '
+        "and the hub does not provide it: "
     )
     assert len(found) == 2
 
 
 @pytest.mark.parametrize("before", [None, "false"])
-def test_the_environment_is_left_as_it_was(monkeypatch, before):
+def test_environment_is_restored(monkeypatch, before):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if before is not None:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
@@ -279,7 +279,7 @@ def test_the_environment_is_left_as_it_was(monkeypatch, before):
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 
 
-def test_special_tokens_are_added_after_those_that_are_there(tmp_path, cache):
+def test_special_tokens_are_added_after_the_existing_ones(tmp_path, cache):
     source = write_tokenizer(tmp_path / "t", eos_token="</s>", additional_special_tokens=["<pad>"])
     (source / "chat_template.jinja").write_text("{{ messages }}")
     config = TokenizerConfig(path=str(source), special_tokens=["<a>", "</s>", "<b>", "<a>", "cat"])
@@ -294,7 +294,7 @@ def test_special_tokens_are_added_after_those_that_are_there(tmp_path, cache):
     assert find_tokenizer(str(source), cache).vocab_size == 6, "the tokenizer itself is left as it is"
 
 
-def test_a_tokenizer_that_has_all_special_tokens_is_taken_as_it_is(tmp_path, cache):
+def test_tokenizer_with_all_special_tokens_is_unchanged(tmp_path, cache):
     source = write_tokenizer(tmp_path / "t", eos_token="</s>")
     config = TokenizerConfig(path=str(source), special_tokens=["<pad>"])
     assert open_tokenizer(config, cache) == find_tokenizer(str(source), cache)

@@ -78,7 +78,7 @@ def expected(corpus_directory: Path, cache: Cache, tmp_path_factory: pytest.Temp
     return made(tmp_path_factory.mktemp("expected"), job_of(corpus_directory, cache, held_out=0.1))
 
 
-def test_the_tokens_are_those_of_the_documents(corpus_directory, cache, expected, tmp_path):
+def test_tokens_equal_those_of_the_documents(corpus_directory, cache, expected, tmp_path):
     files = [corpus_directory / name for name in KINDS]
     pieces, reader = read_pieces(*files, on_bad_record="skip", held_out=0.1)
 
@@ -102,7 +102,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_any_number_of_workers_makes_the_same(corpus_directory, cache, expected, tmp_path, num_workers):
+def test_any_number_of_workers_writes_the_same_bytes(corpus_directory, cache, expected, tmp_path, num_workers):
     assert made(tmp_path / "out", job_of(corpus_directory, cache, num_workers=num_workers, held_out=0.1)) == expected
 
 
@@ -138,7 +138,7 @@ def kill_after_next_entry(directory: Path, job: Job) -> list[int]:
     return position_in(directory)
 
 
-def test_however_often_it_is_killed_the_bytes_are_the_same(corpus_directory, cache, expected, tmp_path, capsys):
+def test_killed_job_resumes_and_writes_the_same_bytes(corpus_directory, cache, expected, tmp_path, capsys):
     directory = tmp_path / "out"
     directory.mkdir()
 
@@ -157,7 +157,7 @@ def test_however_often_it_is_killed_the_bytes_are_the_same(corpus_directory, cac
     assert not (directory / JOURNAL).exists()
 
 
-def test_a_journal_of_another_job_is_not_believed(corpus_directory, cache, tmp_path):
+def test_journal_of_another_job_is_ignored(corpus_directory, cache, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()
     kill_after_next_entry(directory, job_of(corpus_directory, cache, held_out=0.1))
@@ -167,7 +167,7 @@ def test_a_journal_of_another_job_is_not_believed(corpus_directory, cache, tmp_p
     assert not (directory / VALIDATION).exists()
 
 
-def test_a_journal_that_says_more_than_the_files_hold_is_not_believed(corpus_directory, cache, expected, tmp_path):
+def test_journal_beyond_the_files_is_ignored(corpus_directory, cache, expected, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()
     job = job_of(corpus_directory, cache, held_out=0.1)
@@ -177,7 +177,7 @@ def test_a_journal_that_says_more_than_the_files_hold_is_not_believed(corpus_dir
     assert made(directory, job) == expected
 
 
-def test_what_was_done_before_a_bad_record_is_kept_for_who_leaves_it_out(corpus_directory, cache, tmp_path, capsys):
+def test_skipping_a_bad_record_resumes_the_failed_job(corpus_directory, cache, tmp_path, capsys):
     directory = tmp_path / "out"
     with pytest.raises(DataError, match=f"{corpus_directory}/a.jsonl, line 301: not JSON"):
         made(directory, job_of(corpus_directory, cache, on_bad_record="fail"))
@@ -188,7 +188,7 @@ def test_what_was_done_before_a_bad_record_is_kept_for_who_leaves_it_out(corpus_
     assert ended == made(tmp_path / "fresh", job_of(corpus_directory, cache))
 
 
-def test_who_does_not_leave_out_does_not_go_on_with_what_was_left_out(corpus_directory, cache, tmp_path):
+def test_job_that_refuses_bad_records_does_not_resume_one_that_skipped_them(corpus_directory, cache, tmp_path):
     corpus = shutil.copytree(corpus_directory, tmp_path / "corpus")
     skipping, strict = (job_of(corpus, cache, on_bad_record=policy) for policy in ("skip", "fail"))
     (corpus / "e.txt").rename(tmp_path / "e.txt")
@@ -203,7 +203,7 @@ def test_who_does_not_leave_out_does_not_go_on_with_what_was_left_out(corpus_dir
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("limit", [1, 100, 299, 300, 301, 600, 601, 602])
-def test_only_the_first_documents(corpus_directory, cache, expected, tmp_path, limit):
+def test_only_the_first_documents_are_tokenized(corpus_directory, cache, expected, tmp_path, limit):
     # Beyond the limit nothing is looked at: what is broken there does not matter.
     policy = "fail" if limit <= 300 else "skip"
 
@@ -219,7 +219,7 @@ def test_only_the_first_documents(corpus_directory, cache, expected, tmp_path, l
         assert whole[1].startswith(documents)
 
 
-def test_workers_end_with_who_started_them(corpus_directory, cache, tmp_path):
+def test_workers_end_with_their_parent(corpus_directory, cache, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()
     process = context.Process(
@@ -236,7 +236,7 @@ def test_workers_end_with_who_started_them(corpus_directory, cache, tmp_path):
     wait_until(lambda: not any("encoding_worker" in command_of(worker) for worker in workers))
 
 
-def test_a_worker_that_is_killed_is_told(corpus_directory, cache, tmp_path):
+def test_killed_worker_is_reported(corpus_directory, cache, tmp_path):
     directory = tmp_path / "out"
     directory.mkdir()
     problems = context.Queue()
@@ -250,7 +250,7 @@ def test_a_worker_that_is_killed_is_told(corpus_directory, cache, tmp_path):
 
     assert problems.get(timeout=60) == (
         "a process that tokenizes ended (exit code -9); if this machine was short of memory, "
-        "let fewer work at a time (--workers); start again: what is done is kept",
+        "use fewer (--workers); start again: finished work is kept",
     )
     process.join()
 

@@ -1,4 +1,4 @@
-"""What training reads: samples of all sources, and the order that says which of them make up which step."""
+"""The dataset of a run: the samples of all sources, and the order that assigns them to steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from meshtrain.errors import DataError
 
 @dataclass(frozen=True)
 class Dataset:
-    """All that a run reads.
+    """Everything that a run reads.
 
     Attributes:
-        samples: to train on.
-        order: which of them make up which step.
-        validation: source -> the samples to evaluate on and their order, every sample once, as stored; of those sources
-            that have any.
-        streams: source -> its samples, where they are streamed.
+        samples: the samples to train on.
+        order: assigns samples to steps.
+        validation: source -> the samples to evaluate on, with an order that visits each once, as
+            stored. Sources without a validation part are left out.
+        streams: source -> its samples, for the sources that are streamed.
     """
 
     samples: Samples
@@ -30,25 +30,25 @@ class Dataset:
     validation: dict[str, tuple[Samples, SampleOrder]]
     streams: dict[str, StreamSamples]
 
-    def stream_state(self, place: int) -> dict[str, tuple[int, ...]]:
-        """Return where the streams are after so many batches, for a checkpoint: source -> numbers."""
-        counts = self.order.samples_before(place)
-        # Of one source, and no other, the order counts nothing.
+    def stream_state(self, data_step: int) -> dict[str, tuple[int, ...]]:
+        """Return source -> the position of its stream before batch `data_step`, for a checkpoint."""
+        counts = self.order.samples_before(data_step)
+        # The order of a single source does not count samples.
         return {
-            name: stream.cursor(counts.get(name, place * self.order.global_batch_size))
+            name: stream.cursor(counts.get(name, data_step * self.order.global_batch_size))
             for name, stream in self.streams.items()
         }
 
     def restore_streams(self, state: Mapping[str, tuple[int, ...]]) -> None:
-        """Let the streams go on from what `stream_state` returned."""
+        """Continue the streams from what `stream_state` returned."""
         for name, saved in state.items():
             self.streams[name].restore(saved)
 
     def check_steps(self, num_steps: int, num_left_out: int = 0) -> None:
-        """Check that there are so many steps.
+        """Check that the data last for a number of steps.
 
         Args:
-            num_left_out: batches that no step gets.
+            num_left_out: batches that no step reads.
 
         Raises:
             DataError: if all sources end before.
@@ -59,26 +59,26 @@ class Dataset:
         without = f" without the batches that rewinds leave out ({num_left_out:,})" if num_left_out else ""
         raise DataError(
             f"data.sources: all of them end, after {found:,} steps{without}, and the run has {num_steps:,}; set steps "
-            f"to {found:,} or less, or let one of them begin again with repeat = true"
+            f"to {found:,} or less, or let one of them repeat with repeat = true"
         )
 
 
 def build_dataset(prepared: PreparedData, *, global_batch_size: int, seed: int) -> Dataset:
-    """Return what a run reads.
+    """Build the dataset of a run.
 
     Raises:
         DataError: if there is too little of it, or the share of a source is too small.
     """
     check_enough(prepared, global_batch_size)
     parts = {source.name: _train_samples(prepared, source, seed) for source in prepared.sources}
-    samples = _joined(list(parts.values()))
+    samples = _join_samples(list(parts.values()))
     order = _order(prepared, parts, global_batch_size=global_batch_size, seed=seed)
     if prepared.config.group_by_length is not None:
         order = GroupedOrder(order, samples.lengths, group=prepared.config.group_by_length, seed=seed)
     validation = {}
     for source in prepared.sources:
         if source.validation:
-            held_out = _samples(prepared, source.validation)
+            held_out = _cut_samples(prepared, source.validation)
             in_order = SampleOrder(len(held_out), global_batch_size=global_batch_size, shuffle=False, drop_last=False)
             validation[source.name] = held_out, in_order
     streams = {name: part for name, part in parts.items() if isinstance(part, StreamSamples)}
@@ -91,29 +91,29 @@ def train_samples(prepared: PreparedData, *, seed: int = 0) -> Samples:
     Args:
         seed: decides the order within a stream.
     """
-    return _joined([_train_samples(prepared, source, seed) for source in prepared.sources])
+    return _join_samples([_train_samples(prepared, source, seed) for source in prepared.sources])
 
 
 def validation_samples(prepared: PreparedData) -> Samples | None:
-    """Return the samples to evaluate on, if the run has any."""
-    parts = [_samples(prepared, source.validation) for source in prepared.sources if source.validation]
-    return _joined(parts) if parts else None
+    """Return the samples to evaluate on; None if the run has none."""
+    parts = [_cut_samples(prepared, source.validation) for source in prepared.sources if source.validation]
+    return _join_samples(parts) if parts else None
 
 
 def check_enough(prepared: PreparedData, global_batch_size: int) -> None:
-    """Check that there is at least one step to train, and one to evaluate if there is a validation text.
+    """Check that there are enough samples for one step, and for one evaluation if there is any.
 
     Raises:
-        DataError: with what there is and what would do.
+        DataError: with what was found, and what would help.
     """
-    # Of several sources each needs one sample: batches are of all.
+    # With several sources, each needs only one sample, because a batch mixes all of them.
     needed = global_batch_size if prepared.config.drop_last and len(prepared.sources) == 1 else 1
     problems = []
     for source in prepared.sources:
         if isinstance(source.train, TokenFile):
-            problems.append(_too_small("train", prepared, source, source.train, needed))
+            problems.append(_describe_shortage("train", prepared, source, source.train, needed))
         if source.validation:
-            problems.append(_too_small("validation", prepared, source, source.validation, 1))
+            problems.append(_describe_shortage("validation", prepared, source, source.validation, 1))
     if found := [problem for problem in problems if problem]:
         raise DataError(found)
 
@@ -125,7 +125,7 @@ def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_si
             len(parts[first.name]),
             global_batch_size=global_batch_size,
             seed=seed,
-            # A stream shuffles itself, as far as it can.
+            # A stream shuffles within its buffer.
             shuffle=config.shuffle and not first.config.streaming,
             drop_last=config.drop_last,
         )
@@ -144,7 +144,7 @@ def _order(prepared: PreparedData, parts: dict[str, Samples], *, global_batch_si
 
 def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) -> Samples:
     if isinstance(source.train, TokenFile):
-        return _samples(prepared, source.train)
+        return _cut_samples(prepared, source.train)
     config, tokenizer = prepared.config, prepared.tokenizer
     stream_seed = f"{seed}/{source.name}"
     reader = StreamReader(source.train.corpus, source.train.task, tokenizer.end_id, config.shuffle, stream_seed)
@@ -160,11 +160,11 @@ def _train_samples(prepared: PreparedData, source: PreparedSource, seed: int) ->
     return StreamSamples(reader, form)
 
 
-def _joined(parts: list[Samples]) -> Samples:
+def _join_samples(parts: list[Samples]) -> Samples:
     return parts[0] if len(parts) == 1 else MixedSamples(parts)
 
 
-def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
+def _cut_samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
     config, pad_id = prepared.config, prepared.tokenizer.pad_id
     if config.form == "padded":
         multiple = config.pad_to_multiple_of
@@ -173,8 +173,10 @@ def _samples(prepared: PreparedData, tokens: TokenFile) -> Samples:
     return PackedSamples(tokens, config.sequence_length, pad_id=pad_id, separate_documents=separate)
 
 
-def _too_small(key: str, prepared: PreparedData, source: PreparedSource, tokens: TokenFile, needed: int) -> str | None:
-    length, num_samples = prepared.config.sequence_length, len(_samples(prepared, tokens))
+def _describe_shortage(
+    key: str, prepared: PreparedData, source: PreparedSource, tokens: TokenFile, needed: int
+) -> str | None:
+    length, num_samples = prepared.config.sequence_length, len(_cut_samples(prepared, tokens))
     if num_samples >= needed:
         return None
     found = (
@@ -182,10 +184,10 @@ def _too_small(key: str, prepared: PreparedData, source: PreparedSource, tokens:
         f"{tokens.counts.tokens:,} tokens make {num_samples:,} {prepared.config.form} samples of {length:,} tokens, "
         f"and one batch needs {needed:,}"
     )
-    ways = ["give it more text"]
+    advice = ["provide more text"]
     if needed > 1 and num_samples:
-        ways += [f"lower global_batch_size to {num_samples:,} or less", "set data.drop_last to false"]
+        advice += [f"lower global_batch_size to {num_samples:,} or less", "set data.drop_last to false"]
     longest = (tokens.counts.tokens - 1) // needed
     if prepared.config.form == "packed" and longest:
-        ways.append(f"lower data.sequence_length to {longest:,} or less")
-    return f"{found}: {', '.join(ways[:-1])}{' or ' if ways[1:] else ''}{ways[-1]}"
+        advice.append(f"lower data.sequence_length to {longest:,} or less")
+    return f"{found}: {', '.join(advice[:-1])}{' or ' if advice[1:] else ''}{advice[-1]}"

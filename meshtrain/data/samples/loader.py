@@ -1,4 +1,4 @@
-"""The loader: batches of torch tensors, read in the background while the step before is computed."""
+"""The loader: batches of torch tensors, which a thread reads while the step before is computed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,21 +17,24 @@ PREFETCHED_BATCHES = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """What one data-parallel rank reads for one step."""
+    """The data of one data-parallel rank for one step."""
 
     step: int
     """The optimizer step, from 0."""
     data_step: int
-    """The place in the data, in batches from 0: the step, and those that were left out before it."""
+    """The index of the batch in the data, from 0. It counts the batches that no step reads too."""
     epoch: int
-    """The epoch of that place, from 0."""
+    """The epoch of that batch, from 0."""
     sample_ids: np.ndarray
-    """(global_batch,) int64: the samples of the whole step, on every rank, for those who ask what was trained on."""
+    """(global_batch,) int64: the samples of the whole step, the same on every rank, for logs."""
     tensors: dict[str, Tensor]
-    """This rank's rows, (global_batch/dp, seq) int64 each: input_ids, labels, and as the form of the data has it
-    attention_mask or position_ids."""
+    """The rows of this rank, (global_batch/dp, seq) int64 each.
+
+    They are `input_ids` and `labels`, and `attention_mask` or `position_ids` if the form of the
+    data has them.
+    """
     source_samples: dict[str, int]
-    """Source -> its samples up to this batch, over all processes; empty where there is one source only."""
+    """Source -> its number of samples so far, over all processes; empty for a single source."""
 
 
 def build_loader(
@@ -48,17 +51,19 @@ def build_loader(
 ) -> Iterable[Batch]:
     """Build the batches of the steps start_step <= step < stop_step for one data-parallel rank.
 
-    Each iteration starts a thread that reads up to PREFETCHED_BATCHES ahead; what it raises is raised here, with its
-    type, a UserError as it is. The thread ends with the iterator. Iterating again starts over at `start_step`.
+    Each iteration starts a thread that reads up to PREFETCHED_BATCHES ahead, and ends with the
+    iterator. A UserError of the thread is raised here unchanged. A second iteration starts again at
+    `start_step`.
 
     Args:
-        dp_rank: this rank's place over all data-parallel axes; it takes the rows
+        dp_rank: the coordinate of this rank over all data-parallel axes; it reads the rows
             dp_rank * local_batch <= row < (dp_rank + 1) * local_batch of the global batch.
         dp_size: must divide the global batch.
-        left_out: places in the data whose batches no step gets, ascending.
-        with_tokens: whether this process looks at tokens; otherwise `input_ids` are 0, and `labels` just tell what is
-            trained on.
-        pin_memory: put the tensors into page-locked memory; the process must have chosen its GPU before.
+        left_out: indices of batches that no step reads, ascending.
+        with_tokens: whether this process needs tokens. If not, `input_ids` are 0, and `labels` only
+            mark which positions are trained on.
+        pin_memory: put the tensors into page-locked memory. The process must have selected its GPU
+            before.
     """
     local_batch, rest = divmod(order.global_batch_size, dp_size)
     assert rest == 0, f"a global batch of {order.global_batch_size} does not divide over {dp_size} ranks"
@@ -68,7 +73,8 @@ def build_loader(
         try:
             return read_batch(step)
         except UserError as error:
-            # As a value: what is raised in the thread comes out as another exception, with a traceback for its words.
+            # It is returned, because torchdata would raise another exception with a traceback as
+            # its message.
             return error
 
     def read_batch(step: int) -> Batch:
@@ -79,21 +85,22 @@ def build_loader(
         if pin_memory:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         counts = order.samples_before(data_step + 1)
-        for place in left_out:
-            if place < data_step:
-                passed = order.count(order.sample_ids(place))
+        for skipped in left_out:
+            if skipped < data_step:
+                passed = order.count(order.sample_ids(skipped))
                 counts = {source: count - passed[source] for source, count in counts.items()}
         return Batch(step, data_step, order.epoch(data_step), sample_ids, tensors, counts)
 
-    # One thread: it copies gigabytes a second. ParallelMapper and PinMemory are not used, because their threads call
-    # torch.set_num_threads(1), which silently takes the cores away from the CPU operators of the whole process.
+    # One thread is enough: it copies gigabytes a second. ParallelMapper and PinMemory are not used,
+    # because their threads call torch.set_num_threads(1), which leaves one core for the CPU
+    # operators of the process.
     steps = IterableWrapper(range(start_step, stop_step))
     return _Batches(Loader(Prefetcher(Mapper(steps, read), prefetch_factor=PREFETCHED_BATCHES)))
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """What was read, and what was wrong with it raised where it is waited for."""
+    """Yields the batches of a reader, and raises the errors that it returns."""
 
     read: Iterable[Batch | UserError]
 

@@ -1,9 +1,11 @@
-"""Several sources in one stream of samples, each with its share: a pure function of the seed and the step number.
+"""Mixtures: one sequence of samples from several sources, each with its share.
 
-The stream is cut into blocks. Of every block each source has a fixed number of samples, its quota, at places that a
-permutation of the block chooses. So the shares hold in any few blocks and not just on average, the n-th sample of the
-stream is found without those before it, and how many of a source came before is arithmetic. Where a source ends, the
-quotas change: the stream has one phase after another, known from the start.
+Which sample comes when is a pure function of the seed and the step number. The sequence is cut into
+blocks. Each source has a fixed number of samples in every block, its quota, at positions that a
+permutation of the block chooses. So the shares hold within a few blocks and not only on average.
+The n-th sample is found without those before it, and the number of samples of a source before it is
+arithmetic. When a source ends, the quotas change. So the sequence has several phases, which are
+known from the start.
 """
 
 from collections.abc import Sequence
@@ -16,9 +18,12 @@ from meshtrain.data.samples.order import derive_round_keys, permute
 from meshtrain.errors import DataError
 
 MAX_BLOCK_SAMPLES = 10_000
-"""Shares are met to this fraction; a source with less of a share than one sample per block is refused."""
+"""The largest block.
+
+Shares are exact to one sample of it; a source with a smaller share is refused.
+"""
 MIN_BLOCK_SAMPLES = 64
-"""Fewer would come in nearly the same order again and again."""
+"""The smallest block. In a smaller one, the sources would repeat in nearly the same order."""
 BLOCKS_KEPT = 8
 
 
@@ -27,11 +32,11 @@ class MixedSource:
     """One source of a mixture.
 
     Attributes:
-        name: another name, another shuffle.
-        num_samples: in one pass over it.
-        weight: its share, relative to those of the others.
-        repeats: begin again at its end; otherwise the others go on without it.
-        shuffle: visit the samples of each pass in an order of its own; otherwise as they are stored.
+        name: it also decides the shuffle.
+        num_samples: samples in one pass over it.
+        weight: its share, relative to the weights of the others.
+        repeats: start again at its end; otherwise the others continue without it.
+        shuffle: visit the samples of each pass in a new order; otherwise as they are stored.
     """
 
     name: str
@@ -46,10 +51,10 @@ class _Phase:
     """Blocks with the same quotas.
 
     Attributes:
-        start: the first sample of the stream in it.
-        quotas: (sources,) int64 samples of each block.
-        used: (sources,) int64 samples of each source before it.
-        num_blocks: None: it never ends.
+        start: the index of its first sample in the mixture.
+        quotas: (sources,) int64: samples of each source in a block.
+        used: (sources,) int64: samples of each source before the phase.
+        num_blocks: None: the phase never ends.
     """
 
     number: int
@@ -66,12 +71,13 @@ class _Phase:
 class MixtureOrder:
     """The sample ids of every step of a mixture.
 
-    The ids of source i are those of its samples plus the number of samples in the sources before it.
+    The id of a sample is its index in its source plus the number of samples in the sources before
+    that.
 
     Args:
         sources: 1 or more.
         global_batch_size: samples in one step, over all processes.
-        seed: another seed, another order.
+        seed: decides the order.
 
     Raises:
         DataError: if the share of a source is too small.
@@ -84,16 +90,16 @@ class MixtureOrder:
         self._offsets = np.cumsum([0, *(source.num_samples for source in sources)])
         self._phases, self._num_samples = _build_phases(self._sources)
         self._starts = np.array([phase.start for phase in self._phases], np.int64)
-        self._places_in_block = lru_cache(BLOCKS_KEPT)(self._place_block)
+        self._positions_in_block = lru_cache(BLOCKS_KEPT)(self._arrange_block)
 
     @property
     def num_steps(self) -> int | None:
-        """The number of whole steps there are; None: without end."""
+        """The number of full steps; None: there is no end."""
         return None if self._num_samples is None else self._num_samples // self.global_batch_size
 
     @property
     def steps_per_epoch(self) -> None:
-        """None: a mixture has no epochs, each source has its own."""
+        """None: a mixture has no epochs, because each source has its own."""
         return None
 
     def epoch(self, step: int) -> int:
@@ -113,37 +119,39 @@ class MixtureOrder:
         """Return source -> its samples in all steps before `step`."""
         end = step * self.global_batch_size
         phase = self._phases[int(np.searchsorted(self._starts, end, "right")) - 1]
-        block, place = divmod(end - phase.start, phase.block_size)
+        block, position = divmod(end - phase.start, phase.block_size)
         counts = phase.used + block * phase.quotas
-        if place:
-            counts = counts + np.bincount(self._places_in_block(phase.number, block)[0][:place], minlength=len(counts))
+        if position:
+            counts = counts + np.bincount(
+                self._positions_in_block(phase.number, block)[0][:position], minlength=len(counts)
+            )
         return {source.name: int(count) for source, count in zip(self._sources, counts, strict=True)}
 
     def count(self, sample_ids: np.ndarray) -> dict[str, int]:
-        """Return source -> how many of the samples are its."""
+        """Return source -> its number of samples among `sample_ids`."""
         numbers = np.searchsorted(self._offsets[1:], sample_ids, "right")
         counts = np.bincount(numbers, minlength=len(self._sources))
         return {source.name: int(count) for source, count in zip(self._sources, counts, strict=True)}
 
-    def _locate(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for places in the stream, (n,), the source of each and the how manieth sample of that source it is."""
-        sources, indices = np.empty_like(places), np.empty_like(places)
-        phases = np.searchsorted(self._starts, places, "right") - 1
+    def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sources of positions in the mixture, (n,), and the indices within them."""
+        sources, indices = np.empty_like(positions), np.empty_like(positions)
+        phases = np.searchsorted(self._starts, positions, "right") - 1
         for phase in (self._phases[number] for number in np.unique(phases)):
             in_phase = phases == phase.number
-            blocks, rest = np.divmod(places[in_phase] - phase.start, phase.block_size)
+            blocks, rest = np.divmod(positions[in_phase] - phase.start, phase.block_size)
             found_sources, found_indices = np.empty_like(blocks), np.empty_like(blocks)
             for block in np.unique(blocks):
                 here = blocks == block
-                block_sources, ranks = self._places_in_block(phase.number, int(block))
+                block_sources, ranks = self._positions_in_block(phase.number, int(block))
                 found_sources[here] = block_sources[rest[here]]
                 before = phase.used + block * phase.quotas
                 found_indices[here] = before[found_sources[here]] + ranks[rest[here]]
             sources[in_phase], indices[in_phase] = found_sources, found_indices
         return sources, indices
 
-    def _place_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each place of a block its source, and how many places of that source come before it."""
+    def _arrange_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each position of a block, and how many earlier ones it has."""
         quotas = self._phases[phase].quotas
         size = int(quotas.sum())
         order = permute(np.arange(size), size, keys=derive_round_keys(f"{self._seed}/mixture/{phase}/{block}"))
@@ -154,20 +162,20 @@ class MixtureOrder:
         return sources, ranks
 
     def _shuffled(self, source: MixedSource, indices: np.ndarray) -> np.ndarray:
-        epochs, places = np.divmod(indices, source.num_samples)
+        epochs, positions = np.divmod(indices, source.num_samples)
         if source.shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
                 keys = derive_round_keys(f"{self._seed}/{source.name}/{epoch}")
-                places[here] = permute(places[here], source.num_samples, keys=keys)
-        return places
+                positions[here] = permute(positions[here], source.num_samples, keys=keys)
+        return positions
 
 
 def compute_quotas(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return how many samples of a block each source has: (sources,) int64; 0 where the weight is 0.
+    """Return the samples of each source in a block: (sources,) int64; 0 where the weight is 0.
 
-    The smallest block in which all shares are whole numbers, several times if it is very small; where there is none,
-    the largest block, with each share rounded.
+    The block is the smallest one in which all shares are whole numbers, repeated if it is very
+    small. If there is none, it is the largest block, with each share rounded.
 
     Raises:
         DataError: if a source has less than one sample in the largest block.
@@ -175,7 +183,7 @@ def compute_quotas(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
     shares = weights / weights.sum()
     if (found := np.flatnonzero((shares > 0) & (shares * MAX_BLOCK_SAMPLES < 1))).size:
         raise DataError(
-            f"data.sources.{names[found[0]]}.weight is {shares[found[0]]:.1e} of all weights, and a mixture takes "
+            f"data.sources.{names[found[0]]}.weight is {shares[found[0]]:.1e} of all weights, and a mixture supports "
             f"shares of 1 in {MAX_BLOCK_SAMPLES:,} or more; raise it, or leave the source out"
         )
     sizes = np.arange(1, MAX_BLOCK_SAMPLES + 1)
@@ -192,7 +200,7 @@ def compute_quotas(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def _build_phases(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | None]:
-    """Return the phases, and the number of samples in all; None: the last phase has no end."""
+    """Return the phases and the total number of samples; None: the last phase never ends."""
     names = [source.name for source in sources]
     weights = np.array([source.weight for source in sources])
     sizes = np.array([source.num_samples for source in sources])
@@ -207,11 +215,11 @@ def _build_phases(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | N
         used = used + quotas * (num_blocks or 0)
 
     while True:
-        is_there = ~ends | (used < sizes)
-        if not is_there.any():
+        is_active = ~ends | (used < sizes)
+        if not is_active.any():
             return phases, start
-        quotas = compute_quotas(weights * is_there, names)
-        finite = ends & is_there
+        quotas = compute_quotas(weights * is_active, names)
+        finite = ends & is_active
         if not finite.any():
             add(quotas, None)
             return phases, None
@@ -219,5 +227,5 @@ def _build_phases(sources: Sequence[MixedSource]) -> tuple[list[_Phase], int | N
             add(quotas, num_blocks)
         left = np.where(finite, np.minimum(quotas, sizes - used), quotas)
         if (finite & (left > 0) & (left < quotas)).any():
-            # The block in which a source ends has only what is left of it.
+            # In the block in which a source ends, it has only its remaining samples.
             add(left, 1)

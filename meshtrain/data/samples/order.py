@@ -1,10 +1,11 @@
-"""Which samples make up which step: a pure function of the seed and the step number.
+"""The order of samples: a pure function of the seed and the step number.
 
-Nothing is drawn and nothing is remembered, so the whole state of the data is one integer, the step, and the global
-batch of a step is the same on any number of processes. The shuffle is a Feistel network: a permutation of all samples
-that is computed where it is needed, one sample at a time, and never stored.
+No random state is kept. So the whole state of the data is one integer, the step, and the global
+batch of a step is the same for any number of processes. The shuffle is a Feistel network: a
+permutation of all samples that is computed for one sample at a time, and never stored.
 
-Source: format-preserving shuffles by cycle walking, Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
+Source: format-preserving shuffles by cycle walking, Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains" (2002).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,13 +16,16 @@ from typing import Protocol
 import numpy as np
 
 FILLER = -1
-"""The sample id of a row that fills up the last batch of an epoch: pads, on which nothing is trained."""
+"""The sample id of a row that completes the last batch of an epoch with pads.
+
+It is not trained on.
+"""
 
 ROUNDS = 6
 
 
 class Order(Protocol):
-    """Which samples make up which step."""
+    """Assigns samples to steps."""
 
     @property
     def global_batch_size(self) -> int:
@@ -30,7 +34,7 @@ class Order(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """The number of steps there are; None: without end."""
+        """The number of steps; None: there is no end."""
         ...
 
     @property
@@ -47,23 +51,24 @@ class Order(Protocol):
         ...
 
     def samples_before(self, step: int) -> dict[str, int]:
-        """Return source -> its samples in all steps before `step`; empty where there is one source only."""
+        """Return source -> its number of samples before `step`; empty for a single source."""
         ...
 
     def count(self, sample_ids: np.ndarray) -> dict[str, int]:
-        """Return source -> how many of the samples are its; empty where there is one source only."""
+        """Return source -> its number of samples among `sample_ids`; empty for a single source."""
         ...
 
 
 class SampleOrder:
-    """The sample ids of every step, for as many epochs as are asked for.
+    """The sample ids of every step, for any number of epochs.
 
     Args:
         num_samples: samples in one epoch, 1 or more.
         global_batch_size: samples in one step, over all processes.
-        seed: another seed, another shuffle.
-        shuffle: visit the samples of each epoch in an order of its own; otherwise as they are stored.
-        drop_last: leave out the samples of an epoch that do not fill a batch; otherwise FILLER fills their batch up.
+        seed: decides the shuffle.
+        shuffle: visit the samples of each epoch in a new order; otherwise as they are stored.
+        drop_last: leave out the samples of an epoch that do not fill a batch; otherwise FILLER
+            completes it.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class SampleOrder:
         self.shuffle = shuffle
         full, rest = divmod(num_samples, global_batch_size)
         self.steps_per_epoch = full if drop_last or not rest else full + 1
-        assert self.steps_per_epoch > 0, "check_enough comes before the order"
+        assert self.steps_per_epoch > 0, "check_enough runs before an order is built"
 
     @property
     def num_steps(self) -> int | None:
@@ -100,24 +105,24 @@ class SampleOrder:
         return positions
 
     def samples_before(self, step: int) -> dict[str, int]:
-        """Return nothing: there is one source only."""
+        """Return nothing: there is only one source."""
         return {}
 
     def count(self, sample_ids: np.ndarray) -> dict[str, int]:
-        """Return nothing: there is one source only."""
+        """Return nothing: there is only one source."""
         return {}
 
 
 class GroupedOrder:
-    """Another order, but for the samples of a few steps that are sorted by length among each other, for fewer pads.
+    """Another order, in which the samples of a few steps are sorted by length, for fewer pads.
 
-    The steps of a group come in an order of their own, so that batches do not grow longer and longer.
+    The steps of a group are shuffled, so that batches do not grow longer and longer.
 
     Args:
-        order: whose steps are grouped; a group never reaches over the end of an epoch.
+        order: the order whose steps are grouped; a group never crosses the end of an epoch.
         lengths: (n,) sample ids -> (n,) lengths.
         group: steps in a group.
-        seed: another seed, another order of the steps of a group.
+        seed: decides the order of the steps within a group.
     """
 
     def __init__(self, order: Order, lengths: Callable[[np.ndarray], np.ndarray], *, group: int, seed: int) -> None:
@@ -136,18 +141,18 @@ class GroupedOrder:
         return self._sorted_group(first, num_steps)[step - first]
 
     def samples_before(self, step: int) -> dict[str, int]:
-        """Return source -> its samples in all steps before `step`."""
+        """Return source -> its number of samples in all steps before `step`."""
         first, num_steps = self._group_of(step)
         before = self._order.samples_before(first)
         here = self.count(self._sorted_group(first, num_steps)[: step - first].ravel()) if step > first else {}
         return {source: count + here.get(source, 0) for source, count in before.items()}
 
     def count(self, sample_ids: np.ndarray) -> dict[str, int]:
-        """Return source -> how many of the samples are its."""
+        """Return source -> its number of samples among `sample_ids`."""
         return self._order.count(sample_ids)
 
     def _group_of(self, step: int) -> tuple[int, int]:
-        """Return the first step of the group that a step is in, and the number of its steps."""
+        """Return the first step of the group of a step, and the number of steps in the group."""
         begin, end = 0, self.num_steps
         if self.steps_per_epoch is not None:
             begin = step - step % self.steps_per_epoch
@@ -162,32 +167,33 @@ class GroupedOrder:
 
 
 def find_data_step(step: int, left_out: Iterable[int]) -> int:
-    """Return the place in the data of the batch of `step`, both from 0: the places left out are passed over.
+    """Return the index of the batch of `step`, both from 0, when some batches are left out.
 
     Args:
-        left_out: ascending.
+        left_out: indices of batches that no step reads, ascending.
     """
-    place = step
-    for missing in left_out:
-        if missing > place:
+    data_step = step
+    for skipped in left_out:
+        if skipped > data_step:
             break
-        place += 1
-    return place
+        data_step += 1
+    return data_step
 
 
 def permute(positions: np.ndarray, num_samples: int, *, keys: list[np.uint64]) -> np.ndarray:
-    """Map each position to its place in a pseudo-random permutation of range(num_samples).
+    """Map each position to its image under a pseudo-random permutation of range(num_samples).
 
     Args:
         positions: (n,) int64, each in range(num_samples).
         keys: one per round; they choose the permutation.
 
     Returns:
-        (n,) int64, in range(num_samples); different positions give different results.
+        (n,) int64, in range(num_samples); different positions have different images.
     """
     half_bits = (max(2, (num_samples - 1).bit_length()) + 1) // 2
     values = _feistel(positions.astype(np.uint64), np.uint64(half_bits), keys)
-    # The network permutes the next power of four. Walking on from a value outside leads back inside before it repeats.
+    # The network permutes the next power of four. Repeating it for a value outside always leads
+    # back inside.
     outside = values >= num_samples
     while outside.any():
         values[outside] = _feistel(values[outside], np.uint64(half_bits), keys)
@@ -196,6 +202,7 @@ def permute(positions: np.ndarray, num_samples: int, *, keys: list[np.uint64]) -
 
 
 def derive_round_keys(name: str) -> list[np.uint64]:
+    """Return the keys of the permutation with this name."""
     digests = (blake2b(f"{name}/{number}".encode(), digest_size=8).digest() for number in range(ROUNDS))
     return [np.uint64(int.from_bytes(digest, "little")) for digest in digests]
 

@@ -1,6 +1,7 @@
-"""Samples: rows of tokens and labels, cut from token files where they are needed.
+"""Samples: rows of tokens and labels, which are cut from token files when they are read.
 
-All forms have a length and `read(sample_ids)`; a FILLER id reads as a row of pads on which nothing is trained.
+All forms have a length and `read(sample_ids)`. A FILLER id reads as a row of pads that is not
+trained on.
 """
 
 from collections.abc import Sequence
@@ -12,35 +13,37 @@ from meshtrain.data.samples.order import FILLER
 from meshtrain.data.tokens.token_file import TokenFile
 
 IGNORE_INDEX = -100
-"""The label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy."""
+"""The label of a position that is not trained on: the `ignore_index` of torch."""
 
 Arrays = dict[str, np.ndarray]
 
 
 class Samples(Protocol):
-    """What a loader reads from."""
+    """Something that a loader reads from."""
 
     def __len__(self) -> int: ...
 
     def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return how many tokens each of the samples has, (batch,) int64; a filler has 1."""
+        """Return the number of tokens of each sample, (batch,) int64; a filler has 1."""
         ...
 
     def width(self, sample_ids: np.ndarray) -> int:
-        """Return how wide a batch of these samples must be: the columns of its rows."""
+        """Return the number of columns that a batch of these samples needs."""
         ...
 
     def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
         """Return the rows of `sample_ids` (batch,).
 
         Args:
-            width: columns; of the whole global batch, of which this may be a part; None: what these need.
-            with_tokens: otherwise no token is looked at: all `input_ids` are 0, and so are the labels that are trained
-                on. So a process reads that needs the shapes, positions and masks only.
+            width: number of columns, which the global batch decides; None: what these samples need.
+            with_tokens: read the tokens. If not, all `input_ids` are 0, and so are the labels that
+                are trained on. This is for a process that needs only the shapes, positions and
+                masks.
 
         Returns:
-            Arrays (batch, width) int64, under the model's names: `input_ids`, `labels` (already shifted: labels[t] is
-            the token after input_ids[t]), and as the form has it `position_ids` or `attention_mask` (1: token, 0: pad).
+            Arrays (batch, width) int64 with the argument names of the model: `input_ids` and
+            `labels`, which are already shifted: labels[t] is the token after input_ids[t]. The form
+            adds `position_ids`, or `attention_mask` (1: token, 0: pad).
         """
         ...
 
@@ -48,13 +51,14 @@ class Samples(Protocol):
 class PackedSamples:
     """All documents one after another, cut into full sequences.
 
-    Sample i is tokens[i * seq : i * seq + seq + 1]: its last token is only a label, and the first input of sample
-    i + 1, so that every token but the very first is predicted once.
+    Sample i is tokens[i * seq : i * seq + seq + 1]. Its last token is only a label, and the first
+    input of sample i + 1. So every token except the very first is predicted once.
 
     Args:
-        sequence_length: tokens of a sample.
-        separate_documents: give `position_ids` that begin anew with every document, from which a model of transformers
-            makes the mask that keeps documents apart; and do not train a document's end to foretell the next document.
+        sequence_length: number of tokens of a sample.
+        separate_documents: return `position_ids` that restart at every document. A model of
+            transformers derives from them the mask that separates documents. The first token of a
+            document is not predicted then.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class PackedSamples:
         return self._num_samples
 
     def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the sequence length for all."""
+        """Return the sequence length for each sample."""
         return np.where(sample_ids == FILLER, 1, self._sequence_length)
 
     def width(self, sample_ids: np.ndarray) -> int:
@@ -78,7 +82,7 @@ class PackedSamples:
     def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
         """Return `input_ids`, `labels`, and `position_ids` if documents are separate."""
         is_filler = sample_ids == FILLER
-        # Not one gather by indices: a row is contiguous, and copied as such.
+        # A row is contiguous, so copying it is faster than one gather by indices.
         starts = np.where(is_filler, 0, sample_ids) * self._sequence_length
         shape = (len(starts), self._sequence_length + 1)
         tokens = np.zeros(shape, np.int64)
@@ -100,12 +104,13 @@ class PackedSamples:
 def packed_arrays(
     tokens: np.ndarray, is_trained: np.ndarray, begins: np.ndarray | None, is_filler: np.ndarray, pad_id: int
 ) -> Arrays:
-    """Turn full rows into what a model reads.
+    """Turn full rows into the inputs of a model.
 
     Args:
         tokens: (batch, seq + 1) int64.
-        is_trained: (batch, seq + 1) bool: whether to train on foretelling the token.
-        begins: (batch, seq + 1) bool: whether a document begins there, the first column apart; None: all is one.
+        is_trained: (batch, seq + 1) bool: whether to train on predicting the token.
+        begins: (batch, seq + 1) bool: whether a document begins there (the first column is
+            ignored); None: the documents are not separated.
         is_filler: (batch,) bool.
     """
     input_ids, labels = tokens[:, :-1].copy(), np.where(is_trained[:, 1:], tokens[:, 1:], IGNORE_INDEX)
@@ -119,15 +124,15 @@ def packed_arrays(
 
 
 class PaddedSamples:
-    """One document per sample: what is too long is cut off, what is too short is filled with pads.
+    """One document per sample: a longer one is cut off, and a shorter one is padded.
 
-    The document's own end token is trained on; pads are not, and neither is anything after the last token of a row.
-    Which positions are pads follows from the length and not from the token, because the pad may be the end token.
+    The end token of a document is trained on; pads are not. Pads are found by the length of a row
+    and not by their token, because the pad may be the end token.
 
     Args:
-        sequence_length: the most tokens of a sample.
-        pad_to_multiple_of: batches are as wide as their longest sample, rounded up to a multiple of this; None: all as
-            wide as `sequence_length`.
+        sequence_length: the largest number of tokens of a sample.
+        pad_to_multiple_of: a batch is as wide as its longest sample, rounded up to a multiple of
+            this; None: all batches are as wide as `sequence_length`.
     """
 
     def __init__(
@@ -142,13 +147,13 @@ class PaddedSamples:
         return len(self._offsets) - 1
 
     def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of each document, as far as they are read."""
+        """Return the number of tokens that are read of each document."""
         documents = np.where(sample_ids == FILLER, 0, sample_ids)
         lengths = np.minimum(self._offsets[documents + 1] - self._offsets[documents], self._sequence_length)
         return np.where(sample_ids == FILLER, 1, lengths)
 
     def width(self, sample_ids: np.ndarray) -> int:
-        """Return the length of the longest, rounded up."""
+        """Return the length of the longest sample, rounded up."""
         return padded_width(self.lengths(sample_ids), self._sequence_length, self._multiple)
 
     def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
@@ -167,20 +172,21 @@ class PaddedSamples:
 
 
 def padded_width(lengths: np.ndarray, longest: int, multiple: int | None) -> int:
-    """Return how wide a batch of samples of these lengths is."""
+    """Return the width of a batch of samples of these lengths."""
     return longest if multiple is None else min(longest, -(-int(lengths.max()) // multiple) * multiple)
 
 
 def padded_arrays(
     tokens: np.ndarray, is_trained: np.ndarray, lengths: np.ndarray, is_filler: np.ndarray, pad_id: int
 ) -> Arrays:
-    """Turn rows of different lengths into what a model reads.
+    """Turn rows of different lengths into the inputs of a model.
 
-    The first position of a filler row is not masked: attention over nothing at all would be NaN.
+    The first position of a filler row is not masked, because attention over no position would be
+    NaN.
 
     Args:
-        tokens: (batch, width) int64; what is behind the length of a row does not matter.
-        is_trained: (batch, width) bool: whether to train on foretelling the token.
+        tokens: (batch, width) int64; values after the length of a row do not matter.
+        is_trained: (batch, width) bool: whether to train on predicting the token.
         lengths: (batch,), 1 for a filler.
     """
     is_token = np.arange(tokens.shape[1]) < lengths[:, None]
@@ -191,9 +197,9 @@ def padded_arrays(
 
 
 class MixedSamples:
-    """The samples of several sources as one: the ids of a source follow those of the source before it.
+    """The samples of several sources; the ids of a source follow those of the one before it.
 
-    All are of the same form, so that their rows have the same arrays.
+    All sources have the same form, so that their rows have the same arrays.
     """
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -204,14 +210,14 @@ class MixedSamples:
         return int(self._ends[-1])
 
     def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the lengths that the sources tell."""
+        """Return the lengths, each from its source."""
         lengths = np.ones(len(sample_ids), np.int64)
         for part, rows, own_ids in self._split(sample_ids):
             lengths[rows] = part.lengths(own_ids)
         return lengths
 
     def width(self, sample_ids: np.ndarray) -> int:
-        """Return the width of the widest."""
+        """Return the largest width that any source needs."""
         return max(part.width(own_ids) for part, _, own_ids in self._split(sample_ids))
 
     def read(self, sample_ids: np.ndarray, width: int | None = None, *, with_tokens: bool = True) -> Arrays:
@@ -224,7 +230,10 @@ class MixedSamples:
         return arrays
 
     def _split(self, sample_ids: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
-        """Return of each source that has any of the samples: it, the rows, and its own ids. Fillers are the first's."""
+        """Return each source with any of the samples, their rows, and their ids within it.
+
+        The first has the fillers.
+        """
         numbers = np.where(sample_ids == FILLER, 0, np.searchsorted(self._ends, sample_ids, "right"))
         found = []
         for number in np.unique(numbers):

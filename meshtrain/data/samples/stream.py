@@ -1,7 +1,8 @@
-"""Samples of a stream: numbered as they come, shuffled within a buffer, so that their order is known from the start.
+"""Samples of a stream: numbered as they are read, and shuffled within a buffer.
 
-The rows of a stream are cut into buffers of a fixed number of rows, and each buffer has an order of its own. So the
-n-th sample is the same for every number of processes, and to go on takes the place where its buffer begins.
+The rows of a stream are cut into buffers of a fixed number of rows, and each buffer is shuffled on
+its own. So the n-th sample is the same for any number of processes. To resume, the start of its
+buffer is enough.
 """
 
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from meshtrain.data.samples.rows import Arrays, packed_arrays, padded_arrays, pa
 from meshtrain.data.samples.stream_rows import Cursor, Row, StreamReader
 
 ENDLESS = 1 << 48
-"""The number of samples of a stream, which begins again at its end."""
+"""The number of samples of a stream, which repeats at its end."""
 MIN_BUFFERS_KEPT = 3
 CURSORS_KEPT = 1 << 16
-"""More buffers than a loader reads ahead, however small they are: nine numbers each."""
+"""More than the number of buffers that a loader reads ahead, however small they are.
+
+A cursor is nine numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class StreamForm:
 class StreamSamples:
     """The samples of a stream.
 
-    To be read in about ascending order: to go back further than a few buffers is to read again.
+    Read them in about ascending order: going back by more than a few buffers reads the files again.
 
     Args:
-        reader: gives the rows.
+        reader: yields the rows.
     """
 
     def __init__(self, reader: StreamReader, form: StreamForm) -> None:
@@ -51,25 +55,25 @@ class StreamSamples:
         self._rows: Iterator[Row] = iter(())
         self._next_buffer = -1
         self._buffers_kept = MIN_BUFFERS_KEPT
-        # A loader that has been given up may still be reading.
+        # The thread of an abandoned loader may still be reading.
         self._lock = RLock()
 
     def __len__(self) -> int:
         return ENDLESS
 
     def cursor(self, num_samples: int) -> tuple[int, ...]:
-        """Return where to go on after so many samples: a buffer, and the place where it begins."""
+        """Return where to resume after a number of samples: a buffer, and the cursor of its start."""
         with self._lock:
             buffer = self._nearest(num_samples // self._form.num_buffered)
             return (buffer, *self._cursors[buffer].flat())
 
     def restore(self, saved: tuple[int, ...]) -> None:
-        """Go on from what `cursor` has returned."""
+        """Resume from what `cursor` returned."""
         with self._lock:
             self._cursors[saved[0]] = Cursor.from_flat(saved[1:])
 
     def lengths(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of each row."""
+        """Return the number of tokens of each row."""
         if not self._form.is_padded:
             return np.where(sample_ids == FILLER, 1, self._form.sequence_length)
         with self._lock:
@@ -77,7 +81,7 @@ class StreamSamples:
             return np.array([len(self._row(sample).tokens) if sample != FILLER else 1 for sample in sample_ids])
 
     def width(self, sample_ids: np.ndarray) -> int:
-        """Return how wide a batch of these samples must be."""
+        """Return the number of columns that a batch of these samples needs."""
         form = self._form
         if not form.is_padded or form.pad_to_multiple_of is None:
             return form.sequence_length
@@ -92,7 +96,7 @@ class StreamSamples:
         tokens, trained, begins = np.zeros(shape, np.int64), np.ones(shape, bool), np.zeros(shape, bool)
         lengths = np.ones(len(sample_ids), np.int64)
         self._keep(sample_ids)
-        is_known = not with_tokens and not form.is_padded and not form.separate_documents and self._all_is_trained
+        is_known = not with_tokens and not form.is_padded and not form.separate_documents and self._trains_on_everything
         for number in [] if is_known else np.flatnonzero(~is_filler):
             with self._lock:
                 row = self._row(int(sample_ids[number]))
@@ -107,11 +111,11 @@ class StreamSamples:
         return packed_arrays(tokens, trained & ~begins, begins, is_filler, form.pad_id)
 
     @property
-    def _all_is_trained(self) -> bool:
+    def _trains_on_everything(self) -> bool:
         return self._reader.corpus.form is None
 
     def _keep(self, sample_ids: np.ndarray) -> None:
-        """Keep as many buffers as a batch is made of: it is looked at twice, for its width and for its rows."""
+        """Keep enough buffers for a batch, which is read twice: for its width and for its rows."""
         known = sample_ids[sample_ids != FILLER]
         if len(known):
             span = int(known.max() - known.min()) // self._form.num_buffered + 1
@@ -121,8 +125,8 @@ class StreamSamples:
         return max(known for known in self._cursors if known <= buffer)
 
     def _row(self, sample: int) -> Row:
-        buffer, place = divmod(sample, self._form.num_buffered)
-        return self._buffer(buffer)[place]
+        buffer, position = divmod(sample, self._form.num_buffered)
+        return self._buffer(buffer)[position]
 
     def _buffer(self, buffer: int) -> list[Row]:
         if buffer not in self._buffers:
@@ -145,10 +149,11 @@ class StreamSamples:
         self._cursors[number] = rows[0].cursor
         if self._form.shuffle:
             keys = derive_round_keys(f"{self._reader.seed}/buffer/{number}")
-            rows = [rows[place] for place in permute(np.arange(size), size, keys=keys)]
+            rows = [rows[position] for position in permute(np.arange(size), size, keys=keys)]
         self._buffers[number] = rows
         self._next_buffer += 1
         for kept, most in ((self._buffers, self._buffers_kept), (self._cursors, CURSORS_KEPT)):
             while len(kept) > most:
-                # The first place stays: whatever else is forgotten, from there it can be read again.
+                # The first cursor stays, so that anything forgotten can be read again from the
+                # start.
                 del kept[min(known for known in kept if known != 0 or most != CURSORS_KEPT)]

@@ -1,6 +1,7 @@
-"""Rows of a stream: text that is read and tokenized while it is trained on, from any place on.
+"""Rows of a stream: text that is read and tokenized during training, from any position on.
 
-A place is a `Cursor`: some numbers, from which the same rows follow as if everything before had been read as well.
+A position is a `Cursor`: a few numbers. The rows after it are the same as if everything before it
+had been read.
 """
 
 from collections.abc import Iterator
@@ -22,18 +23,18 @@ from meshtrain.data.tokens.workers import Block, encode_blocks, group_into_block
 from meshtrain.errors import DataError, UserError, name_some
 
 ENCODERS = 1
-"""Processes beside this one that tokenize for it; each data-parallel rank has its own."""
+"""The number of processes that tokenize for this one. Each data-parallel rank has its own."""
 
 
 class Cursor(NamedTuple):
-    """A place in a stream, between two tokens.
+    """A position in a stream, between two tokens.
 
     Attributes:
-        epoch: passes over the files that are done.
-        position: in the files of the pass, before the block that is being read.
-        texts: of that block that are done.
-        tokens: of the next text that are done.
-        is_open: whether the next text goes on with a document that has begun.
+        epoch: number of finished passes over the files.
+        position: position in the files of this pass, before the current block.
+        texts: number of finished texts of that block.
+        tokens: number of finished tokens of the next text.
+        is_open: whether the next text continues a document.
     """
 
     epoch: int = 0
@@ -43,22 +44,22 @@ class Cursor(NamedTuple):
     is_open: bool = False
 
     def flat(self) -> tuple[int, ...]:
-        """Return the cursor as whole numbers, for a file."""
+        """Return the cursor as integers, for a checkpoint."""
         return (self.epoch, *self.position, self.texts, self.tokens, int(self.is_open))
 
     @classmethod
     def from_flat(cls, numbers: tuple[int, ...]) -> "Cursor":
-        """Return the cursor that `flat` has written."""
+        """Return the cursor of these integers; see `flat`."""
         epoch, *position, texts, tokens, is_open = numbers
         return cls(epoch, Position(*position), texts, tokens, bool(is_open))
 
 
 class Row(NamedTuple):
-    """A sample of a stream, and where it begins.
+    """A sample of a stream, and the cursor of its start.
 
     Attributes:
-        tokens: (tokens,) int64; of a packed row one more than the sequence length.
-        trained: (tokens,) bool: whether to train on foretelling the token.
+        tokens: (tokens,) int64; a packed row has one more than the sequence length.
+        trained: (tokens,) bool: whether to train on predicting the token.
         begins: (tokens,) bool: whether a document begins there.
     """
 
@@ -70,13 +71,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamReader:
-    """How a stream is read.
+    """Reads the rows of a stream.
 
     Attributes:
-        corpus: its files.
+        corpus: the files.
         task: how they are tokenized.
-        end_id: behind every document.
-        shuffle: read the files of each pass in another order.
+        end_id: the token after every document.
+        shuffle: read the files of each pass in a new order.
+        seed: decides that order.
         seed: another seed, another order.
     """
 
@@ -87,10 +89,10 @@ class StreamReader:
     seed: str
 
     def packed_rows(self, start: Cursor, sequence_length: int) -> Iterator[Row]:
-        """Yield full sequences, each with the first token of the next, without end.
+        """Yield full sequences without end, each with the first token of the next.
 
         Raises:
-            DataError: what reading raises.
+            DataError: if a file cannot be read, or a record is bad.
         """
         size, pieces = sequence_length + 1, _Pieces()
         for segment in self._segments(start):
@@ -100,22 +102,22 @@ class StreamReader:
                 pieces.drop(sequence_length)
 
     def padded_rows(self, start: Cursor, sequence_length: int) -> Iterator[Row]:
-        """Yield a document each, what is too long cut off, without end.
+        """Yield rows of one document each without end. Longer documents are cut off.
 
         Raises:
-            DataError: what reading raises.
+            DataError: if a file cannot be read, or a record is bad.
         """
         pieces = _Pieces()
         for segment in self._segments(start):
             if segment.begins[0] and pieces.num_tokens:
                 yield pieces.first(min(sequence_length, pieces.num_tokens))
                 pieces = _Pieces()
-            # What is cut off anyway is not kept: a file may be a single document.
+            # Text that will be cut off is not kept, because a file may be a single document.
             if pieces.num_tokens < sequence_length:
                 pieces.add(segment)
 
     def _segments(self, start: Cursor) -> Iterator[Row]:
-        """Yield the texts from a place on, with the end token behind those that end a document."""
+        """Yield the texts from a cursor on, with the end token after each that ends a document."""
         epoch, begin = start.epoch, start
         while True:
             num_tokens = 0
@@ -128,22 +130,22 @@ class StreamReader:
             begin = Cursor(epoch)
 
     def _segments_of_pass(self, start: Cursor) -> Iterator[Row]:
-        corpus = replace(self.corpus, files=self._files_of(start.epoch))
+        corpus = replace(self.corpus, files=self._order_files(start.epoch))
         cutter = Cutter(Tokenizer.from_str(self.task.tokenizer))
         blocks = group_into_blocks(read_chunks(corpus, cutter, start.position))
         begin, is_open, num_done, num_skipped = start.position, start.is_open, start.texts, start.tokens
         num_left_out = 0
         for block, encoded in _report_read_errors(encode_blocks(blocks, self.task, ENCODERS), corpus):
             for _, problem in encoded.problems:
-                # Every pass would show the same again.
+                # Only the first pass shows problems, because every pass has the same ones.
                 count_problem(problem, corpus, num_left_out, shows_problems=start.epoch == 0)
                 num_left_out += 1
             cursor = Cursor(start.epoch, begin, is_open=is_open)
-            for number, segment in enumerate(_texts_of(encoded, cursor, self.end_id)):
+            for number, segment in enumerate(_split_texts(encoded, cursor, self.end_id)):
                 is_open = not encoded.ends_document[number]
                 if num_done:
                     num_done -= 1
-                elif rest := _behind(segment, num_skipped):
+                elif rest := _drop_tokens(segment, num_skipped):
                     yield rest
                     num_skipped = 0
                 else:
@@ -151,9 +153,9 @@ class StreamReader:
             begin = block[-1].end
         if num_left_out and start == Cursor():
             files = name_some([str(file.path) for file in self.corpus.files], 1)
-            console.warning(f"{files}: {num_left_out:,} broken records were left out of the stream's first pass")
+            console.warning(f"{files}: {num_left_out:,} bad records were left out of the stream's first pass")
 
-    def _files_of(self, epoch: int) -> tuple:
+    def _order_files(self, epoch: int) -> tuple:
         files = self.corpus.files
         if not self.shuffle:
             return files
@@ -162,7 +164,7 @@ class StreamReader:
 
 
 class _Pieces:
-    """Texts one after another, of which rows are cut."""
+    """Consecutive texts, from which rows are cut."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -186,27 +188,27 @@ class _Pieces:
         return Row(self._rows[0].cursor, tokens, trained, begins)
 
     def drop(self, size: int) -> None:
-        """Take the first tokens away."""
+        """Remove the first tokens."""
         self.num_tokens -= size
         while self._rows and size >= len(self._rows[0].tokens):
             size -= len(self._rows.pop(0).tokens)
         if size:
-            rest = _behind(self._rows[0], size)
+            rest = _drop_tokens(self._rows[0], size)
             assert rest is not None
             self._rows[0] = rest
 
 
-def _texts_of(block: EncodedBlock, cursor: Cursor, end_id: int) -> Iterator[Row]:
-    """Yield the texts of a block, empty ones too."""
+def _split_texts(block: EncodedBlock, cursor: Cursor, end_id: int) -> Iterator[Row]:
+    """Yield the texts of a block, including empty ones."""
     ends = np.cumsum(block.lengths)
     is_open = cursor.is_open
     for number, (end, length, ends_document) in enumerate(zip(ends, block.lengths, block.ends_document, strict=True)):
         tokens = block.tokens[end - length : end].astype(np.int64)
         trained = np.ones(length, bool) if block.trained is None else block.trained[end - length : end]
-        # A document without a single token has no end either.
+        # A document without a token has no end token.
         if ends_document and (length or is_open):
-            learns_end = block.trained is None or bool(length and trained[-1] and tokens[-1] != end_id)
-            tokens, trained = np.append(tokens, end_id), np.append(trained, learns_end)
+            trains_end = block.trained is None or bool(length and trained[-1] and tokens[-1] != end_id)
+            tokens, trained = np.append(tokens, end_id), np.append(trained, trains_end)
         begins = np.zeros(len(tokens), bool)
         if len(tokens):
             begins[0] = not is_open
@@ -214,8 +216,8 @@ def _texts_of(block: EncodedBlock, cursor: Cursor, end_id: int) -> Iterator[Row]
         is_open = not ends_document
 
 
-def _behind(row: Row, size: int) -> Row | None:
-    """Return what of a row is behind its first tokens; None if there is nothing."""
+def _drop_tokens(row: Row, size: int) -> Row | None:
+    """Return a row without its first tokens; None if none are left."""
     if size >= len(row.tokens):
         return None
     cursor = row.cursor._replace(tokens=row.cursor.tokens + size)
@@ -225,7 +227,10 @@ def _behind(row: Row, size: int) -> Row | None:
 def _report_read_errors(
     blocks: Iterator[tuple[Block, EncodedBlock]], corpus: Corpus
 ) -> Iterator[tuple[Block, EncodedBlock]]:
-    """Say of what a library behind a URL raises that the stream cannot be read: they have exceptions of their own."""
+    """Yield the blocks, and raise a DataError if a file cannot be read.
+
+    The libraries that read URLs have exceptions of their own, so for URLs any exception is one.
+    """
     expected = (Exception,) if any(isinstance(file.path, UPath) for file in corpus.files) else (OSError,)
     try:
         yield from blocks

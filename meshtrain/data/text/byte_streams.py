@@ -1,4 +1,7 @@
-"""Streams: the bytes of source files, decompressed; a compressed file that was cut short is damaged, not at its end."""
+"""Byte streams: the decompressed content of source files.
+
+A compressed file that was cut short is reported as damaged, and never taken for a shorter file.
+"""
 
 import gzip
 import io
@@ -13,16 +16,19 @@ from meshtrain.errors import DataError
 
 READ_BYTES = 1 << 18
 MAX_ZSTD_WINDOW = 1 << 31
-"""What `zstd --long=31` writes, the largest there is."""
+"""The largest window of the format, which `zstd --long=31` writes."""
 
 GZIP_EXTRA_FIELD = 4
 BGZF_HEADER_BYTES = 18
 BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
-"""The empty block that ends every file of bgzip: without it, one that was cut between two blocks would look whole."""
+"""The empty block that ends every bgzip file.
+
+Without it, a file that was cut between blocks would look complete.
+"""
 
 
 class DamagedError(Exception):
-    """A file does not hold what its kind promises, from here on."""
+    """From here on, the content of a file does not match its kind."""
 
 
 @contextmanager
@@ -30,7 +36,7 @@ def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a source file for reading.
 
     Yields:
-        the stream of its content, decompressed, and the raw one, whose position is the progress.
+        The stream of the decompressed content, and the raw stream, whose position is the progress.
 
     Raises:
         DataError: if it cannot be opened.
@@ -39,7 +45,7 @@ def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         raw = file.path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}; mend it or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {error.strerror or error}; fix it or leave it out") from error
     with raw:
         if file.kind.endswith(".gz"):
             _check_bgzf(raw)
@@ -51,7 +57,7 @@ def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def seek_forward(stream: BinaryIO, offset: int) -> None:
-    """Go forward to an offset of the content."""
+    """Move a stream forward to an offset of its content."""
     if stream.seekable():
         stream.seek(offset)
         return
@@ -60,7 +66,7 @@ def seek_forward(stream: BinaryIO, offset: int) -> None:
 
 
 class _GzipReader(io.RawIOBase):
-    """The members of a gzip file, one after another."""
+    """Reads all members of a gzip file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._gzip = gzip.GzipFile(fileobj=raw)
@@ -70,7 +76,7 @@ class _GzipReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            # Not readinto: it would lose what it read before the damage.
+            # readinto would lose what it read before the damage.
             content = self._gzip.read1(len(buffer))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedError(f"the gzip file is damaged: {error}") from error
@@ -79,27 +85,29 @@ class _GzipReader(io.RawIOBase):
 
 
 def _check_bgzf(raw: BinaryIO) -> None:
-    """Check that a file of bgzip has its last block; what is no such file has nothing to check."""
+    """Check that a bgzip file has its last block. Other files are not checked."""
     header = raw.read(BGZF_HEADER_BYTES)
     has_extra = len(header) == BGZF_HEADER_BYTES and header[3] & GZIP_EXTRA_FIELD
     if has_extra and header[12:14] == b"BC" and struct.unpack_from("<H", header, 14) == (2,):
         raw.seek(max(0, raw.seek(0, io.SEEK_END) - len(BGZF_END)))
         if raw.read() != BGZF_END:
-            raise DamagedError("the gzip file is damaged: it is of bgzip and lacks the last block, it was cut short")
+            raise DamagedError(
+                "the gzip file is damaged: it was written by bgzip, and the last block is missing, so it was cut short"
+            )
     raw.seek(0)
 
 
 class _ZstdReader(io.RawIOBase):
-    """The frames of a zstd file, one after another.
+    """Reads all frames of a zstd file.
 
-    Not zstandard's own stream: it takes a file that was cut short for one that ends there.
+    The stream class of zstandard is not used, because it does not detect a file that was cut short.
     """
 
     def __init__(self, raw: BinaryIO, file: SourceFile) -> None:
         try:
             import zstandard  # noqa: PLC0415 - of an extra
         except ImportError as error:
-            raise DataError(f'{file.path}: to read it takes a package more: pip install "meshtrain[data]"') from error
+            raise DataError(f'{file.path}: reading it needs another package: pip install "meshtrain[data]"') from error
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj
         self._frame: Any = None
@@ -115,7 +123,7 @@ class _ZstdReader(io.RawIOBase):
             compressed = self._compressed or self._raw.read(READ_BYTES)
             if not compressed:
                 if self._frame is not None:
-                    raise DamagedError("the zstd file is damaged: it ends within a frame, it was cut short")
+                    raise DamagedError("the zstd file is damaged: it ends within a frame, so it was cut short")
                 return 0
             self._decompress(compressed)
         count = min(len(buffer), len(self._content))

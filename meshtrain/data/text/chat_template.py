@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer, which puts the messages of a conversation together."""
+"""The chat template of a tokenizer, which renders a conversation as one text."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from meshtrain.errors import DataError
 
 TEMPLATE_NAME = "chat_template.jinja"
 DEFAULT_NAME = "default"
-"""Of several templates, the one for conversations without tools."""
+"""The name of the template for conversations without tools, where there are several."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag with which a template says itself what the assistant says."""
+"""The tag with which a template marks what the assistant says."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the assistant says."""
+        """Whether the template marks what the assistant says."""
         return GENERATION.search(self.source) is not None
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides what a conversation becomes."""
+        """A hash of everything that decides how a conversation is rendered."""
         return compute_identity(self.source, self.special_tokens)
 
 
 def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
-    """Read the chat template that lies beside a tokenizer.
+    """Read the chat template that is stored beside a tokenizer.
 
     Raises:
         DataError: if there is none.
@@ -55,18 +55,18 @@ def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
     source = _source(tokenizer.directory / TEMPLATE_NAME, settings.get("chat_template"))
     if source is None:
         raise DataError(
-            f"the tokenizer {tokenizer.directory} has no chat template, which puts messages together; looked for "
+            f"the tokenizer {tokenizer.directory} has no chat template, which renders messages as text; looked for "
             f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json; take the tokenizer of a chat model, or put '
             f"a {TEMPLATE_NAME} there"
         )
-    said = {role: settings[role] for role in SPECIAL_TOKENS if role in settings}
-    tokens = {role: token["content"] if isinstance(token, dict) else token for role, token in said.items()}
+    declared = {role: settings[role] for role in SPECIAL_TOKENS if role in settings}
+    tokens = {role: token["content"] if isinstance(token, dict) else token for role, token in declared.items()}
     return ChatTemplate(source, tokens)
 
 
-def _source(file: Path, said: Any) -> str | None:
+def _source(file: Path, declared: Any) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    if isinstance(said, list):
-        return next((entry["template"] for entry in said if entry["name"] == DEFAULT_NAME), None)
-    return said if isinstance(said, str) else None
+    if isinstance(declared, list):
+        return next((entry["template"] for entry in declared if entry["name"] == DEFAULT_NAME), None)
+    return declared if isinstance(declared, str) else None

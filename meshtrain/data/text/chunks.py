@@ -1,4 +1,7 @@
-"""Chunks: what is read from source files at a time, in order, from any place on; cheap, because nothing is parsed."""
+"""Chunks: consecutive parts of source files, read in order from any position.
+
+Reading chunks is cheap, because nothing is parsed.
+"""
 
 import codecs
 from collections.abc import Iterator
@@ -17,29 +20,30 @@ Kind = Literal["lines", "text", "python", "problem", "damage", "end"]
 
 
 class Chunk(NamedTuple):
-    """Consecutive lines of a file, a document, a piece of a long one, or that something cannot be read."""
+    """Consecutive lines of a file, a document, a piece of a long document, or a problem."""
 
     kind: Kind
     data: bytes
-    """UTF-8, if it is what it should be; of a problem its message."""
-    place: str
-    """For messages: the file, and the row of a table."""
+    """The bytes of the file, which should be UTF-8; the message of a problem."""
+    location: str
+    """The file, and the row of a table; for messages."""
     first_line: int
-    """Of lines: the number of the first, from 1."""
+    """The number of the first line, from 1."""
     ends_document: bool
     end: Position
     disk_bytes: int
-    """How much of the files was read for it."""
+    """The bytes on disk that were read for it."""
 
 
 def read_chunks(corpus: Corpus, cutter: Cutter, start: Position) -> Iterator[Chunk]:
-    """Read a corpus from `start` on.
+    """Yield the chunks of a corpus from `start` on.
 
-    What cannot be read becomes a chunk of its own, in its place, for whoever counts: a "problem" is one record, a
-    "damage" all that follows in its file. Each file ends with a chunk without data.
+    What cannot be read becomes a chunk of its own at the same position. A "problem" is one bad
+    record. A "damage" means that the rest of the file is lost. Each file ends with a chunk without
+    data.
 
     Raises:
-        DataError: if a file cannot be opened, or a package that reads it is missing.
+        DataError: if a file cannot be opened, or a package that is needed to read it is missing.
     """
     for number in range(start.file, len(corpus.files)):
         reader = _FileReader(corpus, cutter, start if number == start.file else Position(number))
@@ -47,26 +51,27 @@ def read_chunks(corpus: Corpus, cutter: Cutter, start: Position) -> Iterator[Chu
 
 
 class _FileReader:
-    """Reads one file, from a position on."""
+    """Reads one file from a position on."""
 
     def __init__(self, corpus: Corpus, cutter: Cutter, start: Position) -> None:
         self._file = corpus.files[start.file]
-        self._text_key, self._form = corpus.text_key, corpus.form
+        self._corpus = corpus
         self._cutter = cutter
         self._position = start
 
     def chunks(self) -> Iterator[Chunk]:
         try:
             if self._file.kind == "parquet":
-                yield from self._rows() if self._form is None else self._records(self._form)
+                form = self._corpus.form
+                yield from self._rows() if form is None else self._records(form)
             else:
                 with open_source_file(self._file) as (stream, raw):
                     yield from self._lines(stream, raw) if "json" in self._file.kind else self._text(stream, raw)
         except DamagedError as damage:
-            yield self._chunk("damage", f"{self._place()}: {damage}".encode())
+            yield self._chunk("damage", f"{self._location()}: {damage}".encode())
         except OSError as error:
             where = self._file.path
-            raise DataError(f"cannot read {where}: {error.strerror or error}; mend it or leave it out") from error
+            raise DataError(f"cannot read {where}: {error.strerror or error}; fix it or leave it out") from error
         end = self._chunk("end", b"", disk_bytes=self._file.num_bytes)
         yield end._replace(end=Position(end.end.file + 1))
 
@@ -75,16 +80,16 @@ class _FileReader:
         kind: Kind,
         data: bytes,
         *,
-        place: str = "",
+        location: str = "",
         first_line: int = 0,
         ends_document: bool = True,
         disk_bytes: int | None = None,
     ) -> Chunk:
         read = 0 if disk_bytes is None else disk_bytes - self._position.disk_bytes
         self._position = self._position._replace(disk_bytes=self._position.disk_bytes + read)
-        return Chunk(kind, data, place or str(self._file.path), first_line, ends_document, self._position, read)
+        return Chunk(kind, data, location or str(self._file.path), first_line, ends_document, self._position, read)
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         record = self._position.record
         what = "row" if self._file.kind == "parquet" else "line"
         return f"{self._file.path}, after {what} {record:,}" if record else str(self._file.path)
@@ -95,7 +100,7 @@ class _FileReader:
 
     def _lines(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
         seek_forward(stream, self._position.offset)
-        for data, num_bytes, num_lines in _whole_lines(stream):
+        for data, num_bytes, num_lines in _complete_lines(stream):
             first_line = self._position.record + 1
             self._move(num_bytes, num_lines)
             if data is None:
@@ -120,7 +125,7 @@ class _FileReader:
             yield from self._pieces(again, raw_again)
 
     def _pieces(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
-        """Yield the pieces of a file that is one long document; it has been found to be UTF-8."""
+        """Yield the pieces of a file that is one long document and valid UTF-8."""
         seek_forward(stream, self._position.offset)
         decoder = codecs.getincrementaldecoder("utf-8")()
         text, is_all = "", False
@@ -147,47 +152,49 @@ class _FileReader:
             read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
             for line in lines:
                 self._move(0, 1)
-                place = f"{self._file.path}, row {self._position.record}"
+                location = f"{self._file.path}, row {self._position.record}"
                 if isinstance(line, str):
-                    yield self._chunk("problem", f"{place}: {line}".encode(), disk_bytes=read)
+                    yield self._chunk("problem", f"{location}: {line}".encode(), disk_bytes=read)
                 else:
-                    yield self._chunk("lines", line, place=place, disk_bytes=read)
+                    yield self._chunk("lines", line, location=location, disk_bytes=read)
 
     def _rows(self) -> Iterator[Chunk]:
-        for texts, fraction in read_rows(self._file, self._text_key, self._position.record):
+        text_key, setting = self._corpus.text_key, self._corpus.settings.text_key
+        for texts, fraction in read_rows(self._file, text_key, self._position.record, setting=setting):
             read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
             for text in texts:
                 self._move(0, 1)
-                place = f"{self._file.path}, row {self._position.record}"
+                location = f"{self._file.path}, row {self._position.record}"
                 if text is None:
-                    problem = f'{place}: the column "{self._text_key}" (data.text_key) holds null and not text'
+                    problem = f'{location}: the column "{text_key}" ({setting}) holds null and not text'
                     yield self._chunk("problem", problem.encode(), disk_bytes=read)
                 else:
-                    yield self._chunk("text", text, place=place, disk_bytes=read)
+                    yield self._chunk("text", text, location=location, disk_bytes=read)
 
 
-def _whole_lines(stream: BinaryIO) -> Iterator[tuple[bytes | None, int, int]]:
-    """Yield consecutive lines of about CHUNK_BYTES, how many bytes and how many lines they are.
+def _complete_lines(stream: BinaryIO) -> Iterator[tuple[bytes | None, int, int]]:
+    """Yield (lines, number of bytes, number of lines), each of about CHUNK_BYTES.
 
-    The data of a line that is too long to be held in memory are None. A chunk ends where a line ends.
+    A chunk ends where a line ends. The data are None for a line that is too long to be held in
+    memory.
 
     Raises:
-        DamagedError: after the last whole line.
+        DamagedError: after the last complete line.
     """
     rest = bytearray()
     while True:
         try:
             part = stream.read1(CHUNK_BYTES)  # type: ignore[attr-defined]
         except DamagedError:
-            yield from _cut_off(rest)
+            yield from _take_lines(rest)
             raise
         if not part:
             break
         rest += part
         if len(rest) >= CHUNK_BYTES and b"\n" in part:
-            yield from _cut_off(rest)
+            yield from _take_lines(rest)
         elif len(rest) > MAX_LINE_BYTES + CHUNK_BYTES:
-            yield from _cut_off(rest)
+            yield from _take_lines(rest)
             yield None, len(rest) + _drop_line(stream), 1
             rest.clear()
     if rest:
@@ -195,7 +202,7 @@ def _whole_lines(stream: BinaryIO) -> Iterator[tuple[bytes | None, int, int]]:
 
 
 def _drop_line(stream: BinaryIO) -> int:
-    """Read to the end of a line without keeping it."""
+    """Read to the end of a line without keeping it. Return its number of bytes."""
     dropped = 0
     while part := stream.readline(CHUNK_BYTES):
         dropped += len(part)
@@ -204,8 +211,8 @@ def _drop_line(stream: BinaryIO) -> int:
     return dropped
 
 
-def _cut_off(rest: bytearray) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the whole lines that `rest` begins with, and take them away from it."""
+def _take_lines(rest: bytearray) -> Iterator[tuple[bytes, int, int]]:
+    """Remove the complete lines from the front of `rest`, and yield them if there are any."""
     if border := rest.rfind(b"\n") + 1:
         data = bytes(rest[:border])
         del rest[:border]
@@ -213,7 +220,7 @@ def _cut_off(rest: bytearray) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _not_utf8(data: bytes, stream: BinaryIO) -> str | None:
-    """Return why `data` and what follows it are not UTF-8; None if they are."""
+    """Return why `data` and the rest of `stream` are not UTF-8; None if they are."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = 0
     while True:
@@ -229,5 +236,5 @@ def _not_utf8(data: bytes, stream: BinaryIO) -> str | None:
 
 
 def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
-    """Say that bytes are no text, and which is the first that is none."""
+    """Return the message for bytes that are not UTF-8; it names the first wrong byte."""
     return f"not UTF-8 text (byte {before + error.start + 1:,}: {error.reason})"

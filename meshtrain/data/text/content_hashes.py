@@ -1,4 +1,7 @@
-"""Content hashes of files, remembered by size and modification time, so that a second start reads nothing."""
+"""Content hashes of files.
+
+They are cached by size and modification time, so that a second start reads nothing.
+"""
 
 import json
 import time
@@ -17,13 +20,13 @@ MIN_PROGRESS_BYTES = 1 << 28
 SETTLED_NANOSECONDS = 2_000_000_000
 
 Entries = dict[str, list]
-"""path -> [bytes, modification time in nanoseconds, content hash]"""
+"""Path -> [bytes, modification time in nanoseconds, content hash]"""
 
 
 def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
-    """Return the content hash of each file, hashing only those that are new or changed.
+    """Return the content hash of each file. Only new and changed files are read.
 
-    Of all processes that ask at once, one hashes and the others wait and read what it found.
+    If several processes ask at once, one reads the files, and the others wait for its result.
 
     Raises:
         DataError: if a file cannot be read, or the cache cannot be written.
@@ -55,7 +58,8 @@ def _known_hash(known: Entries, file: SourceFile) -> str | None:
 
 
 def _is_settled(file: SourceFile) -> bool:
-    # A file may change twice within one tick of its clock: a fresh time stamp does not yet speak for the content.
+    # A file may change twice within one tick of its clock. So a fresh time stamp does not identify
+    # the content yet.
     return time.time_ns() - file.modified_nanoseconds > SETTLED_NANOSECONDS
 
 
@@ -78,5 +82,5 @@ def _entry(file: SourceFile) -> list:
             while chunk := stream.read(CHUNK_BYTES):
                 state.update(chunk)
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror}; mend its permissions or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {error.strerror}; fix its permissions or leave it out") from error
     return [file.num_bytes, file.modified_nanoseconds, state.hexdigest()]

@@ -1,7 +1,8 @@
-"""Conversations and completions: records of which a part only is to be learnt.
+"""Conversations and completions: records of which only a part is trained on.
 
-What is trained on is marked token by token. Of a conversation it is what the assistant says, up to the end token that
-closes its turn; of a completion, what follows the prompt, and the end token.
+Each token is marked as trained on or not. In a conversation, the assistant's messages are trained
+on, with the end token that closes each of them. In a completion, the text after the prompt and the
+end token are.
 """
 
 import json
@@ -24,39 +25,48 @@ class TokenizedRecord(NamedTuple):
     tokens: np.ndarray
     """(tokens,) int64."""
     trained: np.ndarray
-    """(tokens,) bool: whether to train on foretelling the token."""
+    """(tokens,) bool: whether to train on predicting the token."""
     num_bytes: int
-    """Of the text that was tokenized."""
+    """The size of the text that was tokenized."""
 
 
 def build_record_tokenizer(
     form: RecordForm, template: ChatTemplate | None, tokenizer: Tokenizer
 ) -> Callable[[Fields], TokenizedRecord]:
-    """Return what turns a record into tokens, without the end token behind it; it raises ValueError for a bad one."""
+    """Return a function that tokenizes a record, without the end token after it.
+
+    The function raises ValueError for a bad record.
+
+    Args:
+        template: needed for conversations only.
+    """
     if form.kind == "completion":
         prompt, completion = form.keys
         return lambda record: _complete(record.values, tokenizer, form, prompt, completion)
-    assert template is not None, "tokenizing has asked for it"
+    assert template is not None, "the caller loads the template for conversations"
     return lambda record: _converse(record.values, tokenizer, template, form)
 
 
 def _complete(
     record: dict[str, Any], tokenizer: Tokenizer, form: RecordForm, prompt: str, completion: str
 ) -> TokenizedRecord:
-    # Each on its own: a token over the border would be one that never follows the prompt when the model is used.
+    # The two texts are encoded separately. A token across the border would never follow a prompt in
+    # use.
     texts = [checked_text(record[key], key, form.keys[key]) for key in (prompt, completion)]
-    given, learnt = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
-    if not learnt:
-        raise ValueError(f'the text of "{completion}" is empty: there is nothing to learn')
-    marks = np.repeat([False, True], [len(given), len(learnt)])
-    return TokenizedRecord(np.array([*given, *learnt], np.int64), marks, sum(len(text.encode()) for text in texts))
+    prompt_ids, completion_ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+    if not completion_ids:
+        raise ValueError(f'the text of "{completion}" is empty: there is nothing to train on')
+    is_trained = np.repeat([False, True], [len(prompt_ids), len(completion_ids)])
+    return TokenizedRecord(
+        np.array([*prompt_ids, *completion_ids], np.int64), is_trained, sum(len(text.encode()) for text in texts)
+    )
 
 
 def _converse(
     record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, form: RecordForm
 ) -> TokenizedRecord:
-    ((key, said_by),) = form.keys.items()
-    messages = _checked_messages(record[key], key, said_by)
+    ((key, setting),) = form.keys.items()
+    messages = _checked_messages(record[key], key, setting)
     text, spans = _spans(messages, record.get("tools"), template)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -66,14 +76,14 @@ def _converse(
     return TokenizedRecord(np.array(encoding.ids, np.int64), is_trained, len(text.encode()))
 
 
-def _checked_messages(messages: Any, key: str, said_by: str) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, key: str, setting: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'the key "{key}" ({said_by}) holds {type_name(messages)} and not a list of objects')
+        raise ValueError(f'the key "{key}" ({setting}) holds {type_name(messages)} and not a list of objects')
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise ValueError(f'message {number} has no "role"')
     if all(message["role"] != ASSISTANT for message in messages):
-        raise ValueError(f'no message is of the role "{ASSISTANT}": there is nothing to learn')
+        raise ValueError(f'no message is of the role "{ASSISTANT}": there is nothing to train on')
     try:
         json.dumps(messages, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -84,8 +94,9 @@ def _checked_messages(messages: Any, key: str, said_by: str) -> list[dict[str, A
 def _spans(
     messages: list[dict[str, Any]], tools: list[Any] | None, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as one text, and where the assistant speaks in it."""
-    # transformers takes longer to load than a token file to be opened.
+    """Return a conversation as one text, and the (start, end) of each assistant message in it."""
+    # Importing transformers takes longer than opening a token file, so it is imported only where it
+    # is used.
     from jinja2 import TemplateError  # noqa: PLC0415
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
@@ -108,8 +119,8 @@ def _spans(
             up_to_here, _ = render(messages[: number + 1])
             if not (up_to_here.startswith(before) and text.startswith(up_to_here)):
                 raise ValueError(
-                    f"the chat template writes message {number + 1} in another way when others follow, so where it "
-                    "begins and ends cannot be told; put {% generation %} and {% endgeneration %} around it in the "
+                    f"the chat template renders message {number + 1} differently when others follow, so its "
+                    "start and end cannot be found; put {% generation %} and {% endgeneration %} around it in the "
                     "template"
                 )
             spans.append((len(before), _end_of_turn(up_to_here, len(before), template.end_token)))
@@ -117,6 +128,6 @@ def _spans(
 
 
 def _end_of_turn(text: str, start: int, end_token: str | None) -> int:
-    """Return where a turn ends: behind its end token, where a model stops; what is behind that is layout."""
+    """Return where a turn ends: after its end token, where a model stops. Layout may follow it."""
     found = text.rfind(end_token, start) if end_token else -1
     return len(text) if found < 0 or end_token is None else found + len(end_token)

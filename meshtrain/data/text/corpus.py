@@ -1,4 +1,4 @@
-"""The corpus: source files, and how their documents are read."""
+"""A corpus: source files, and how their documents are read."""
 
 import json
 from dataclasses import dataclass
@@ -9,21 +9,43 @@ from xxhash import xxh3_64_intdigest
 from meshtrain.data.cache import compute_identity
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 
 READING_VERSION = 3
-"""Counts the ways in which the same files have been cut into documents and pieces."""
+"""Raise this when the same files give other documents or pieces. The cache is then rebuilt."""
 
 
-TEXT_KEY = "data.text_key"
+@dataclass(frozen=True)
+class SettingNames:
+    """How the user writes the settings of a corpus; messages quote these texts.
+
+    The defaults are the keys of a run file with one source.
+    """
+
+    text_key: str = "data.text_key"
+    skip_bad_records: str = 'data.on_bad_record = "skip"'
+    validation: str = "data.validation ="
+    """Stands before the fraction."""
+    other_validation: str = "set data.validation to files of its own, or to 0"
+    """The advice for a corpus that cannot be split."""
+
+
+COMMAND_OPTIONS = SettingNames(
+    text_key="--text-key",
+    skip_bad_records="--on-bad-record skip",
+    validation="--validation",
+    other_validation="leave --validation out",
+)
+"""The same settings as options of `meshtrain tokenize` and `meshtrain tokenizer train`."""
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """What the records of a source hold, where that is not a single text.
+    """What the records of a source hold when they are not single texts.
 
     Attributes:
-        keys: key of a record -> key of the run file that names it: the messages; or the prompt and the completion.
+        keys: key of a record -> setting that names it. The key holds messages, a prompt or a
+            completion.
     """
 
     kind: Literal["chat", "completion"]
@@ -31,15 +53,18 @@ class RecordForm:
 
 
 class Position(NamedTuple):
-    """A place in a corpus between two records or pieces of them; everything before it has been read."""
+    """A position in a corpus, between two records or pieces of them.
+
+    Everything before it has been read.
+    """
 
     file: int = 0
     offset: int = 0
-    """In the content of the file, decompressed, in bytes; 0 in a table."""
+    """Offset in the decompressed content of the file, in bytes; 0 in a table."""
     record: int = 0
-    """Lines or rows before it in the file."""
+    """Number of lines or rows before it in the file."""
     disk_bytes: int = 0
-    """Of the file as it lies on the disk, read before it."""
+    """Bytes of the file on disk that were read before it."""
 
 
 START = Position()
@@ -53,12 +78,13 @@ class Corpus:
     content_hashes: tuple[str, ...]
     text_key: str = "text"
     form: RecordForm | None = None
-    """What a record holds that is not a single text; None: a text under `text_key`."""
+    """What a record holds; None: a single text under `text_key`."""
     on_bad_record: Literal["fail", "skip"] = "fail"
     held_out: float = 0.0
-    """The fraction of the documents that is kept aside for validation."""
+    """The fraction of the documents that is held out for validation."""
     num_documents: int | None = None
-    """Only so many are read, from the first on; None: all."""
+    """Read only this number of documents, from the first on; None: all."""
+    settings: SettingNames = SettingNames()
 
     @property
     def num_bytes(self) -> int:
@@ -67,23 +93,27 @@ class Corpus:
 
     @property
     def keys_in_words(self) -> str:
-        """The keys of records that were looked for, and the keys of the run file that name them."""
-        keys = {self.text_key: TEXT_KEY} if self.form is None else self.form.keys
-        return " and ".join(f"{said_by}, which is {json.dumps(key)}" for key, said_by in keys.items())
+        """The keys that records must have, and the settings that name them."""
+        keys = {self.text_key: self.settings.text_key} if self.form is None else self.form.keys
+        return " and ".join(f"{setting}, which is {json.dumps(key)}" for key, setting in keys.items())
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides which documents are read; no path is part of it."""
+        """A hash of everything that decides which documents are read.
+
+        It does not depend on any path.
+        """
         contents = [(file.kind, content) for file, content in zip(self.files, self.content_hashes, strict=True)]
         reading = (READING_VERSION, PIECE_CHARACTERS, self.text_key, self.on_bad_record, self.held_out)
         form = None if self.form is None else (self.form.kind, list(self.form.keys))
         return compute_identity(contents, reading, self.num_documents, form)
 
     def is_held_out(self, document: int) -> bool:
-        """Return whether a document is kept aside for validation.
+        """Return whether a document is held out for validation.
 
-        It depends on the document's place alone: the validation text stays the same for every seed and mesh, and for
-        more documents after these. The first document always is held out, so that there is one.
+        The answer depends on the number of the document alone. So the validation text stays the
+        same for every seed and mesh, and when documents are appended. The first document is always
+        held out, so that the validation text is never empty.
         """
         if document == 0:
             return self.held_out > 0
@@ -93,14 +123,14 @@ class Corpus:
         """Check that no file was written to since its content was hashed.
 
         Raises:
-            DataError: naming the first file that was.
+            DataError: if a file was; names the first one.
         """
         for file in self.files:
             if not file.is_unchanged():
                 raise DataError(
-                    f"{file.path} changed while it was read; start again when nothing writes to it any more"
+                    f"{file.path} changed while it was read; start again when no other process writes to it"
                 )
 
     def refusal(self, problem: str) -> DataError:
-        """Return the error that a bad record is under the policy to fail."""
-        return DataError(f'{problem}; mend it, or leave such records out with data.on_bad_record = "skip"')
+        """Return the error for a bad record, for a corpus that does not skip them."""
+        return DataError(Problem(problem, f"fix it, or leave such records out with {self.settings.skip_bad_records}"))

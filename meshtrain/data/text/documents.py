@@ -1,4 +1,7 @@
-"""Documents: the texts inside source files, streamed piece by piece, so that memory does not grow with the corpus."""
+"""Documents: the texts inside source files.
+
+They are read piece by piece, so that memory does not grow with the corpus.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,14 +11,13 @@ from meshtrain.data.text.chunks import read_chunks
 from meshtrain.data.text.corpus import START, Corpus
 from meshtrain.data.text.records import BadRecord, Text, parse
 from meshtrain.data.tokens.cutting import Cutter, TooLongError
-from meshtrain.data.tokens.options import with_names_shown
 
 MAX_SHOWN_PROBLEMS = 3
-"""Records that are left out are shown, until there were so many; all are counted."""
+"""The number of skipped records that are shown; all are counted."""
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is too long to be tokenized at once."""
+    """A document, or a part of one that is too long to be encoded at once."""
 
     text: str
     num_bytes: int
@@ -26,12 +28,12 @@ class Piece(NamedTuple):
 class DocumentReader:
     """One pass over the documents of a corpus, in this process and without a tokenizer.
 
-    Iterating yields pieces. `disk_bytes` is how much of the files was read so far, and `skipped_records` how many
-    records
-    were broken, so far. A document without any text yields nothing but is counted in `empty_documents`.
+    Iterating yields pieces. `disk_bytes` is the number of bytes of the files that were read so far,
+    and `skipped_records` the number of bad records. A document without any text yields nothing, but
+    is counted in `empty_documents`.
 
     Args:
-        shows_problems: show which records are left out; not for who reads a corpus that is read again.
+        shows_problems: print the skipped records; False for a corpus that is read again later.
     """
 
     def __init__(self, corpus: Corpus, *, shows_problems: bool = True) -> None:
@@ -47,12 +49,12 @@ class DocumentReader:
         """Yield the pieces of all documents, in the order of the files.
 
         Raises:
-            DataError: a file that cannot be read; a broken record, unless those are skipped.
+            DataError: if a file cannot be read, or a record is bad and bad records are not skipped.
         """
         cutter = Cutter()
         for chunk in read_chunks(self._corpus, cutter, START):
             self.disk_bytes += chunk.disk_bytes
-            for record in parse(chunk, self._corpus.text_key):
+            for record in parse(chunk, self._corpus.text_key, setting=self._corpus.settings.text_key):
                 if self._num_documents == self._corpus.num_documents:
                     return
                 if isinstance(record, BadRecord):
@@ -64,7 +66,7 @@ class DocumentReader:
         try:
             pieces = list(cutter.pieces(record.text))
         except TooLongError as error:
-            self._count(BadRecord(f"{record.place}: {error}", is_damage=False))
+            self._count(BadRecord(f"{record.location}: {error}", is_damage=False))
             return
         if not pieces and not self._is_open:
             self.empty_documents += 1
@@ -82,21 +84,21 @@ class DocumentReader:
 
 
 def count_problem(problem: BadRecord, corpus: Corpus, num_before: int, *, shows_problems: bool = True) -> None:
-    """Do what a corpus says about records that are none, for one that is to be counted: the first are shown.
+    """Refuse a bad record or print that it is skipped, as the corpus asks.
 
     Args:
-        num_before: how many were counted before.
-        shows_problems: show it.
+        num_before: the number of bad records before this one.
+        shows_problems: print it, if it is one of the first.
 
     Raises:
-        DataError: if it says to fail.
+        DataError: if bad records are not skipped.
     """
     if corpus.on_bad_record == "fail":
         raise corpus.refusal(problem.message)
     if not shows_problems:
         return
     if problem.is_damage:
-        console.warning(f"{with_names_shown(problem.message)}; what follows is left out")
+        console.warning(f"{problem.message}; what follows is left out")
     elif num_before < MAX_SHOWN_PROBLEMS:
         is_last = num_before == MAX_SHOWN_PROBLEMS - 1
-        console.warning(f"{with_names_shown(problem.message)}; left out{'; more are only counted' * is_last}")
+        console.warning(f"{problem.message}; left out{'; more are only counted' * is_last}")

@@ -1,15 +1,14 @@
-"""Records: chunks of source files parsed into texts, and what is wrong with those that are none."""
+"""Records: chunks of source files are parsed into texts, and into problems where a record is bad."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from meshtrain.data.text.chunks import Chunk, not_utf8
-from meshtrain.data.text.corpus import TEXT_KEY
 from meshtrain.errors import name_some
 
 BEGINNINGS = (b"[", b"{", b"[{")
-"""With which JSON begins that is not of lines."""
+"""The first line of a JSON file that does not hold one record per line."""
 
 OTHER_TYPES = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -19,105 +18,113 @@ class Text(NamedTuple):
 
     text: str
     ends_document: bool
-    place: str
+    location: str
     """The file, and the line or row: for messages."""
 
 
 class BadRecord(NamedTuple):
-    """A record that is no text."""
+    """A record that cannot be used."""
 
     message: str
-    """With its place."""
+    """Includes the location."""
     is_damage: bool
-    """Whether what follows in the file is lost as well."""
+    """Whether the rest of the file is lost too."""
 
 
 class Fields(NamedTuple):
-    """A record that is no single text: its fields."""
+    """The fields of a record that is not a single text."""
 
     values: dict[str, Any]
-    place: str
+    location: str
     """The file, and the line or row: for messages."""
 
 
-def parse(chunk: Chunk, text_key: str) -> Iterator[Text | BadRecord]:
-    """Yield what a chunk holds, in order. A Python file that is not UTF-8 is nothing; it may say so, and be right."""
+def parse(chunk: Chunk, text_key: str, *, setting: str) -> Iterator[Text | BadRecord]:
+    """Yield the texts of a chunk, in order.
+
+    A Python file that is not UTF-8 yields nothing: Python allows other encodings.
+
+    Args:
+        text_key: the key of the text in a record.
+        setting: how the user names that key, for messages.
+    """
     if chunk.kind == "lines":
-        for place, line in _lines(chunk):
+        for location, line in _lines(chunk):
             try:
-                yield Text(_text_of(line, text_key), ends_document=True, place=place)
+                text = checked_text(_load_fields(line, {text_key: setting})[text_key], text_key, setting)
+                yield Text(text, ends_document=True, location=location)
             except (ValueError, RecursionError) as error:
-                yield BadRecord(f"{place}: {error}", is_damage=False)
+                yield BadRecord(f"{location}: {error}", is_damage=False)
     elif chunk.kind in ("text", "python"):
         try:
-            yield Text(chunk.data.decode(), chunk.ends_document, chunk.place)
+            yield Text(chunk.data.decode(), chunk.ends_document, chunk.location)
         except UnicodeDecodeError as error:
             if chunk.kind == "text":
-                yield BadRecord(f"{chunk.place}: {not_utf8(error)}", is_damage=False)
+                yield BadRecord(f"{chunk.location}: {not_utf8(error)}", is_damage=False)
     elif chunk.kind in ("problem", "damage"):
         yield BadRecord(chunk.data.decode(), is_damage=chunk.kind == "damage")
 
 
 def parse_fields(chunk: Chunk, keys: Mapping[str, str]) -> Iterator[Fields | BadRecord]:
-    """Yield the records that a chunk holds, in order.
+    """Yield the records of a chunk, in order.
 
     Args:
-        keys: that each must have -> the key of a run file that names it.
+        keys: key that each record must have -> setting that names it.
     """
     if chunk.kind == "lines":
-        for place, line in _lines(chunk):
+        for location, line in _lines(chunk):
             try:
-                yield Fields(_fields_of(line, keys), place)
+                yield Fields(_load_fields(line, keys), location)
             except (ValueError, RecursionError) as error:
-                yield BadRecord(f"{place}: {error}", is_damage=False)
+                yield BadRecord(f"{location}: {error}", is_damage=False)
     elif chunk.kind in ("problem", "damage"):
         yield BadRecord(chunk.data.decode(), is_damage=chunk.kind == "damage")
     elif chunk.data:
-        problem = f"{chunk.place}: a text, where JSON lines or a table with {name_some([*keys])} are expected"
+        problem = f"{chunk.location}: a text, where JSON lines or a table with {name_some([*keys])} are expected"
         yield BadRecord(problem, is_damage=False)
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
         if line and not line.isspace():
-            # The lines that stand for the rows of a table are one to a chunk, which says its place.
-            yield (f"{chunk.place}, line {number}" if chunk.first_line else chunk.place), line
+            # A line made from a table row is a chunk of its own, whose location names the row.
+            yield (f"{chunk.location}, line {number}" if chunk.first_line else chunk.location), line
 
 
-def _fields_of(line: bytes, keys: Mapping[str, str]) -> dict[str, Any]:
+def _load_fields(line: bytes, keys: Mapping[str, str]) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         if line.strip() in BEGINNINGS:
-            raise ValueError("only the beginning of a record, where every line must hold a whole one") from None
+            raise ValueError("only the beginning of a record, where every line must hold a complete one") from None
         raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
     except ValueError:
-        # Python makes no whole number of more than 4,300 digits. Only texts are read, so an approximation will do.
+        # Python refuses integers of more than 4,300 digits. Only texts are used, so a float is good
+        # enough.
         record = json.loads(line, parse_int=float)
     if not isinstance(record, dict):
         wanted = f"key{'s' * (len(keys) > 1)} {name_some([*map(json.dumps, keys)])}"
         raise ValueError(f"{type_name(record)} where an object with the {wanted} is expected")
-    for key, said_by in keys.items():
+    for key, setting in keys.items():
         if key not in record:
-            raise ValueError(f'no key "{key}" ({said_by}); the keys are {name_some([*map(json.dumps, record)])}')
+            raise ValueError(f'no key "{key}" ({setting}); the keys are {name_some([*map(json.dumps, record)])}')
     return record
 
 
-def _text_of(line: bytes, text_key: str) -> str:
-    text = _fields_of(line, {text_key: TEXT_KEY})[text_key]
-    return checked_text(text, text_key, TEXT_KEY)
-
-
-def checked_text(text: object, key: str, said_by: str) -> str:
+def checked_text(text: object, key: str, setting: str) -> str:
     """Return a text that can be encoded.
 
+    Args:
+        key: the key of the record that holds it.
+        setting: how the user names that key.
+
     Raises:
-        ValueError: if it is none.
+        ValueError: if `text` is not such a text.
     """
     if not isinstance(text, str):
-        raise ValueError(f'the key "{key}" ({said_by}) holds {type_name(text)} and not text')
+        raise ValueError(f'the key "{key}" ({setting}) holds {type_name(text)} and not text')
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -126,5 +133,5 @@ def checked_text(text: object, key: str, said_by: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """Return in a word what JSON calls a value."""
+    """Return the JSON name of the type of a value."""
     return "null" if value is None else "text" if isinstance(value, str) else OTHER_TYPES[type(value)]

@@ -1,4 +1,4 @@
-"""Where the text comes from: the sources named in a run file become a list of files."""
+"""Sources of text: the sources named in a run file become a list of files."""
 
 import errno
 import glob
@@ -15,7 +15,10 @@ from upath import UPath
 from meshtrain.errors import DataError, Problem, name_some
 
 PYTHON_STDLIB = "python-stdlib"
-"""The built-in source: the `.py` files of the running Python's standard library. Real text without a download."""
+"""The built-in source: the `.py` files of the running Python's standard library.
+
+It is real text that needs no download.
+"""
 
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -33,14 +36,17 @@ KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 SKIPPED_IN_DIRECTORIES = ".json"
-"""Directories of text hold such files that are not text (`dataset_info.json`); named one by one, they are lines."""
+"""Directories of text often hold such files that are not text, as `dataset_info.json`.
+
+If named, they are lines.
+"""
 
 NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of documents, and what its directory entry said when it was found."""
+    """A file of documents, and what its directory entry held when it was found."""
 
     path: Path
     kind: Kind
@@ -48,22 +54,25 @@ class SourceFile:
     modified_nanoseconds: int
 
     def is_unchanged(self) -> bool:
-        """Tell whether the directory entry still says the same."""
+        """Return whether the directory entry is still the same."""
         return self.path.is_file() and inspect_file(self.path, self.kind) == self
 
 
 def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
-    """Expand sources into files, in the order of the sources; those of a glob or a directory are sorted by name.
+    """Expand sources into files, in the order of the sources.
 
-    A file that is named twice is read twice. Empty files of a glob or a directory are left out; a directory stands for
-    all files of a known kind below it but SKIPPED_IN_DIRECTORIES and those that begin with a dot.
+    Files of a glob or a directory are sorted by name.
+
+    A file that is named twice is read twice. Empty files of a glob or a directory are left out. A
+    directory stands for all files of a known kind below it, except SKIPPED_IN_DIRECTORIES and names
+    with a leading dot.
 
     Args:
         sources: PYTHON_STDLIB, or absolute paths of files and directories, and globs.
-        key: the key of the run file that names them, for messages.
+        key: the setting that names the sources, for messages.
 
     Raises:
-        DataError: every source that is missing, empty, not readable or of an unknown kind.
+        DataError: with every source that is missing, empty, not readable or of an unknown kind.
     """
     files: list[SourceFile] = []
     problems: list[str | Problem] = []
@@ -73,23 +82,23 @@ def find_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
         except DataError as error:
             problems += [problem.concerning(key) for problem in error.problems]
         except OSError as error:
-            problems.append(f'{key}: cannot look at "{error.filename}": {error.strerror}; mend its permissions')
+            problems.append(f'{key}: cannot read "{error.filename}": {error.strerror}; fix its permissions')
     if problems:
         raise DataError(problems)
     return files
 
 
 def find_typed_files(sources: Sequence[str]) -> list[SourceFile]:
-    """Expand sources as somebody typed them, relative to where they were typed; see `find_files`."""
+    """Expand sources of a command line, relative to the working directory; see `find_files`."""
     paths = [source if source == PYTHON_STDLIB else str(Path(source).absolute()) for source in sources]
     return find_files(paths, key="SOURCES")
 
 
 def find_python_files(root: str) -> list[SourceFile]:
-    """Return the `.py` files of a standard library that lies in `root`, sorted, without tests and installed packages.
+    """Return the sorted `.py` files below `root`, without tests and installed packages.
 
     Raises:
-        DataError: if there are none, as in a Python that was packed into one file.
+        DataError: if there are none, as in a Python that is packed into one file.
     """
     paths: list[Path] = []
     for directory, subdirectories, names in os.walk(root):
@@ -97,7 +106,7 @@ def find_python_files(root: str) -> list[SourceFile]:
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
     files = [file for path in sorted(paths) if (file := inspect_file(path, "python")).num_bytes]
     if not files:
-        raise DataError(f"{PYTHON_STDLIB}: this Python keeps no .py files in {root}; name files of your own")
+        raise DataError(f"{PYTHON_STDLIB}: this Python has no .py files in {root}; name your own files")
     return files
 
 
@@ -141,7 +150,7 @@ def _raise(error: OSError) -> None:
 
 def _expand_glob(pattern: str) -> list[SourceFile]:
     found = map(Path, sorted(glob.glob(pattern, recursive=True)))
-    # A broken link is no file. It is kept here, for `inspect_file` to refuse it.
+    # A broken link is not a file. It stays in the list, so that `inspect_file` refuses it.
     paths = [path for path in found if path.is_file() or not path.exists()]
     if not paths:
         fixed = Path(pattern)
@@ -158,7 +167,9 @@ def _kind(path: Path) -> Kind:
     for suffix, kind in KINDS.items():
         if path.name.endswith(suffix):
             return kind
-    raise DataError(f'"{path}" is of no known kind; known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}')
+    raise DataError(
+        f'"{path}" is not of a known kind; known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}'
+    )
 
 
 def _known_kinds(*, in_directory: bool = False) -> str:
@@ -166,34 +177,34 @@ def _known_kinds(*, in_directory: bool = False) -> str:
 
 
 def inspect_file(path: Path, kind: Kind) -> SourceFile:
-    """Look at a file.
+    """Return a file with what its directory entry holds.
 
     Raises:
-        DataError: if it is a broken link, or may not be read.
-        OSError: if it is not there.
+        DataError: if it is a broken link, or this user may not read it.
+        OSError: if it does not exist.
     """
     if not os.access(path, os.R_OK, effective_ids=True):
         _check_link(path)
-        raise DataError(f'"{path}" may not be read by this user; mend its permissions or leave it out')
+        raise DataError(f'"{path}" may not be read by this user; fix its permissions or leave it out')
     status = path.stat()
     return SourceFile(path, kind, status.st_size, status.st_mtime_ns)
 
 
 def _check_link(path: Path) -> None:
-    """Check that a path is no broken link.
+    """Check that a path is not a broken link.
 
     Raises:
-        DataError: if it is one; with the place that it points to.
+        DataError: if it is; names the target.
     """
     if not path.is_symlink():
         return
     try:
         path.stat()
     except OSError as error:
-        # A target that this user may not look at is no broken link.
+        # A target that this user may not inspect is not a broken link.
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise DataError(
-                f'"{path}" is a broken link: it points to "{path.readlink()}", and there is no such file; mend the '
+                f'"{path}" is a broken link: it points to "{path.readlink()}", and there is no such file; fix the '
                 "link, or leave it out"
             ) from error
 
@@ -207,7 +218,7 @@ def _nearest(path: Path) -> str:
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def _contents(directory: Path) -> str:
@@ -216,10 +227,12 @@ def _contents(directory: Path) -> str:
 
 
 def find_streamed_files(sources: Sequence[str], *, key: str) -> list[SourceFile]:
-    """Expand sources that are read while training: as `find_files`, and URLs that fsspec knows, files or globs.
+    """Expand sources that are read while training: as `find_files`, and URLs that fsspec knows.
+
+    A URL is a file or a glob.
 
     Raises:
-        DataError: as `find_files`; or that a URL cannot be reached, or stands for nothing.
+        DataError: as `find_files`; or if a URL cannot be reached, or matches no file.
     """
     files: list[SourceFile] = []
     problems: list[str | Problem] = []
@@ -235,15 +248,15 @@ def find_streamed_files(sources: Sequence[str], *, key: str) -> list[SourceFile]
 
 def _expand_url(source: str, key: str) -> list[SourceFile]:
     try:
-        place = UPath(source)
-        names = sorted(place.fs.glob(place.path)) if glob.has_magic(place.path) else [place.path]
-        paths = [UPath(place.fs.unstrip_protocol(name), **place.storage_options) for name in names]
-        sizes = [int(place.fs.size(name) or 0) for name in names]
+        url = UPath(source)
+        names = sorted(url.fs.glob(url.path)) if glob.has_magic(url.path) else [url.path]
+        paths = [UPath(url.fs.unstrip_protocol(name), **url.storage_options) for name in names]
+        sizes = [int(url.fs.size(name) or 0) for name in names]
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{key}: {source} cannot be reached: {reason}") from error
     if not any(sizes):
-        raise DataError(f"{key}: {source} stands for no file that holds anything")
+        raise DataError(f"{key}: {source} matches no file that holds anything")
     try:
         return [SourceFile(path, _kind(path), size, 0) for path, size in zip(paths, sizes, strict=True) if size]
     except DataError as error:

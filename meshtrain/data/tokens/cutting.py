@@ -1,9 +1,9 @@
-"""Cutting: documents too long to be tokenized at once, cut where the tokens come out as if they were not.
+"""Cutting: long documents are split into pieces without a change of their tokens.
 
-A tokenizer may join what stands on both sides of a cut, or put something before the first word it sees. So a cut is
-tried: it is made only where what lies around it becomes the same tokens in one piece and in two. With the usual
-byte-level BPE, whose words never reach over a line end between two letters, nearly every line end will do; with one
-that puts a blank before its first word, as many of sentencepiece, none does, and the document stays whole.
+A tokenizer may join characters across a cut, or put something before the first word of a text. So
+each cut is tested: the text around it must give the same tokens in one piece and in two. For the
+usual byte-level BPE, nearly every line end passes. For a tokenizer that puts a space before the
+first word, as many of sentencepiece do, none passes, and the document stays in one piece.
 """
 
 import re
@@ -13,27 +13,28 @@ from itertools import islice
 from tokenizers import Tokenizer
 
 PIECE_CHARACTERS = 1 << 20
-"""Longer documents are cut after the last fit line end before this, or the first after it."""
+"""Longer documents are cut after the last suitable line end before this, or the first after it."""
 
 MAX_PIECE_CHARACTERS = 1 << 25
-"""Memory that one encoding may take: about a hundred bytes per token."""
+"""Limits the memory of one encoding, which takes about a hundred bytes per token."""
 
 CONTEXT_CHARACTERS = 200
-"""What is encoded on each side of a cut to try it: more than any word that a tokenizer has learnt."""
+"""The text on each side of a cut that is encoded to test it: longer than any word of a tokenizer.
+"""
 
 MAX_CUT_ATTEMPTS = 200
 LINE_END = re.compile(r"(?<=\S)(?:\r\n|\n|\r)(?=\S)")
 
 
 class TooLongError(ValueError):
-    """A document can be neither encoded whole nor cut."""
+    """A document is too long to be encoded, and cannot be cut."""
 
 
 class Cutter:
     """Cuts long documents.
 
     Args:
-        tokenizer: that the pieces are for; None: any line end will do.
+        tokenizer: the one that encodes the pieces; None: any line end passes.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
@@ -43,7 +44,7 @@ class Cutter:
         """Yield the pieces of a document that is in memory.
 
         Raises:
-            TooLongError: if there is no place to cut it.
+            TooLongError: if it cannot be cut.
         """
         start = 0
         while start < len(text):
@@ -52,10 +53,10 @@ class Cutter:
             start += length
 
     def cut(self, text: str, start: int = 0, *, is_all: bool) -> int:
-        """Return how long the piece is that begins at `start`; 0: there is no telling without more of the document.
+        """Return the length of the piece that starts at `start`; 0: more of the document is needed.
 
-        It depends on the document alone, and not on how much of it is there already: who goes on in its middle, with
-        nothing read ahead, must come to the same pieces.
+        The length depends on the document alone, and not on how much of it was read. A job that
+        resumes within a document must find the same pieces.
 
         Args:
             is_all: whether the document ends with this text.
@@ -69,21 +70,21 @@ class Cutter:
         if last - start < PIECE_CHARACTERS:
             return 0
         longest = start + MAX_PIECE_CHARACTERS
-        for place in islice(_line_ends(text, start, min(last, longest)), MAX_CUT_ATTEMPTS):
-            if self._is_fit(text, start, place):
-                return place - start
+        for position in islice(_line_ends(text, start, min(last, longest)), MAX_CUT_ATTEMPTS):
+            if self._is_suitable(text, start, position):
+                return position - start
         if last > longest:
             raise TooLongError(
-                f"the document is longer than {MAX_PIECE_CHARACTERS:,} characters and has no line end where it "
-                "could be cut without another tokenization; cut it into documents, or take another tokenizer"
+                f"the document is longer than {MAX_PIECE_CHARACTERS:,} characters and has no line end where a "
+                "cut would leave its tokens unchanged; split it into documents, or use another tokenizer"
             )
         return len(text) - start if is_all else 0
 
-    def _is_fit(self, text: str, start: int, place: int) -> bool:
+    def _is_suitable(self, text: str, start: int, position: int) -> bool:
         if self._tokenizer is None:
             return True
-        before = text[max(start, place - CONTEXT_CHARACTERS) : place]
-        after = text[place : place + CONTEXT_CHARACTERS]
+        before = text[max(start, position - CONTEXT_CHARACTERS) : position]
+        after = text[position : position + CONTEXT_CHARACTERS]
         whole, *parts = (
             self._tokenizer.encode(part, add_special_tokens=False).ids for part in (before + after, before, after)
         )
@@ -91,7 +92,7 @@ class Cutter:
 
 
 def _line_ends(text: str, start: int, last: int) -> Iterator[int]:
-    """Yield where pieces may end: backwards from PIECE_CHARACTERS, then forwards up to `last`."""
+    """Yield the ends of lines: backwards from PIECE_CHARACTERS, then forwards up to `last`."""
     middle = min(start + PIECE_CHARACTERS, last)
     window = start + PIECE_CHARACTERS * 3 // 4
     yield from reversed([match.end() for match in LINE_END.finditer(text, window, middle)])

@@ -1,4 +1,4 @@
-"""Encoding: chunks of source files become tokens, in one process, without threads; workers run many of these."""
+"""Encoding: chunks of source files become tokens. Each worker process runs one encoder."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from meshtrain.data.text.chat_template import ChatTemplate
 from meshtrain.data.text.chunks import Chunk
 from meshtrain.data.text.conversations import TokenizedRecord, build_record_tokenizer
-from meshtrain.data.text.corpus import RecordForm
+from meshtrain.data.text.corpus import Corpus, RecordForm
 from meshtrain.data.text.records import BadRecord, Fields, parse, parse_fields
 from meshtrain.data.tokens.cutting import Cutter, TooLongError
 
 BATCH_CHARACTERS = 1 << 17
-"""Encoded at once: more takes longer, because it leaves the caches of a core, and hundred times the memory."""
+"""The size of a batch to encode. A larger one leaves the caches of a core, and is slower."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class EncodedBlock:
     """The documents of consecutive chunks as tokens, without end tokens."""
 
     tokens: np.ndarray
-    """(tokens,) of all texts one after another."""
+    """(tokens,): all texts one after another."""
     lengths: np.ndarray
-    """(texts,) int64: tokens per text. A text is a document or a piece of one."""
+    """(texts,) int64: tokens of each text. A text is a document or a piece of one."""
     num_bytes: np.ndarray
-    """(texts,) int64."""
+    """(texts,) int64: bytes of each text."""
     ends_document: np.ndarray
     """(texts,) bool."""
     problems: list[tuple[int, BadRecord]]
-    """What was no text, and how many texts came before it."""
+    """Bad records, each with the number of texts before it."""
     trained: np.ndarray | None = None
-    """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
+    """(tokens,) bool: whether to train on predicting the token; None: all tokens are."""
 
     def select(self, chosen: np.ndarray) -> Self:
-        """Return the texts that are `chosen`, (texts,) bool, without the problems."""
+        """Return the texts where `chosen`, (texts,) bool, is true, without the problems."""
         chosen_tokens = np.repeat(chosen, self.lengths)
         return type(self)(
             tokens=self.tokens[chosen_tokens],
@@ -53,28 +53,29 @@ class Encoder:
 
     Args:
         tokenizer: loaded without truncation and padding.
-        token_type: of the tokens, wide enough for the vocabulary.
+        token_type: the type of the tokens, wide enough for the vocabulary.
         text_key: see `Corpus`.
+        text_key_setting: how the user names it, for messages.
     """
 
-    def __init__(self, tokenizer: Tokenizer, token_type: np.dtype, text_key: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, token_type: np.dtype, text_key: str, text_key_setting: str) -> None:
         self._tokenizer = tokenizer
         self._token_type = token_type
-        self._text_key = text_key
+        self._text_key, self._text_key_setting = text_key, text_key_setting
         self._cutter = Cutter(tokenizer)
 
     def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
         """Encode all texts of chunks, in order, without special tokens."""
         texts = _Texts(self._tokenizer, self._token_type)
         for chunk in chunks:
-            for record in parse(chunk, self._text_key):
+            for record in parse(chunk, self._text_key, setting=self._text_key_setting):
                 if isinstance(record, BadRecord):
                     texts.problems.append((len(texts.lengths), record))
                     continue
                 try:
                     pieces = list(self._cutter.pieces(record.text))
                 except TooLongError as error:
-                    problem = BadRecord(f"{record.place}: {error}", is_damage=False)
+                    problem = BadRecord(f"{record.location}: {error}", is_damage=False)
                     texts.problems.append((len(texts.lengths), problem))
                 else:
                     texts.add(pieces, ends_document=record.ends_document)
@@ -82,15 +83,17 @@ class Encoder:
 
 
 class RecordEncoder:
-    """Turns chunks of records that are not single texts into tokens, and marks what is trained on.
+    """Turns chunks of conversations or completions into tokens with marks.
 
     Args:
-        mark: a record -> its tokens and marks; raises ValueError for a record that is broken.
-        keys: that each record must have -> the key of a run file that names it.
+        tokenize: record -> its tokens and marks; raises ValueError for a bad record.
+        keys: key that each record must have -> setting that names it.
     """
 
-    def __init__(self, mark: Callable[[Fields], TokenizedRecord], token_type: np.dtype, keys: dict[str, str]) -> None:
-        self._mark, self._token_type, self._keys = mark, token_type, keys
+    def __init__(
+        self, tokenize: Callable[[Fields], TokenizedRecord], token_type: np.dtype, keys: dict[str, str]
+    ) -> None:
+        self._tokenize, self._token_type, self._keys = tokenize, token_type, keys
 
     def encode(self, chunks: Iterable[Chunk]) -> EncodedBlock:
         """Encode all records of chunks, in order; each is a document."""
@@ -102,9 +105,9 @@ class RecordEncoder:
                     problems.append((len(found), record))
                     continue
                 try:
-                    found.append(self._mark(record))
+                    found.append(self._tokenize(record))
                 except ValueError as error:
-                    problems.append((len(found), BadRecord(f"{record.place}: {error}", is_damage=False)))
+                    problems.append((len(found), BadRecord(f"{record.location}: {error}", is_damage=False)))
         return EncodedBlock(
             tokens=np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]).astype(self._token_type),
             lengths=np.array([len(one.tokens) for one in found], np.int64),
@@ -117,12 +120,14 @@ class RecordEncoder:
 
 @dataclass(frozen=True)
 class Task:
-    """What an encoder is made of, in another process."""
+    """What another process needs to build its encoder."""
 
     tokenizer: str
-    """As JSON."""
+    """The content of its tokenizer.json."""
     token_type: np.dtype
     text_key: str
+    text_key_setting: str
+    """How the user names it, for messages."""
     form: RecordForm | None = None
     template: ChatTemplate | None = None
 
@@ -130,15 +135,20 @@ class Task:
         """Build the encoder."""
         tokenizer = Tokenizer.from_str(self.tokenizer)
         if self.form is None:
-            return Encoder(tokenizer, self.token_type, self.text_key)
+            return Encoder(tokenizer, self.token_type, self.text_key, self.text_key_setting)
         return RecordEncoder(
             build_record_tokenizer(self.form, self.template, tokenizer), self.token_type, self.form.keys
         )
 
 
+def build_task(corpus: Corpus, tokenizer: Tokenizer, token_type: np.dtype, template: ChatTemplate | None) -> Task:
+    """Return the task of the processes that encode a corpus."""
+    return Task(tokenizer.to_str(), token_type, corpus.text_key, corpus.settings.text_key, corpus.form, template)
+
+
 @dataclass
 class _Texts:
-    """Texts on their way to tokens."""
+    """Collects texts, and encodes them in batches."""
 
     tokenizer: Tokenizer
     token_type: np.dtype

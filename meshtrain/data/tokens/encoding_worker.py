@@ -1,7 +1,10 @@
-"""A process that encodes: `python -m meshtrain.data.tokens.encoding_worker DESCRIPTOR`, started by `workers`.
+"""The program of a process that encodes, which `workers` starts.
 
-It reads pickled lists of chunks from the socket DESCRIPTOR, the first message being its task, and answers each with a
-pickled `EncodedBlock`. It ends when the socket is closed, also by the death of whoever started it.
+It is run as `python -m meshtrain.data.tokens.encoding_worker DESCRIPTOR`.
+
+It reads its task, and then pickled lists of chunks, from the socket DESCRIPTOR. It answers each
+list with a pickled `EncodedBlock`. It ends when the socket is closed, also by the death of the
+process that started it.
 """
 
 import pickle
@@ -11,8 +14,8 @@ from multiprocessing.connection import Connection
 
 
 def serve(connection: Connection) -> None:
-    """Answer until the other side is gone."""
-    # ctrl-C reaches every process of the terminal: this one ends when the one that it works for does.
+    """Encode chunks until the other process closes the socket."""
+    # Ctrl-C reaches every process of the terminal. This process ends when its parent does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         encoder = pickle.loads(connection.recv_bytes()).build()

@@ -1,4 +1,4 @@
-"""What is to be tokenized, and how far that has come: the journal of a job that may be killed."""
+"""A job of tokenizing, and its journal, from which a killed job resumes."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -21,60 +21,63 @@ JOURNAL = "journal.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenized, and how."""
+    """What to tokenize, and how."""
 
     corpus: Corpus
     tokenizer: TokenizerFiles
     description: str
-    """What the progress bar says."""
+    """The text of the progress bar."""
     num_workers: int = field(default_factory=num_cores)
     token_type: type[np.integer] | None = None
-    """Of the tokens on disk; None: the one that a token file has."""
+    """The type of the tokens on disk; None: the one that a token file has."""
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """What puts conversations together, if there are any; raises DataError if the tokenizer has none."""
+        """The chat template, if there are conversations.
+
+        Raises DataError if the tokenizer has none.
+        """
         is_chat = self.corpus.form is not None and self.corpus.form.kind == "chat"
         return find_chat_template(self.tokenizer) if is_chat else None
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The token files that it makes."""
+        """The names of the token files to write."""
         return (TRAIN, VALIDATION) if self.corpus.held_out else (TRAIN,)
 
     @property
     def journal_identity(self) -> str:
-        """The same for either policy about bad records: a job that failed at one may be gone on with without it."""
+        """The identity without `on_bad_record`: a job that failed at a bad record can skip it."""
         return replace(self, corpus=replace(self.corpus, on_bad_record="skip")).identity
 
     @property
     def type_on_disk(self) -> np.dtype:
-        """The type of the tokens."""
+        """The type of the tokens on disk."""
         return np.dtype(self.token_type or smallest_token_type(self.tokenizer.vocab_size))
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides the bytes that are written."""
+        """A hash of everything that decides the bytes to write."""
         template = self.template.identity if self.template else None
-        said = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
-        return compute_identity(*said)
+        parts = (FORMAT_VERSION, self.corpus.identity, self.tokenizer.identity, self.type_on_disk.name, template)
+        return compute_identity(*parts)
 
     def writer(self, directory: Path, state: PartState) -> PartWriter:
-        """Open one of the token files."""
+        """Open one of the token files for writing, from `state` on."""
         has_marks = self.corpus.form is not None
         return PartWriter(directory, self.type_on_disk, self.tokenizer.end_id, state, has_marks=has_marks)
 
 
 @dataclass
 class Progress:
-    """How far a job has come."""
+    """How much of a job is done."""
 
     position: Position = START
     disk_bytes: int = 0
     documents: int = 0
     """Documents with text, in all parts."""
     is_open: bool = False
-    """Whether the last of them goes on."""
+    """Whether the last of them is incomplete."""
     skipped_records: int = 0
     empty_documents: int = 0
     """Documents without text."""
@@ -82,18 +85,18 @@ class Progress:
 
 
 def load_journal(directory: Path, job: Job) -> Progress | None:
-    """Read what a job that was killed wrote down; None if there is nothing that can be gone on with."""
+    """Return the progress of a job that was killed; None if it cannot be resumed."""
     path = directory / JOURNAL
     if not path.exists():
         return None
-    said: dict[str, Any] = json.loads(path.read_text())
+    entry: dict[str, Any] = json.loads(path.read_text())
     is_strict = job.corpus.on_bad_record == "fail"
-    if said.pop("identity") != job.journal_identity or (is_strict and said["skipped_records"]):
+    if entry.pop("identity") != job.journal_identity or (is_strict and entry["skipped_records"]):
         return None
-    position, parts = Position(*said.pop("position")), tuple(PartState(**state) for state in said.pop("parts"))
+    position, parts = Position(*entry.pop("position")), tuple(PartState(**state) for state in entry.pop("parts"))
     for part, state in zip(job.parts, parts, strict=True):
         for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
             file = directory / part / name
             if not file.exists() or file.stat().st_size < size:
                 return None
-    return Progress(position=position, parts=parts, **said)
+    return Progress(position=position, parts=parts, **entry)

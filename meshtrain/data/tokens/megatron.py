@@ -1,4 +1,4 @@
-"""Megatron-LM's corpora: a pair of files, NAME.bin and NAME.idx, read and written.
+"""Corpora of Megatron-LM: pairs of files, NAME.bin and NAME.idx, which are read and written.
 
 NAME.bin holds tokens and nothing else. NAME.idx, all little-endian:
     bytes 0-8   MAGIC
@@ -6,8 +6,10 @@ NAME.bin holds tokens and nothing else. NAME.idx, all little-endian:
     17          uint8, the type of the tokens, TOKEN_TYPES
     18-25       uint64, the number of sequences
     26-33       uint64, the number of document borders, one more than documents
-    then        int32 tokens of each sequence; int64 byte of NAME.bin where each begins; int64 borders, in sequences
-What holds pictures too has an int8 per sequence behind that, and is refused.
+    then        int32, the number of tokens of each sequence
+                int64, the byte of NAME.bin where each sequence starts
+                int64, the document borders, counted in sequences
+A multimodal corpus has an int8 per sequence after that. It is refused.
 
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
 """
@@ -36,7 +38,7 @@ READING_VERSION = 1
 ENTRIES_PER_READ = 1 << 20
 ADVICE = "copy both files again, or write them again"
 RECORD = "tokenize.json"
-"""What `meshtrain tokenize` says beside a pair about how it was made."""
+"""The file in which `meshtrain tokenize` records how it made a pair."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,21 @@ class MegatronIndex:
     path: Path
     token_type: np.dtype
     lengths: np.ndarray
-    """(sequences,) int32."""
+    """(sequences,) int32: tokens of each."""
     pointers: np.ndarray
-    """(sequences,) int64: bytes."""
+    """(sequences,) int64: the first byte of each in the .bin file."""
     borders: np.ndarray
-    """(documents + 1,) int64: sequences."""
+    """(documents + 1,) int64: the first sequence of each document, then the number of sequences."""
 
     @classmethod
     def open(cls, path: Path) -> "MegatronIndex":
-        """Map an index into memory; what its header says is checked, and that it is as long as that.
+        """Map an index into memory, after checking its header and its size.
 
         Raises:
-            DataError: if it is no index, or of a kind that is not read.
+            DataError: if it is not an index, or of a kind that is not supported.
         """
         if not path.is_file():
-            raise DataError(f"{path} is missing, without which {path.with_suffix('.bin')} cannot be read; {ADVICE}")
+            raise DataError(f"{path} is missing, and without it {path.with_suffix('.bin')} cannot be read; {ADVICE}")
         with path.open("rb") as stream:
             header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
@@ -69,9 +71,11 @@ class MegatronIndex:
             raise DataError(f"{path} ends after {len(header)} bytes, within its header; {ADVICE}")
         _, index_version, code, num_sequences, num_borders = HEADER.unpack(header)
         if index_version != 1:
-            raise DataError(f"{path}, byte 9: version {index_version} of the index, and only 1 is known; {ADVICE}")
+            raise DataError(
+                f"{path}, byte 9: version {index_version} of the index, and only version 1 is supported; {ADVICE}"
+            )
         if code not in TOKEN_TYPES:
-            found = FLOAT_TYPES.get(code, "no type at all")
+            found = FLOAT_TYPES.get(code, "unknown")
             raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {ADVICE}")
         _check_length(path, num_sequences, num_borders)
         places = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
@@ -85,16 +89,16 @@ class MegatronIndex:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the .bin file holds."""
+        """The number of tokens in the .bin file."""
         if not len(self.lengths):
             return 0
         return int(self.pointers[-1]) // self.token_type.itemsize + int(self.lengths[-1])
 
     def check(self) -> None:
-        """Check that sequences follow one another, and documents.
+        """Check that each sequence and each document starts where the one before it ends.
 
         Raises:
-            DataError: naming the first that does not, and its place in the file.
+            DataError: names the first that does not, and its position in the file.
         """
         expected = 0
         for first in range(0, len(self.lengths), ENTRIES_PER_READ):
@@ -109,19 +113,19 @@ class MegatronIndex:
                 number = first + int(is_wrong.argmax())
                 found, right = int(self.pointers[number]), int(starts[number - first])
                 place = HEADER.size + 4 * len(self.lengths) + 8 * number
-                self._fail(place, f"sequence {number:,} begins at byte {found:,} of the .bin file and not at {right:,}")
+                self._fail(place, f"sequence {number:,} starts at byte {found:,} of the .bin file and not at {right:,}")
             expected = int(ends[-1])
         self._check_borders()
 
     def _check_borders(self) -> None:
         place = HEADER.size + 12 * len(self.lengths)
         if not len(self.borders) or self.borders[0] != 0:
-            self._fail(place, "the first document does not begin with sequence 0")
+            self._fail(place, "the first document does not start with sequence 0")
         for first in range(0, len(self.borders), ENTRIES_PER_READ):
             steps = np.diff(self.borders[first : first + ENTRIES_PER_READ + 1])
             if (steps < 0).any():
                 number = first + int((steps < 0).argmax())
-                self._fail(place + 8 * (number + 1), f"document {number:,} ends before it begins")
+                self._fail(place + 8 * (number + 1), f"document {number:,} ends before it starts")
         if self.borders[-1] != len(self.lengths):
             found = f"the last document ends with sequence {int(self.borders[-1]):,} of {len(self.lengths):,}"
             self._fail(place + 8 * (len(self.borders) - 1), found)
@@ -130,16 +134,16 @@ class MegatronIndex:
         raise DataError(f"{self.path}, byte {place:,}: {found}; {ADVICE}")
 
     def offsets(self) -> np.ndarray:
-        """Return the token where each document that holds any begins, and the number of tokens: (documents + 1,)."""
+        """Return the first token of each non-empty document, then the number of tokens."""
         ends = np.append(np.asarray(self.pointers) // self.token_type.itemsize, self.num_tokens)
         return np.unique(ends[self.borders])
 
 
 def is_megatron(path: Path) -> bool:
-    """Tell whether a path names a pair: either file of it, or both without their endings."""
+    """Return whether a path names a pair: either file of it, or their common name without endings."""
     prefix = pair_prefix(path)
     return (path.suffix in (".bin", ".idx") and path.is_file()) or (
-        not path.exists() and _with(prefix, ".bin").is_file() and _with(prefix, ".idx").is_file()
+        not path.exists() and _add_ending(prefix, ".bin").is_file() and _add_ending(prefix, ".idx").is_file()
     )
 
 
@@ -149,22 +153,24 @@ def pair_prefix(path: Path) -> Path:
 
 
 def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
-    """Open a pair as a token file; what it does not say is found once, and remembered in the cache.
+    """Open a pair as a token file.
 
-    Documents without a token are left out. The pair does not say with which tokenizer it was written, unless it lies
-    where `meshtrain tokenize` put it; nor whether an end token follows each document (`--append-eod`):
-    `counts.ended_documents` shows_problems how many have one.
+    What the pair does not state is computed once, and kept in the cache.
+
+    Documents without a token are left out. A pair does not state with which tokenizer it was
+    written, unless `meshtrain tokenize` wrote it. Nor does it state whether an end token follows
+    each document (`--append-eod`): `counts.ended_documents` is the number of documents with one.
 
     Args:
-        path: either file, or both without their endings.
+        path: either file, or their common name without endings.
 
     Raises:
-        DataError: if the files do not fit each other, or the tokens not the tokenizer.
+        DataError: if the files do not match each other, or the tokens do not match the tokenizer.
     """
     prefix = pair_prefix(path)
-    bin_path, idx_path = _with(prefix, ".bin"), _with(prefix, ".idx")
+    bin_path, idx_path = _add_ending(prefix, ".bin"), _add_ending(prefix, ".idx")
     index = MegatronIndex.open(idx_path)
-    check_size(bin_path, index.num_tokens * index.token_type.itemsize, said_by=str(idx_path))
+    check_size(bin_path, index.num_tokens * index.token_type.itemsize, stated_in=str(idx_path))
     if not index.num_tokens:
         raise DataError(f"{bin_path} holds no tokens; leave it out")
     hashes = content_hashes([inspect_file(path, "tokens") for path in (idx_path, bin_path)], cache)
@@ -178,17 +184,17 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
 
 
 def _check_record(prefix: Path, tokens_hash: str, tokenizer: TokenizerFiles) -> None:
-    """Check a pair against what `meshtrain tokenize` says of it, if that is of this pair.
+    """Check a pair against the record of `meshtrain tokenize`, if there is one.
 
     Raises:
         DataError: if it was written with another tokenizer.
     """
     try:
-        said = json.loads((prefix.parent / RECORD).read_text())["parts"][prefix.name]
+        recorded = json.loads((prefix.parent / RECORD).read_text())["parts"][prefix.name]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if said["tokens_hash"] == tokens_hash and said["tokenizer"] != tokenizer.identity:
-        raise DataError(describe_other_tokenizer(prefix, said["tokenizer"], tokenizer))
+    if recorded["tokens_hash"] == tokens_hash and recorded["tokenizer"] != tokenizer.identity:
+        raise DataError(describe_other_tokenizer(prefix, recorded["tokenizer"], tokenizer))
 
 
 def _describe(
@@ -197,15 +203,8 @@ def _describe(
     index.check()
     offsets = index.offsets()
     (directory / "documents.bin").write_bytes(offsets.tobytes())
-    with progress_if_long(f"Looking through {bin_path.name}", bin_path.stat().st_size) as advance:
-        scan = scan_tokens(
-            bin_path,
-            index.token_type,
-            offsets,
-            vocab_size=tokenizer.vocab_size,
-            end_id=tokenizer.end_id,
-            advance=advance,
-        )
+    with progress_if_long(f"Checking {bin_path.name}", bin_path.stat().st_size) as advance:
+        scan = scan_tokens(bin_path, index.token_type, offsets, tokenizer=tokenizer, advance=advance)
     TokenCounts(
         documents=len(offsets) - 1,
         tokens=index.num_tokens,
@@ -223,7 +222,7 @@ def _describe(
 
 
 def megatron_token_type(vocab_size: int) -> type[np.integer]:
-    """Return the type of tokens that Megatron-LM takes for a vocabulary."""
+    """Return the type of tokens that Megatron-LM uses for a vocabulary."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
@@ -231,10 +230,11 @@ def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
     """Write the .idx file of tokens in which each document is one sequence.
 
     Args:
-        offsets: (documents + 1,) int64: where documents start, and the number of tokens.
+        offsets: (documents + 1,) int64: the first token of each document, then the number of
+            tokens.
 
     Raises:
-        DataError: a document is longer than such a file can say.
+        DataError: if a document is too long for the format.
     """
     num_documents = len(offsets) - 1
     code = next(code for code, name in TOKEN_TYPES.items() if name == token_type.name)
@@ -245,7 +245,7 @@ def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
             if lengths.max() > np.iinfo(np.int32).max:
                 number = first + int(lengths.argmax())
                 raise DataError(
-                    f"document {number:,} has {lengths.max():,} tokens, more than {path.name} can say; "
+                    f"document {number:,} has {lengths.max():,} tokens, more than {path.name} can hold; "
                     "cut it into several, or take --format meshtrain"
                 )
             stream.write(lengths.astype("<i4").tobytes())
@@ -261,7 +261,7 @@ def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
     found = path.stat().st_size
     if found == expected + num_sequences and num_sequences:
         raise DataError(
-            f"{path} is of a corpus with pictures or the like (multimodal), which is not read; name another"
+            f"{path} is of a multimodal corpus (with images, for example), which is not supported; name another"
         )
     if found != expected:
         raise DataError(
@@ -270,5 +270,5 @@ def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
         )
 
 
-def _with(prefix: Path, ending: str) -> Path:
+def _add_ending(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)

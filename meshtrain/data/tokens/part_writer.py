@@ -1,4 +1,4 @@
-"""Writing one token file, block by block, so that it can be gone on with after any block."""
+"""Writing one token file block by block, so that writing can resume after any block."""
 
 import os
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ class PartState:
 
     documents: int = 0
     tokens: int = 0
-    """Of whole documents, end tokens included."""
+    """Tokens of complete documents, end tokens included."""
     open_tokens: int = 0
-    """Of a document that is not complete yet."""
+    """Tokens of a document that is not complete yet."""
     text_bytes: int = 0
     empty_documents: int = 0
-    """Documents that had text, and no token."""
+    """Documents with text but without a token."""
 
 
 class PartWriter:
     """Appends to a token file; a context manager.
 
     Args:
-        directory: made, if it is not there.
-        state: what of the files in it is to be kept.
+        directory: created if it is missing.
+        state: how much of the files in it to keep.
         end_id: written after each document.
-        has_marks: whether the blocks say what is trained on.
+        has_marks: whether the blocks mark what is trained on.
     """
 
     def __init__(
@@ -55,16 +55,18 @@ class PartWriter:
 
     def write(self, block: EncodedBlock) -> None:
         """Append texts, and the end token after each that ends a document."""
-        # Within the tokens of this block; the first document may have begun in a block before, the last may go on.
+        # The first document may have begun in an earlier block, and the last may continue in the
+        # next.
         borders = np.append(-self.state.open_tokens, np.cumsum(block.lengths)[block.ends_document])
         lengths = np.diff(borders)
         kept = lengths > 0
-        behind = borders[1:][kept]
-        self._tokens.write(np.insert(block.tokens, behind, self._end_id).tobytes())
+        end_positions = borders[1:][kept]
+        self._tokens.write(np.insert(block.tokens, end_positions, self._end_id).tobytes())
         if block.trained is not None:
-            # Who has learnt to speak learns to stop, unless a template has put the end token there already.
-            learns_end = block.trained[behind - 1] & (block.tokens[behind - 1] != self._end_id)
-            self._streams["trained.bin"].write(np.insert(block.trained, behind, learns_end).tobytes())
+            # The end token after trained text is trained on, unless a template has put an end token
+            # there already.
+            learns_end = block.trained[end_positions - 1] & (block.tokens[end_positions - 1] != self._end_id)
+            self._streams["trained.bin"].write(np.insert(block.trained, end_positions, learns_end).tobytes())
         ends = self.state.tokens + np.cumsum(lengths[kept] + 1)
         self._documents.write(ends.tobytes())
         self.state = replace(
@@ -77,14 +79,14 @@ class PartWriter:
         )
 
     def flush(self) -> None:
-        """Make sure that what was written is on the disk."""
+        """Write all buffered bytes to disk."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
 
 
 def file_sizes(state: PartState, token_type: np.dtype, *, has_marks: bool) -> dict[str, int]:
-    """Return how long the files are, in bytes."""
+    """Return file name -> size in bytes, for a token file in this state."""
     num_tokens = state.tokens + state.open_tokens
     sizes = {
         "tokens.bin": num_tokens * token_type.itemsize,

@@ -1,4 +1,4 @@
-"""Scanning: one pass over tokens on disk, that counts and checks what is there and not what was meant to be written."""
+"""Scanning: one pass over the tokens on disk, which counts and checks what was really written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,8 @@ import numpy as np
 from xxhash import xxh3_128
 
 from meshtrain import console
-from meshtrain.errors import DataError
+from meshtrain.data.tokens.tokenizer import TokenizerFiles
+from meshtrain.errors import DataError, Problem
 
 TOKENS_PER_READ = 1 << 22
 MIN_PROGRESS_BYTES = 1 << 30
@@ -17,7 +18,7 @@ MIN_PROGRESS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Scan:
-    """What the tokens of a file are."""
+    """The result of a scan."""
 
     unigram_entropy_nats: float
     ended_documents: int
@@ -31,33 +32,34 @@ def scan_tokens(
     token_type: np.dtype,
     offsets: np.ndarray,
     *,
-    vocab_size: int,
-    end_id: int,
+    tokenizer: TokenizerFiles,
     advance: Callable[[int], None],
 ) -> Scan:
-    """Read all tokens and borders of documents once.
+    """Read all tokens and all document borders once.
 
     Args:
-        path: the file that holds the tokens and nothing else.
-        offsets: (documents + 1,) int64: where documents start, and the number of tokens.
-        advance: is told how many bytes were read.
+        path: a file that holds tokens and nothing else.
+        offsets: (documents + 1,) int64: the first token of each document, then the number of
+            tokens.
+        tokenizer: the one that the tokens should be of.
+        advance: receives the number of bytes that were read since the last call.
 
     Raises:
-        DataError: a token that the vocabulary does not have, with its place.
+        DataError: if a token is not in the vocabulary; names its position.
     """
-    frequencies = np.zeros(vocab_size, np.int64)
+    frequencies = np.zeros(tokenizer.vocab_size, np.int64)
     token_hash, document_hash = xxh3_128(), xxh3_128()
     for first in range(0, len(offsets), TOKENS_PER_READ):
         document_hash.update(offsets[first : first + TOKENS_PER_READ].data)
     start = ended_documents = 0
-    # Read, not mapped: a map of the whole file would count as memory of this process.
+    # The file is read and not mapped: a map of the full file would count as memory of this process.
     with path.open("rb") as stream:
         while (part := np.fromfile(stream, token_type, TOKENS_PER_READ)).size:
-            _check_range(path, part, start, vocab_size)
-            frequencies += np.bincount(part, minlength=vocab_size)
+            _check_range(path, part, start, tokenizer)
+            frequencies += np.bincount(part, minlength=tokenizer.vocab_size)
             token_hash.update(part.data)
             borders = np.asarray(offsets[slice(*np.searchsorted(offsets, (start + 1, start + part.size + 1)))])
-            ended_documents += int((part[borders - start - 1] == end_id).sum())
+            ended_documents += int((part[borders - start - 1] == tokenizer.end_id).sum())
             start += part.size
             advance(part.nbytes)
     return Scan(_entropy_nats(frequencies), ended_documents, token_hash.hexdigest(), document_hash.hexdigest())
@@ -65,7 +67,7 @@ def scan_tokens(
 
 @contextmanager
 def progress_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of reading so many bytes, if that takes long enough to be wondered at."""
+    """Show the progress of reading a file, if it is large enough to take long."""
     if num_bytes < MIN_PROGRESS_BYTES:
         yield lambda _: None
         return
@@ -74,7 +76,7 @@ def progress_if_long(description: str, num_bytes: int) -> Iterator[Callable[[int
 
 
 def scan_trained_mask(path: Path) -> tuple[int, str]:
-    """Return how many tokens are marked as trained on, and the hash of the file of marks."""
+    """Return the number of tokens that are trained on, and the hash of the file that marks them."""
     num_tokens, hashed = 0, xxh3_128()
     with path.open("rb") as stream:
         while (part := np.fromfile(stream, np.bool_, TOKENS_PER_READ)).size:
@@ -83,14 +85,17 @@ def scan_trained_mask(path: Path) -> tuple[int, str]:
     return num_tokens, hashed.hexdigest()
 
 
-def _check_range(path: Path, part: np.ndarray, start: int, vocab_size: int) -> None:
-    is_wrong = (part >= vocab_size) | (part < 0)
+def _check_range(path: Path, part: np.ndarray, start: int, tokenizer: TokenizerFiles) -> None:
+    is_wrong = (part >= tokenizer.vocab_size) | (part < 0)
     if is_wrong.any():
-        place = int(is_wrong.argmax())
+        index = int(is_wrong.argmax())
+        position = start + index
         raise DataError(
-            f"{path}: token {start + place:,} (byte {(start + place) * part.itemsize:,}) is {int(part[place]):,}, "
-            f"and the tokenizer has 0 to {vocab_size - 1:,}; name the tokenizer that it was written with as "
-            "data.tokenizer.path, or tokenize again"
+            Problem(
+                f"{path}: token {position:,} (byte {position * part.itemsize:,}) is {int(part[index]):,}, "
+                f"and the tokenizer has 0 to {tokenizer.vocab_size - 1:,}",
+                f"name the tokenizer that it was written with as {tokenizer.setting}, or tokenize again",
+            )
         )
 
 

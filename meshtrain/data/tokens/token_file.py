@@ -1,12 +1,12 @@
-"""The token file: a corpus tokenized once, memory-mapped ever after.
+"""The token file: a tokenized corpus, which is read through memory maps.
 
 A token file is a directory:
-    tokens.bin      every token of every document, each document followed by the end token; uint16, or uint32 where the
-                    vocabulary is larger than 65,536
-    documents.bin   int64: where each document starts, and at the end the number of tokens
-    trained.bin     only where not every token is trained on: a byte for each, 1 if it is
+    tokens.bin      the tokens of all documents, with the end token after each document;
+                    uint16, or uint32 if the vocabulary is larger than 65,536
+    documents.bin   int64: the first token of each document, then the number of tokens
+    trained.bin     only if not every token is trained on: a byte for each token, 1 if it is
     counts.json     TokenCounts
-Every document has 2 tokens or more: those that come out empty are left out and counted.
+Every document has 2 tokens or more. Documents without a token are left out and counted.
 """
 
 import json
@@ -22,7 +22,7 @@ from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.text.content_hashes import content_hashes
 from meshtrain.data.text.sources import inspect_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 
 FORMAT_VERSION = 3
 TRAIN, VALIDATION = "train", "validation"
@@ -31,21 +31,21 @@ FILE_NAMES = ("tokens.bin", "documents.bin", "counts.json")
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What a token file says about itself."""
+    """The description of a token file, which is stored beside its arrays."""
 
     documents: int
     tokens: int
     """End tokens included."""
     ended_documents: int
-    """Documents whose last token is the end token: all, or none of those that Megatron-LM wrote without them."""
+    """Documents whose last token is the end token. Megatron-LM may write documents without one."""
     text_bytes: int
-    """0: nobody knows."""
+    """0: unknown."""
     skipped_records: int
-    """Broken records of the corpus; those of a corpus that was split are counted in its train part."""
+    """Bad records of the corpus. Those of a corpus that was split are counted in its train part."""
     empty_documents: int
-    """Documents of the corpus that became no token; counted in the train part as well."""
+    """Documents of the corpus without a token. They too are counted in the train part."""
     unigram_entropy_nats: float
-    """Per token: the loss of a model that knows only how frequent each token is."""
+    """Per token: the loss of a model that knows only the frequency of each token."""
     vocab_size: int
     tokenizer: str
     """The identity of the tokenizer."""
@@ -54,7 +54,7 @@ class TokenCounts:
     documents_hash: str
     """Of documents.bin."""
     meshtrain: str
-    """The version that wrote it."""
+    """The version of meshtrain that wrote it."""
     trained_tokens: int | None = None
     """Tokens that are trained on; None: all."""
     trained_hash: str | None = None
@@ -74,27 +74,31 @@ class TokenCounts:
         """
         path = directory / "counts.json"
         try:
-            said: Any = json.loads(path.read_text())
+            content: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read ({error}); tokenize again, or copy it again") from error
-        if not isinstance(said, dict) or set(said) != {field.name for field in fields(cls)}:
+        if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
             raise DataError(
                 f"{path} is not of the format {FORMAT_VERSION} that this version reads; "
                 "tokenize again with meshtrain tokenize"
             )
-        return cls(**said)
+        return cls(**content)
 
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """A file that is an array of one dimension, opened by who looks into it, and not before."""
+    """A file that holds a one-dimensional array. A process maps it only if it needs it."""
 
     path: Path
     dtype: np.dtype
     size: int
 
     def map(self) -> np.ndarray:
-        """Map it into memory, for who looks here and there: not for each row thirty pages that nobody asked for."""
+        """Map the file into memory, read-only.
+
+        Readahead is off: samples are read at random offsets, so the kernel would fetch pages that
+        are never used.
+        """
         array = np.memmap(self.path, self.dtype, "r", shape=(self.size,))
         read_at_random(array)
         return array
@@ -102,10 +106,13 @@ class ArrayFile:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file. Its arrays are memory-mapped when they are first asked for: not every process needs all of them."""
+    """A token file.
+
+    Its arrays are mapped on first use, because not every process needs all of them.
+    """
 
     directory: Path
-    """Of one that Megatron-LM wrote: its name without .bin and .idx."""
+    """For a Megatron-LM pair: its name without .bin and .idx."""
     counts: TokenCounts
     tokens_file: ArrayFile
     offsets_file: ArrayFile
@@ -113,7 +120,7 @@ class TokenFile:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """(tokens,) uint16 or uint32; any integer, if Megatron-LM wrote it."""
+        """(tokens,) uint16 or uint32; any integer type in a Megatron-LM pair."""
         return self.tokens_file.map()
 
     @cached_property
@@ -123,22 +130,22 @@ class TokenFile:
 
     @cached_property
     def trained(self) -> np.ndarray | None:
-        """(tokens,) bool: whether to train on foretelling the token; None: on all of them."""
+        """(tokens,) bool: whether to train on predicting the token; None: all tokens are."""
         return None if self.trained_file is None else self.trained_file.map()
 
     @property
     def identity(self) -> str:
-        """A hash of all its tokens and borders."""
+        """A hash of all its tokens and document borders."""
         return compute_identity(
             self.counts.tokens_hash, self.counts.documents_hash, self.counts.trained_hash, self.counts.tokenizer
         )
 
     @classmethod
     def open(cls, directory: Path) -> Self:
-        """Open a token file, if its files are as long as they should be.
+        """Open a token file after checking the sizes of its files.
 
         Raises:
-            DataError: if a file is missing, of another length or of another format.
+            DataError: if a file is missing, of another size or of another format.
         """
         counts = TokenCounts.read(directory)
         token_type = np.dtype(smallest_token_type(counts.vocab_size))
@@ -146,7 +153,7 @@ class TokenFile:
         if counts.trained_hash is not None:
             sizes["trained.bin"] = counts.tokens
         for name, size in sizes.items():
-            check_size(directory / name, size, said_by="counts.json")
+            check_size(directory / name, size, stated_in="counts.json")
         tokens = ArrayFile(directory / "tokens.bin", token_type, counts.tokens)
         offsets = ArrayFile(directory / "documents.bin", np.dtype(np.int64), counts.documents + 1)
         trained = None
@@ -156,12 +163,12 @@ class TokenFile:
 
 
 def is_token_file(directory: Path) -> bool:
-    """Tell whether a directory is meant to be a token file; it may be damaged."""
+    """Return whether a directory is meant to be a token file. It may be damaged."""
     return all((directory / name).is_file() for name in FILE_NAMES[:2]) or (directory / FILE_NAMES[2]).is_file()
 
 
 def is_complete(directory: Path) -> bool:
-    """Tell whether a directory is a token file that can be opened."""
+    """Return whether a directory is a token file that can be opened."""
     try:
         TokenFile.open(directory)
     except DataError:
@@ -169,48 +176,57 @@ def is_complete(directory: Path) -> bool:
     return True
 
 
-def open_checked(directory: Path, tokenizer: TokenizerFiles | None, cache: Cache) -> TokenFile:
-    """Open a token file that somebody named: its content is what was written, and by the right tokenizer.
+def open_checked(directory: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
+    """Open a token file that the user named, after checking its content and its tokenizer.
 
-    The content is read once; the cache remembers it for as long as the files do not change.
+    The content is read once. The cache keeps its hash for as long as the files do not change.
 
     Args:
-        tokenizer: that the model is trained with; None: any.
+        tokenizer: the one that the model is trained with.
 
     Raises:
-        DataError: if it is not.
+        DataError: if the content is damaged, or was written with another tokenizer.
     """
     file = TokenFile.open(directory)
-    if tokenizer is not None and file.counts.tokenizer != tokenizer.identity:
+    if file.counts.tokenizer != tokenizer.identity:
         raise DataError(describe_other_tokenizer(directory, file.counts.tokenizer, tokenizer))
-    all_said = {
+    declared_hashes = {
         "tokens.bin": file.counts.tokens_hash,
         "documents.bin": file.counts.documents_hash,
         "trained.bin": file.counts.trained_hash,
     }
-    names = [name for name, said in all_said.items() if said is not None]
+    names = [name for name, declared in declared_hashes.items() if declared is not None]
     hashes = content_hashes([inspect_file(directory / name, "tokens") for name in names], cache)
     for name, found in zip(names, hashes, strict=True):
-        said = all_said[name]
-        if found != said:
+        declared = declared_hashes[name]
+        if found != declared:
             raise DataError(
-                f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not {said}); "
-                "copy it again, or tokenize again"
+                f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not "
+                f"{declared}); copy it again, or tokenize again"
             )
     return file
 
 
-def describe_other_tokenizer(place: Path, identity: str, tokenizer: TokenizerFiles) -> str:
-    """Say that tokens were written with another tokenizer than the one that they are to be read with."""
-    return (
-        f"{place} was tokenized with another tokenizer (identity {identity[:12]}) than "
-        f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would stand for other words; "
-        "name the tokenizer it was made with as data.tokenizer.path, or tokenize again"
+def describe_other_tokenizer(path: Path, identity: str, tokenizer: TokenizerFiles) -> Problem:
+    """Return the problem of tokens that were written with another tokenizer.
+
+    Args:
+        path: the tokens.
+        identity: the tokenizer that they were written with.
+    """
+    return Problem(
+        f"{path} was tokenized with another tokenizer (identity {identity[:12]}) than "
+        f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would mean other text",
+        f"name the tokenizer it was made with as {tokenizer.setting}, or tokenize again",
     )
 
 
-def check_size(path: Path, size: int, *, said_by: str) -> None:
-    """Check that a file is as long as another one says.
+def check_size(path: Path, size: int, *, stated_in: str) -> None:
+    """Check that a file exists and has the right size.
+
+    Args:
+        size: in bytes.
+        stated_in: where the size comes from, for the message.
 
     Raises:
         DataError: if it is missing or of another size.
@@ -219,12 +235,12 @@ def check_size(path: Path, size: int, *, said_by: str) -> None:
         raise DataError(f"{path} is missing; copy it again, or tokenize again")
     found = path.stat().st_size
     if found != size:
-        trouble = "it was cut short" if found < size else "it is not the file that belongs to it"
+        trouble = "it was cut short" if found < size else "it belongs to something else"
         raise DataError(
-            f"{path} holds {found:,} bytes where {said_by} says {size:,}: {trouble}; copy it again, or tokenize again"
+            f"{path} holds {found:,} bytes where {stated_in} says {size:,}: {trouble}; copy it again, or tokenize again"
         )
 
 
 def smallest_token_type(vocab_size: int) -> type[np.unsignedinteger]:
-    """Return the type of the tokens in tokens.bin."""
+    """Return the type of the tokens in the tokens.bin of a vocabulary."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32

@@ -1,4 +1,4 @@
-"""What `meshtrain tokenize` does: a directory of token files, that is there completely or not at all."""
+"""The command `meshtrain tokenize`: it writes a directory of token files, complete or not at all."""
 
 import json
 import shutil
@@ -12,11 +12,10 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.data.cache import Cache, build_output, compute_identity
-from meshtrain.data.text.corpus import Corpus
+from meshtrain.data.text.corpus import COMMAND_OPTIONS, Corpus
 from meshtrain.data.text.sources import find_typed_files
 from meshtrain.data.tokens.journal import JOURNAL, Job
 from meshtrain.data.tokens.megatron import RECORD, megatron_token_type, write_index
-from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.token_file import TokenCounts
 from meshtrain.data.tokens.tokenizer import find_tokenizer
 from meshtrain.data.tokens.tokenizing import tokenize
@@ -29,10 +28,10 @@ BYTES_PER_MB = 1_000_000
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """What somebody wants to have tokenized."""
+    """What the user of the command asks for."""
 
     sources: Sequence[str]
-    """As on the command line: paths and globs relative to where it was typed."""
+    """As typed: paths and globs relative to the working directory."""
     tokenizer: str
     output: Path
     text_key: str = "text"
@@ -43,27 +42,28 @@ class TokenizeRequest:
     validation: float = 0.0
     """The fraction of the documents that becomes a token file of its own."""
     num_documents: int | None = None
-    """Only so many documents, from the first on; None: all."""
+    """Read only this number of documents, from the first on; None: all."""
 
 
-def tokenize_sources(order: TokenizeRequest, cache: Cache) -> None:
-    """Tokenize sources into a directory: `train` and, if asked for, `validation`, and the tokenizer beside them.
+def tokenize_sources(request: TokenizeRequest, cache: Cache) -> None:
+    """Tokenize sources into a directory with `train`, if asked for `validation`, and the tokenizer.
 
-    What a killed or failed one left is gone on with. The files are the same, byte for byte, whatever happened and
-    however many workers there were.
+    A command that was killed or failed resumes where it stopped. The files are the same, byte for
+    byte, however often that happens and for any number of workers.
 
     Raises:
-        DataError: if a source, a document or the tokenizer is wrong, or the output is there already and another.
+        DataError: if a source, a document or the tokenizer is wrong, or the output is there already
+            and differs.
     """
-    job = _job(order, cache)
-    name = compute_identity(job.identity, order.format)
-    if order.output.exists():
-        _check_same(order.output, name)
-        console.line(f"{order.output} holds just that already; nothing was done")
+    job = _job(request, cache)
+    name = compute_identity(job.identity, request.format)
+    if request.output.exists():
+        _check_same(request.output, name)
+        console.line(f"{request.output} holds the same already; nothing was done")
         return
     started = time.monotonic()
-    partial = order.output.with_name(f"{order.output.name}.partial")
-    goes_on = (partial / JOURNAL).exists()
+    partial = request.output.with_name(f"{request.output.name}.partial")
+    is_resumed = (partial / JOURNAL).exists()
     parts: dict[str, TokenCounts] = {}
 
     def fill(directory: Path) -> None:
@@ -71,36 +71,37 @@ def tokenize_sources(order: TokenizeRequest, cache: Cache) -> None:
         (directory / "tokenizer").mkdir(exist_ok=True)
         job.tokenizer.copy(directory / "tokenizer")
         parts.update({part: TokenCounts.read(directory / part) for part in job.parts})
-        if order.format == "megatron":
+        if request.format == "megatron":
             for part in job.parts:
                 _to_megatron(directory / part, job.type_on_disk)
-        _write_record(directory / RECORD, order, job, name, parts)
+        _write_record(directory / RECORD, request, job, name, parts)
 
-    order.output.parent.mkdir(parents=True, exist_ok=True)
-    with with_option_names():
-        is_built = build_output(order.output, fill, keeps=(BaseException,))
+    request.output.parent.mkdir(parents=True, exist_ok=True)
+    is_built = build_output(request.output, fill, keeps=(BaseException,))
     if not is_built:
-        _check_same(order.output, name)
-        console.line(f"{order.output} holds just that meanwhile, from another process; nothing was done")
+        _check_same(request.output, name)
+        console.line(f"{request.output} holds the same meanwhile, from another process; nothing was done")
         return
-    _show(order, parts, None if goes_on else time.monotonic() - started)
+    _show(request, parts, None if is_resumed else time.monotonic() - started)
 
 
-def _job(order: TokenizeRequest, cache: Cache) -> Job:
-    files = find_typed_files(order.sources)
-    tokenizer = find_tokenizer(order.tokenizer, cache, key="--tokenizer")
-    # Not hashed, as for the cache: whoever goes on with an output is on the machine where it was begun.
+def _job(request: TokenizeRequest, cache: Cache) -> Job:
+    files = find_typed_files(request.sources)
+    tokenizer = find_tokenizer(request.tokenizer, cache, setting="--tokenizer")
+    # The files are not hashed, as those in the cache are. An output is resumed on the machine where
+    # it was started.
     contents = tuple(f"{file.path} {file.num_bytes} {file.modified_nanoseconds}" for file in files)
     corpus = Corpus(
         tuple(files),
         contents,
-        text_key=order.text_key,
-        on_bad_record=order.on_bad_record,
-        held_out=order.validation,
-        num_documents=order.num_documents,
+        text_key=request.text_key,
+        on_bad_record=request.on_bad_record,
+        held_out=request.validation,
+        num_documents=request.num_documents,
+        settings=COMMAND_OPTIONS,
     )
-    token_type = megatron_token_type(tokenizer.vocab_size) if order.format == "megatron" else None
-    return Job(corpus, tokenizer, "Tokenizing", order.num_workers or num_cores(), token_type)
+    token_type = megatron_token_type(tokenizer.vocab_size) if request.format == "megatron" else None
+    return Job(corpus, tokenizer, "Tokenizing", request.num_workers or num_cores(), token_type)
 
 
 def _check_same(output: Path, name: str) -> None:
@@ -108,31 +109,31 @@ def _check_same(output: Path, name: str) -> None:
     if not record.is_file() or json.loads(record.read_text())["identity"] != name:
         raise DataError(
             f"--output: {output} is there already, and was not made from these sources in this way; "
-            "remove it, or choose another place"
+            "remove it, or choose another directory"
         )
 
 
 def _to_megatron(part: Path, token_type: np.dtype) -> None:
-    """Turn a token file into a pair of the same name."""
+    """Turn a token file into a Megatron-LM pair of the same name."""
     offsets = np.memmap(part / "documents.bin", np.int64, "r")
     write_index(part.with_name(f"{part.name}.idx"), offsets, token_type)
     (part / "tokens.bin").rename(part.with_name(f"{part.name}.bin"))
     shutil.rmtree(part)
 
 
-def _write_record(path: Path, order: TokenizeRequest, job: Job, name: str, parts: dict[str, TokenCounts]) -> None:
+def _write_record(path: Path, request: TokenizeRequest, job: Job, name: str, parts: dict[str, TokenCounts]) -> None:
     record = {
         "identity": name,
-        "format": order.format,
-        "text_key": order.text_key,
-        "on_bad_record": order.on_bad_record,
+        "format": request.format,
+        "text_key": request.text_key,
+        "on_bad_record": request.on_bad_record,
         "sources": [{"path": str(file.path), "bytes": file.num_bytes} for file in job.corpus.files],
         "parts": {part: asdict(counts) for part, counts in parts.items()},
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _show(order: TokenizeRequest, parts: dict[str, TokenCounts], seconds: float | None) -> None:
+def _show(request: TokenizeRequest, parts: dict[str, TokenCounts], seconds: float | None) -> None:
     rows = [
         (
             part,
@@ -147,9 +148,11 @@ def _show(order: TokenizeRequest, parts: dict[str, TokenCounts], seconds: float 
     text_bytes = sum(counts.text_bytes for counts in parts.values())
     skipped = sum(counts.skipped_records for counts in parts.values())
     empty = sum(counts.empty_documents for counts in parts.values())
-    # Of what was gone on with, a part was done before.
+    # A resumed command has done a part of the work before, so its speed is unknown.
     speed = f"{seconds:,.1f} s, {text_bytes / BYTES_PER_MB / seconds:,.2f} MB/s; " if seconds else ""
-    console.line(f"{speed}left out: {skipped:,} broken records, {empty:,} empty documents")
-    place = order.output.absolute()
-    keys = [f'data.{part} = ["{place / part}"]' for part in parts] + [f'data.tokenizer.path = "{place / "tokenizer"}"']
+    console.line(f"{speed}left out: {skipped:,} bad records, {empty:,} empty documents")
+    output = request.output.absolute()
+    keys = [f'data.{part} = ["{output / part}"]' for part in parts] + [
+        f'data.tokenizer.path = "{output / "tokenizer"}"'
+    ]
     console.line("\n".join(["To train on it:", *keys]))

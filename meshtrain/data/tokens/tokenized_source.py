@@ -1,4 +1,4 @@
-"""Opening what is tokens already: a token file of meshtrain, or a pair of Megatron-LM."""
+"""Sources that are tokenized already: a token file of meshtrain, or a pair of Megatron-LM."""
 
 from pathlib import Path
 
@@ -10,18 +10,23 @@ from meshtrain.errors import DataError
 
 
 def is_tokenized(source: str) -> bool:
-    """Tell whether a source names tokens and not text: they may be damaged, or not fit the tokenizer.
+    """Return whether a source names tokens and not text.
+
+    They may be damaged, or not match the tokenizer.
 
     Args:
-        source: an absolute path: the directory of a token file; either file of a Megatron-LM pair, or its name without
-            .bin and .idx; or what `meshtrain tokenize` wrote, a directory that holds either as `train`.
+        source: an absolute path: the directory of a token file; either file of a Megatron-LM pair,
+            or their common name without endings; or the directory that `meshtrain tokenize` wrote,
+            which holds one of these as `train`.
     """
     path = Path(source)
     return is_token_file(path) or is_megatron(path) or holds_several(path)
 
 
 def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> TokenFile:
-    """Open what `is_tokenized`, as memory maps; what has to be read for that is read once, and remembered in the cache.
+    """Open a source that `is_tokenized`, as memory maps.
+
+    What must be computed for it is kept in the cache.
 
     Raises:
         DataError: if it is damaged, or was written with another tokenizer.
@@ -35,5 +40,5 @@ def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> Tok
 
 
 def holds_several(path: Path) -> bool:
-    """Tell whether a directory is what `meshtrain tokenize` wrote, with a token file or pair `train` in it."""
+    """Return whether a directory holds a token file or pair `train`."""
     return is_token_file(path / TRAIN) or is_megatron(path / TRAIN)

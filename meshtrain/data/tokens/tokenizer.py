@@ -1,4 +1,4 @@
-"""Tokenizers on disk: directories that `AutoTokenizer.from_pretrained` loads and that an export can copy."""
+"""Tokenizers on disk, which `AutoTokenizer.from_pretrained` loads and an export copies."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import DataError, name_some
 
 KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""What is taken for the end token of a tokenizer that does not say."""
+"""The end tokens to look for in a tokenizer that declares none."""
 
 TOKENIZER_FILE_NAMES = (
     "tokenizer.json",
@@ -30,33 +30,40 @@ TOKENIZER_FILE_NAMES = (
     "chat_template.jinja",
 )
 
-TO_TRAIN_ONE = {
-    "data.tokenizer.path": "set data.tokenizer.vocab_size to train one",
+TOKENIZER_KEY = "data.tokenizer.path"
+
+TRAINING_ADVICE = {
+    TOKENIZER_KEY: "set data.tokenizer.vocab_size to train one",
     "--tokenizer": "train one with meshtrain tokenizer train",
 }
-"""By the key that named a tokenizer which is not there."""
+"""Setting that names a tokenizer -> what to do if there is none yet."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer on disk in Hugging Face format, and what training asks of it."""
+    """A tokenizer on disk in Hugging Face format, and its properties that training needs."""
 
     directory: Path
     vocab_size: int
-    """The largest token id + 1: what the model's vocabulary must have room for."""
+    """The largest token id + 1. The vocabulary of the model must have room for it."""
     end_id: int
     """The token that follows every document."""
     pad_id: int
-    """Fills samples up. A tokenizer without one, as GPT-2's, pads with the end token: the labels tell them apart."""
+    """Pads samples.
+
+    It is the end token if the tokenizer has none, as GPT-2's: the labels tell the two apart.
+    """
     identity: str
-    """A hash of all that decides which tokens a text becomes."""
+    """A hash of everything that decides which tokens a text becomes."""
+    setting: str = TOKENIZER_KEY
+    """How the user names the tokenizer, for messages: a key of a run file, or an option."""
 
     def load(self) -> Tokenizer:
-        """Load the tokenizer without the truncation and padding that its file may ask for."""
+        """Load the tokenizer, without the truncation and padding that its file may ask for."""
         return load_tokenizer(self.directory / "tokenizer.json")
 
     def copy(self, directory: Path) -> None:
-        """Copy the tokenizer into an existing directory, without what else lies beside it, such as a model."""
+        """Copy the files of the tokenizer, and no others beside them, into a directory."""
         for name in TOKENIZER_FILE_NAMES:
             if (self.directory / name).is_file():
                 shutil.copyfile(self.directory / name, directory / name)
@@ -64,7 +71,7 @@ class TokenizerFiles:
 
 @contextmanager
 def use_all_cores() -> Iterator[None]:
-    """Let tokenizers work in parallel, whatever the environment said; its only switch is this variable."""
+    """Let the tokenizers library use all cores. The environment variable is its only switch."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
@@ -76,23 +83,24 @@ def use_all_cores() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path") -> TokenizerFiles:
+def find_tokenizer(path: str, cache: Cache, *, setting: str = TOKENIZER_KEY) -> TokenizerFiles:
     """Find an existing tokenizer: a directory, a tokenizer.json, or a hub id.
 
-    Where no end token is declared, a directory that declares the one that was found is made in the cache.
+    If the directory declares no end token, a directory that declares the one that was found is made
+    in the cache.
 
     Args:
-        key: the key or option that names it, for messages.
+        setting: how the user names the tokenizer, for messages.
 
     Raises:
         DataError: if it is missing or broken, or has no end token.
     """
-    file = _locate(path, key)
+    file = _locate(path, setting)
     settings = _settings(file.parent)
     tokenizer = load_tokenizer(file)
     end_token = settings.get("eos_token")
     if end_token is not None:
-        return tokenizer_files(file, tokenizer, settings)
+        return inspect_tokenizer(file, tokenizer, settings, setting=setting)
     end_token = next((token for token in KNOWN_END_TOKENS if tokenizer.token_to_id(token) is not None), None)
     if end_token is None:
         raise DataError(
@@ -105,7 +113,7 @@ def find_tokenizer(path: str, cache: Cache, *, key: str = "data.tokenizer.path")
     text = file.read_text(encoding="utf-8")
     name = f"tokenizers/{compute_identity(text, settings)}"
     cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
-    return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
+    return inspect_tokenizer(cache.directory / name / "tokenizer.json", tokenizer, settings, setting=setting)
 
 
 def open_tokenizer(config: TokenizerConfig, cache: Cache) -> TokenizerFiles:
@@ -122,38 +130,40 @@ def open_tokenizer(config: TokenizerConfig, cache: Cache) -> TokenizerFiles:
         return found
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added])
     settings, text = _settings(found.directory), tokenizer.to_str()
-    # Where transformers keeps the special tokens that have no role; it was a list by another name before its version 5.
+    # transformers keeps special tokens without a role here. Before its version 5, it was a list of
+    # another name.
     known = settings.pop("additional_special_tokens", None) or settings.get("extra_special_tokens") or []
     if isinstance(known, list):
         settings["extra_special_tokens"] = [*known, *added]
     name = f"tokenizers/{compute_identity(text, settings)}"
     cache.build(name, lambda directory: write_tokenizer(directory, text, settings))
-    return tokenizer_files(cache.directory / name / "tokenizer.json", tokenizer, settings)
+    return inspect_tokenizer(cache.directory / name / "tokenizer.json", tokenizer, settings)
 
 
-def _locate(path: str, key: str) -> Path:
-    place = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path, key)
-    if place.is_file():
-        return place
-    if not place.is_dir():
+def _locate(path: str, setting: str) -> Path:
+    found = Path(path) if Path(path).exists() or not is_hub_id(path) else _hub_directory(path, setting)
+    if found.is_file():
+        return found
+    if not found.is_dir():
         raise DataError(
-            f"{key}: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
-            f"or {TO_TRAIN_ONE[key]}"
+            f"{setting}: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
+            f"or {TRAINING_ADVICE[setting]}"
         )
-    if not (place / "tokenizer.json").is_file():
-        names = sorted(entry.name for entry in place.iterdir())
+    if not (found / "tokenizer.json").is_file():
+        names = sorted(entry.name for entry in found.iterdir())
         raise DataError(
-            f"{key}: {place} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
+            f"{setting}: {found} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
             "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    return place / "tokenizer.json"
+    return found / "tokenizer.json"
 
 
-def _hub_directory(hub_id: str, key: str) -> Path:
-    # Imported only where it is needed: it takes as long as all the rest of a start without torch.
+def _hub_directory(hub_id: str, setting: str) -> Path:
+    # Imported only here, because it takes as long as the rest of a start without torch.
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
 
-    # What the cache has is taken from there: a start must not wait for the hub, nor the text change with it.
+    # A cached tokenizer is used as it is. A start must not wait for the hub, and its result must
+    # not change with it.
     cached = try_to_load_from_cache(hub_id, "tokenizer.json")
     if isinstance(cached, str):
         return Path(cached).parent
@@ -162,44 +172,51 @@ def _hub_directory(hub_id: str, key: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f'{key}: "{hub_id}" is no path that exists, is not in the local hub cache, '
-            f"and the hub cannot give it: {reason}"
+            f'{setting}: "{hub_id}" does not exist as a path, is not in the local hub cache, '
+            f"and the hub does not provide it: {reason}"
         ) from error
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """Return what the directory says about its tokenizer beside tokenizer.json."""
+    """Return the settings of a tokenizer that are stored beside its tokenizer.json."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = directory / name
         if file.is_file():
             try:
-                said = json.loads(file.read_text(encoding="utf-8"))
+                content = json.loads(file.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise DataError(f"{file} is not JSON ({error}); fetch or save the tokenizer again") from error
-            settings |= {key: value for key, value in said.items() if value is not None}
+            settings |= {key: value for key, value in content.items() if value is not None}
     if (directory / "chat_template.jinja").is_file():
         settings["chat_template"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     return settings
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """Load a tokenizer.json without the truncation and padding that it may ask for.
+    """Load a tokenizer.json, without the truncation and padding that it may ask for.
 
     Raises:
-        DataError: if it is none.
+        DataError: if it is not a tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower type
         raise DataError(f"{file} is not a tokenizer ({error}); fetch or save it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> TokenizerFiles:
-    """Return what there is to know of a tokenizer on disk.
+def inspect_tokenizer(
+    file: Path, tokenizer: Tokenizer, settings: dict[str, Any], *, setting: str = TOKENIZER_KEY
+) -> TokenizerFiles:
+    """Return a tokenizer on disk with its properties.
+
+    Args:
+        file: its tokenizer.json.
+        settings: what the files beside declare.
+        setting: how the user names it, for messages.
 
     Raises:
         DataError: if its special tokens are not in its vocabulary.
@@ -208,7 +225,7 @@ def tokenizer_files(file: Path, tokenizer: Tokenizer, settings: dict[str, Any]) 
     pad_id = _token_id(file, tokenizer, settings, "pad_token") if settings.get("pad_token") else end_id
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     identity = compute_identity(file.read_text(encoding="utf-8"), end_id, pad_id)
-    return TokenizerFiles(file.parent, vocab_size, end_id, pad_id, identity)
+    return TokenizerFiles(file.parent, vocab_size, end_id, pad_id, identity, setting)
 
 
 def _token_id(file: Path, tokenizer: Tokenizer, settings: dict[str, Any], role: str) -> int:

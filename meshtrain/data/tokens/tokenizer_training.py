@@ -1,4 +1,7 @@
-"""Training a tokenizer: a byte-level BPE, the same from the same documents on every machine."""
+"""Training a tokenizer: a byte-level BPE.
+
+The same documents give the same tokenizer on every machine.
+"""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -14,14 +17,13 @@ from xxhash import xxh3_64_intdigest
 
 from meshtrain import console
 from meshtrain.data.cache import Cache, build_output, compute_identity
-from meshtrain.data.text.corpus import Corpus
+from meshtrain.data.text.corpus import COMMAND_OPTIONS, Corpus
 from meshtrain.data.text.documents import DocumentReader
 from meshtrain.data.text.sources import find_typed_files
-from meshtrain.data.tokens.options import with_option_names
 from meshtrain.data.tokens.tokenizer import (
     TokenizerFiles,
+    inspect_tokenizer,
     load_tokenizer,
-    tokenizer_files,
     use_all_cores,
     write_tokenizer,
 )
@@ -31,13 +33,13 @@ END_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
 
 TRAINING_BYTES = 64 << 20
-"""A BPE learns next to nothing from more text than this, but its memory and time grow with it."""
+"""More text than this changes a BPE little, but its memory and time grow with it."""
 
 NO_LENGTH_LIMIT = int(1e30)
-"""How Hugging Face writes that a tokenizer sets no limit."""
+"""The value by which Hugging Face marks a tokenizer without a length limit."""
 
 TRAINING_VERSION = 1
-"""Counts the ways in which the same documents have led to a tokenizer."""
+"""Raise this when the same documents give another tokenizer: the cache then builds it again."""
 
 SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,12 +53,12 @@ SETTINGS = {
 
 
 def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) -> TokenizerFiles:
-    """Train a byte-level BPE on the documents of `corpora` that are not held out, unless the cache has it.
+    """Train a byte-level BPE on documents that are not held out, unless the cache has it.
 
     The same documents give the same tokenizer, byte for byte, on every machine.
 
     Args:
-        vocab_size: the size to reach; a small text may have too few different words for it.
+        vocab_size: the size to reach; a small text may have too few different words to reach it.
 
     Raises:
         DataError: if a document cannot be read.
@@ -65,12 +67,12 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, cache: Cache) ->
     name = f"tokenizers/{compute_identity(TRAINING_VERSION, TRAINING_BYTES, identities, vocab_size)}"
 
     def fill(directory: Path) -> None:
-        # What is left out is shown when the same corpora are tokenized.
+        # Skipped records are shown when the same corpora are tokenized.
         write_tokenizer(directory, _train(corpora, vocab_size, shows_problems=False).to_str(), SETTINGS)
 
     cache.build(name, fill)
     file = cache.directory / name / "tokenizer.json"
-    return tokenizer_files(file, load_tokenizer(file), SETTINGS)
+    return inspect_tokenizer(file, load_tokenizer(file), SETTINGS)
 
 
 def _train(corpora: Sequence[Corpus], vocab_size: int, *, shows_problems: bool) -> Tokenizer:
@@ -91,7 +93,7 @@ def _train(corpora: Sequence[Corpus], vocab_size: int, *, shows_problems: bool) 
 
 
 def _training_sample(corpora: Sequence[Corpus], *, shows_problems: bool) -> Iterator[str]:
-    """Return the pieces that come first in a pseudo-random order, TRAINING_BYTES of them, in corpus order."""
+    """Return pseudo-randomly chosen pieces of TRAINING_BYTES in all, in corpus order."""
     kept: list[tuple[int, int, int, str]] = []
     kept_bytes = 0
     pieces = (
@@ -118,29 +120,35 @@ def train_tokenizer_on_sources(
     on_bad_record: Literal["fail", "skip"] = "fail",
     num_documents: int | None = None,
 ) -> None:
-    """Train a byte-level BPE on sources, and write it as a Hugging Face directory: `meshtrain tokenizer train`.
+    """Train a byte-level BPE on sources, and write it in Hugging Face format.
 
     Args:
-        sources: as typed: paths and globs relative to where it was typed.
-        num_documents: only so many documents, from the first on; None: all.
+        sources: as typed: paths and globs relative to the working directory.
+        num_documents: read only this number of documents, from the first on; None: all.
 
     Raises:
         DataError: if a source or a document is wrong, or the output is there already.
     """
-    taken = f"--output: {output} is there already; remove it, or choose another place"
+    taken = f"--output: {output} is there already; remove it, or choose another directory"
     if output.exists():
         raise DataError(taken)
     files = tuple(find_typed_files(sources))
-    corpus = Corpus(files, (), text_key=text_key, on_bad_record=on_bad_record, num_documents=num_documents)
+    corpus = Corpus(
+        files,
+        (),
+        text_key=text_key,
+        on_bad_record=on_bad_record,
+        num_documents=num_documents,
+        settings=COMMAND_OPTIONS,
+    )
 
     def fill(directory: Path) -> None:
         write_tokenizer(directory, _train([corpus], vocab_size, shows_problems=True).to_str(), SETTINGS)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    with with_option_names():
-        if not build_output(output, fill):
-            raise DataError(taken)
-    found = tokenizer_files(output / "tokenizer.json", load_tokenizer(output / "tokenizer.json"), SETTINGS).vocab_size
+    if not build_output(output, fill):
+        raise DataError(taken)
+    found = inspect_tokenizer(output / "tokenizer.json", load_tokenizer(output / "tokenizer.json"), SETTINGS).vocab_size
     console.line(f"Wrote {output}: {found:,} tokens")
     if found < vocab_size:
         console.warning(f"the text has too few different words for {vocab_size:,} tokens")

@@ -1,4 +1,7 @@
-"""Tokenizing: a corpus becomes token files. Who was killed goes on where he stopped, and ends in the same bytes."""
+"""Tokenizing: a corpus becomes token files.
+
+A job that was killed resumes, and writes the same bytes.
+"""
 
 import json
 import shutil
@@ -18,7 +21,7 @@ from meshtrain.data.text.chunks import read_chunks
 from meshtrain.data.text.corpus import Corpus
 from meshtrain.data.text.documents import count_problem
 from meshtrain.data.tokens.cutting import Cutter
-from meshtrain.data.tokens.encoding import EncodedBlock, Task
+from meshtrain.data.tokens.encoding import EncodedBlock, build_task
 from meshtrain.data.tokens.journal import JOURNAL, Job, Progress, load_journal
 from meshtrain.data.tokens.part_writer import PartState, PartWriter, file_sizes
 from meshtrain.data.tokens.scanning import progress_if_long, scan_tokens, scan_trained_mask
@@ -32,7 +35,7 @@ from meshtrain.data.tokens.token_file import (
 )
 from meshtrain.data.tokens.tokenizer import TokenizerFiles
 from meshtrain.data.tokens.workers import BLOCK_BYTES, encode_blocks, group_into_blocks
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 
 SECONDS_BETWEEN_ENTRIES = 2.0
 
@@ -43,13 +46,15 @@ def prepare_token_files(
     """Tokenize a corpus, unless the cache has it.
 
     Args:
-        description: what the progress bar says.
+        description: the text of the progress bar.
 
     Returns:
-        The token files by part (TRAIN, and VALIDATION if documents are held out), and whether they had to be built.
+        The token files by part (TRAIN, and VALIDATION if documents are held out), and whether they
+        were built now.
 
     Raises:
-        DataError: if a document cannot be read, a part comes out empty, or the cache cannot be written.
+        DataError: if a document cannot be read, a part comes out empty, or the cache cannot be
+            written.
     """
     job = Job(corpus, tokenizer, description)
     name = f"tokens/{job.identity}"
@@ -62,12 +67,13 @@ def prepare_token_files(
 
 
 def tokenize(directory: Path, *, job: Job) -> None:
-    """Write the token files of a job into a directory: a new one, or one that was left when this was killed.
+    """Write the token files of a job into a directory: a new one, or one that a killed job left.
 
-    The bytes are the same for any number of workers, and however often it was killed.
+    The bytes are the same for any number of workers, and however often the job was killed.
 
     Raises:
-        DataError: if a document cannot be read, a part comes out empty, or a file changes meanwhile.
+        DataError: if a document cannot be read, a part comes out empty, or a file changes
+            meanwhile.
     """
     progress = load_journal(directory, job)
     if progress is None:
@@ -83,13 +89,13 @@ def tokenize(directory: Path, *, job: Job) -> None:
     job.corpus.check_unchanged()
     _check_not_empty(job.corpus, progress, [writer.state for writer in writers.values()])
     for part, writer in writers.items():
-        # What is not of one part is counted in the first.
-        _close(directory / part, job, writer.state, progress if part == TRAIN else Progress())
+        # Bad records belong to no part. They are counted in the first.
+        _finish_part(directory / part, job, writer.state, progress if part == TRAIN else Progress())
     (directory / JOURNAL).unlink(missing_ok=True)
 
 
 class _Run:
-    """What a job does between two kills."""
+    """Runs a job from its last journal entry to its end."""
 
     def __init__(self, directory: Path, job: Job, progress: Progress, writers: dict[str, PartWriter]) -> None:
         self._directory = directory
@@ -99,9 +105,9 @@ class _Run:
 
     def run(self) -> None:
         corpus, tokenizer = self._job.corpus, self._job.tokenizer.load()
-        task = Task(tokenizer.to_str(), self._job.type_on_disk, corpus.text_key, corpus.form, self._job.template)
+        task = build_task(corpus, tokenizer, self._job.type_on_disk, self._job.template)
         blocks = group_into_blocks(read_chunks(corpus, Cutter(tokenizer), self._progress.position))
-        # A process takes longer to start than one block takes to encode.
+        # Starting a process takes longer than encoding one block.
         num_workers = min(self._job.num_workers, corpus.num_bytes // BLOCK_BYTES)
         last_entry = monotonic()
         with console.progress(self._job.description, corpus.num_bytes, unit="MB") as advance:
@@ -113,18 +119,19 @@ class _Run:
                     disk_bytes = sum(chunk.disk_bytes for chunk in block)
                     self._progress.disk_bytes += disk_bytes
                     advance(disk_bytes)
-                    if self._is_enough():
+                    if self._has_all_documents():
                         break
                     if monotonic() - last_entry > SECONDS_BETWEEN_ENTRIES:
                         self._write_journal()
                         last_entry = monotonic()
             except DataError:
-                # Never raised with a block half written. What was done need not be done again.
+                # It is never raised within a block, so what was written so far need not be written
+                # again.
                 self._write_journal()
                 raise
         self._write_journal()
 
-    def _is_enough(self) -> bool:
+    def _has_all_documents(self) -> bool:
         limit = self._job.corpus.num_documents
         return limit is not None and self._progress.documents >= limit and not self._progress.is_open
 
@@ -142,9 +149,9 @@ class _Run:
         begun = progress.documents + np.cumsum(is_first & ~is_empty)
         limit = corpus.num_documents
         self._count_problems(block, begun, limit)
-        is_asked_for = np.where(is_empty, begun, begun - 1) < (np.inf if limit is None else limit)
-        num_texts = int(is_asked_for.sum())
-        kept = ~is_empty & is_asked_for
+        is_within_limit = np.where(is_empty, begun, begun - 1) < (np.inf if limit is None else limit)
+        num_texts = int(is_within_limit.sum())
+        kept = ~is_empty & is_within_limit
         if corpus.held_out:
             held_out = np.array([corpus.is_held_out(max(0, number - 1)) for number in begun.tolist()], np.bool_)
             self._writers[TRAIN].write(block.select(kept & ~held_out))
@@ -169,11 +176,14 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
     documents = [part.documents for part in parts]
     if min(documents) > 0:
         return
+    settings = corpus.settings
     where = str(corpus.files[0].path) if len(corpus.files) == 1 else f"{corpus.files[0].path} and the files after it"
     if sum(documents):
         raise DataError(
-            f"{where}: {sum(documents):,} documents cannot be parted by data.validation = {corpus.held_out}; "
-            "set data.validation to files of its own, or to 0"
+            Problem(
+                f"{where}: {sum(documents):,} documents cannot be split by {settings.validation} {corpus.held_out}",
+                settings.other_validation,
+            )
         )
     empty_documents = progress.empty_documents + sum(part.empty_documents for part in parts)
     raise DataError(
@@ -182,15 +192,14 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
     )
 
 
-def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> None:
-    """Read what was written, check it, and write what it holds."""
+def _finish_part(directory: Path, job: Job, state: PartState, progress: Progress) -> None:
+    """Check what was written to a part, and write its counts."""
     for name, size in file_sizes(state, job.type_on_disk, has_marks=job.corpus.form is not None).items():
-        check_size(directory / name, size, said_by="the process that wrote it")
+        check_size(directory / name, size, stated_in="the process that wrote it")
     offsets = np.memmap(directory / "documents.bin", np.int64, "r")
-    vocab_size, end_id = job.tokenizer.vocab_size, job.tokenizer.end_id
     tokens = directory / "tokens.bin"
     with progress_if_long(f"Checking {directory.name}", tokens.stat().st_size) as advance:
-        scan = scan_tokens(tokens, job.type_on_disk, offsets, vocab_size=vocab_size, end_id=end_id, advance=advance)
+        scan = scan_tokens(tokens, job.type_on_disk, offsets, tokenizer=job.tokenizer, advance=advance)
     assert scan.ended_documents == state.documents, "every document is followed by the end token"
     TokenCounts(
         documents=state.documents,
@@ -205,12 +214,12 @@ def _close(directory: Path, job: Job, state: PartState, progress: Progress) -> N
         tokens_hash=scan.tokens_hash,
         documents_hash=scan.documents_hash,
         meshtrain=version("meshtrain"),
-        **_trained(directory, job),
+        **_count_trained(directory, job),
     ).write(directory)
 
 
-def _trained(directory: Path, job: Job) -> dict[str, Any]:
-    """Return what is counted of the tokens that are trained on, if not all are."""
+def _count_trained(directory: Path, job: Job) -> dict[str, Any]:
+    """Return the counts of the tokens that are trained on, if not all are."""
     if job.corpus.form is None:
         return {}
     num_tokens, hashed = scan_trained_mask(directory / "trained.bin")

@@ -1,8 +1,9 @@
-"""Workers: processes that encode, so that every core is busy while this one reads and writes.
+"""Workers: processes that encode, so that all cores are used while this process reads and writes.
 
-Plain processes with a socket each, not a pool of multiprocessing: a fork would inherit the threads of torch and
-tokenizers as ruins, a spawn would import the main module of whoever called, and either outlives a parent that is
-killed. Processes, not the threads of tokenizers: those share a cache behind a lock and wait for the interpreter.
+Each worker is a plain process with a socket. A pool of multiprocessing is not used: a fork would
+inherit broken threads of torch and tokenizers, a spawn would import the main module of the caller,
+and both outlive a parent that is killed. The threads of tokenizers are not used either: they share
+a cache behind a lock, and wait for the interpreter.
 """
 
 import os
@@ -24,28 +25,28 @@ from meshtrain.data.tokens.encoding import EncodedBlock, Task
 from meshtrain.errors import DataError
 
 BLOCK_BYTES = 1 << 21
-"""Sent to a worker at a time."""
+"""The size of the blocks that a worker receives."""
 
 MAX_WORKERS = 64
-"""One process reads and writes for all: it takes about 3 ms per MB, for which a worker takes 250."""
+"""One process reads and writes for all workers. It needs about 3 ms per MB, and a worker 250 ms."""
 
 BLOCKS_AHEAD = 2
-"""Per worker: read or encoded, and not written yet."""
+"""Blocks per worker that are read or encoded, and not written yet."""
 
 Block = list[Chunk]
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use, MAX_WORKERS at most."""
+    """Return the number of cores that this process may use, at most MAX_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_WORKERS)
 
 
 def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[Block]:
-    """Gather chunks until they are worth a journey.
+    """Group chunks into blocks of about BLOCK_BYTES.
 
     Raises:
-        DataError: what `chunks` raises, after all that came before it.
+        DataError: what `chunks` raises, after the blocks of all chunks before it.
     """
     block: Block = []
     num_bytes = 0
@@ -54,7 +55,7 @@ def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[Block]:
         for chunk in chunks:
             block.append(chunk)
             num_bytes += len(chunk.data)
-            # Whoever went on right behind a damage would meet it again: only what follows it leaves the file.
+            # A block never ends with damage: a job that resumed there would read the damage again.
             if num_bytes >= BLOCK_BYTES and chunk.kind != "damage":
                 yield block
                 block, num_bytes = [], 0
@@ -70,10 +71,10 @@ def encode_blocks(blocks: Iterable[Block], task: Task, num_workers: int) -> Iter
     """Encode blocks in their order.
 
     Args:
-        num_workers: processes; 0: none but this one.
+        num_workers: number of processes to start; 0: this process encodes.
 
     Raises:
-        DataError: what reading `blocks` raises, after all blocks before; or that a worker died.
+        DataError: what reading `blocks` raises, after all blocks before it; or if a worker died.
     """
     with ExitStack() as stack:
         encode: Callable[[Block], EncodedBlock]
@@ -112,7 +113,10 @@ def _without_data(block: Block) -> Block:
 
 @contextmanager
 def _workers(task: Task, count: int) -> Iterator[Callable[[Block], EncodedBlock]]:
-    """Start workers; yield a function that lets an idle one encode a block, for as many threads as workers."""
+    """Start workers, and yield a function that lets an idle one encode a block.
+
+    The function may be called in as many threads as there are workers.
+    """
     idle: SimpleQueue[tuple[subprocess.Popen, Connection]] = SimpleQueue()
 
     def encode(block: Block) -> EncodedBlock:
@@ -122,8 +126,8 @@ def _workers(task: Task, count: int) -> Iterator[Callable[[Block], EncodedBlock]
             return pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise DataError(
-                f"a process that tokenizes ended (exit code {process.wait()}); if this machine was short of memory, "
-                "let fewer work at a time (--workers); start again: what is done is kept"
+                f"a tokenizing process ended (exit code {process.wait()}); if this machine was short of memory, "
+                "use fewer (--workers); start again: finished work is kept"
             ) from error
         finally:
             idle.put((process, connection))
