@@ -249,7 +249,7 @@ def test_killed_worker_is_reported(corpus_directory, cache, tmp_path):
     os.kill(worker, signal.SIGKILL)
 
     assert problems.get(timeout=60) == (
-        "a process that tokenizes ended (exit code -9); if this machine was short of memory, "
+        "a tokenizing process ended (exit code -9); if this machine was short of memory, "
         "use fewer (--workers); start again: finished work is kept",
     )
     process.join()
