@@ -1,4 +1,4 @@
-"""Small corpora on disk, tokenized byte by byte, so that a test can say exactly which tokens to expect."""
+"""Small corpora on disk, tokenized byte by byte, so that a test knows which tokens to expect."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from meshtrain.data.tokens.tokenizing import prepare_token_files
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """Be a user that file permissions hold for, where the tests run as root."""
+    """Run as a user whose file permissions are enforced, even if the tests run as root."""
     before = os.geteuid()
     os.seteuid(65534 if before == 0 else before)
     try:
@@ -49,7 +49,7 @@ def read_pieces(*sources: Path | str, **options) -> tuple[list, DocumentReader]:
 
 
 def byte_tokenizer(cache: Cache) -> TokenizerFiles:
-    """A byte-level BPE without room for a single merge: one token per byte."""
+    """Return a byte-level BPE without room for a merge: one token per byte."""
     source = cache.directory / "any.txt"
     cache.directory.mkdir(parents=True, exist_ok=True)
     source.write_text("any text")
@@ -57,7 +57,7 @@ def byte_tokenizer(cache: Cache) -> TokenizerFiles:
 
 
 def expected_tokens(texts: list[str], tokenizer: TokenizerFiles) -> list[list[int]]:
-    """Encode each text on its own, the plain way, with its end token."""
+    """Encode each text on its own, and add the end token."""
     loaded = tokenizer.load()
     return [[*loaded.encode(text, add_special_tokens=False).ids, tokenizer.end_id] for text in texts]
 
@@ -67,7 +67,7 @@ def random_texts(rng: random.Random, count: int, longest: int = 40) -> list[str]
 
 
 def token_file(directory: Path, texts: list[str]) -> tuple[TokenFile, TokenizerFiles]:
-    """Tokenize texts into a cache of their own."""
+    """Tokenize texts into their own cache."""
     directory.mkdir(parents=True, exist_ok=True)
     cache = Cache(directory / "cache")
     tokenizer = byte_tokenizer(cache)

@@ -1,4 +1,4 @@
-"""The cache under real processes: one builds, the others wait; whoever is killed leaves nothing that is believed."""
+"""The cache with real processes: one builds, the others wait, and a kill leaves nothing wrong."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from meshtrain.data.cache import Cache
 from meshtrain.errors import DataError
 from tests.data.corpora import without_privileges
 
-# Not forked: a fork would inherit the threads of tokenizers as ruins.
+# A fork would inherit broken threads of tokenizers.
 context = multiprocessing.get_context("spawn")
 
 
@@ -57,7 +57,7 @@ def build(place: Path, fill: Callable[[Path], None], leads: bool, start: Any, an
 
 
 class Builders:
-    """Processes that build at the same moment."""
+    """Start processes that build at the same moment."""
 
     def __init__(self, place: Path, fill: Callable[[Path], None], leads: list[bool]) -> None:
         self.answers = context.Queue()

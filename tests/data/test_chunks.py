@@ -1,4 +1,4 @@
-"""Chunks: wherever reading begins again, it goes on with what comes next, whatever the kind of file."""
+"""Chunks: reading resumes from any position, for every kind of file."""
 
 import gzip
 import itertools

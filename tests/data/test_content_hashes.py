@@ -1,4 +1,4 @@
-"""Content hashes: of what is in a file now, read once."""
+"""Content hashes: each file is read once, and again when it changes."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def test_the_hash_is_that_of_the_content(tmp_path, cache):
 def test_known_file_is_not_read_again(tmp_path, cache):
     path = write(tmp_path / "a.txt", "one")
     first = content_hashes(found(path), cache)
-    # The same size and time: as far as anybody can tell without reading, the same file.
+    # Size and time are the same, so the file counts as unchanged.
     write(path, "two")
 
     assert content_hashes(found(path), cache) == first

@@ -1,4 +1,4 @@
-"""Conversations and completions: just what the assistant says is learnt, token by token."""
+"""Conversations and completions: exactly the tokens of the assistant are trained on."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# As reasoning models have it: thoughts of earlier turns are left out.
+# Templates of reasoning models leave out the thoughts of earlier turns.
 FORGETFUL = (
     "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' and not loop.last %}"
     "{{ message['content'].split('</think>')[-1] }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
@@ -75,7 +75,7 @@ def configure(directory: Path, records: list[dict], template: str | None, **opti
     return DataConfig(**{**defaults, **options})
 
 
-def learnt(file: TokenFile, directory: Path, document: int = 0) -> list[str]:
+def trained_runs(file: TokenFile, directory: Path, document: int = 0) -> list[str]:
     """Return the runs of tokens of a document that are trained on, as text."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     start, end = file.offsets[document : document + 2]
@@ -92,7 +92,7 @@ def learnt(file: TokenFile, directory: Path, document: int = 0) -> list[str]:
     [
         (CHATML, ["A grid of processes. ✓<|im_end|>", "Bye<|im_end|>"]),
         (MARKED, ["A grid of processes. ✓<|im_end|>", "Bye<|im_end|>"]),
-        # A template without end tokens: the end of all is learnt.
+        # A template without end tokens: the end of the document is trained on.
         (PLAIN, ["A grid of processes. ✓\n", "Bye\n<|im_end|>"]),
     ],
     ids=["chatml", "marked", "plain"],
@@ -101,8 +101,8 @@ def test_only_the_assistant_messages_are_trained_on(tmp_path, template, runs):
     data = prepare_data(configure(tmp_path, [{"messages": TALK}, {"messages": TALK[:2]}], template))
     file = data.sources[0].train
 
-    assert learnt(file, tmp_path) == runs
-    assert len(learnt(file, tmp_path, 1)) == 1
+    assert trained_runs(file, tmp_path) == runs
+    assert len(trained_runs(file, tmp_path, 1)) == 1
     assert file.counts.trained_tokens == int(file.trained.sum())
     stock = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ids = stock.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
@@ -134,7 +134,7 @@ def test_completions_are_trained_on_with_their_end_token(tmp_path):
     config = configure(tmp_path, records, None, format="completion", prompt_key="question", completion_key="answer")
     file = prepare_data(config).sources[0].train
 
-    assert [learnt(file, tmp_path, document) for document in (0, 1)] == [["4<|im_end|>"], ["yes<|im_end|>"]]
+    assert [trained_runs(file, tmp_path, document) for document in (0, 1)] == [["4<|im_end|>"], ["yes<|im_end|>"]]
     assert file.counts.text_bytes == len("2 + 2 = 4yes")
 
 

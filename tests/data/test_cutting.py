@@ -1,4 +1,4 @@
-"""Cutting: the pieces of a long document become the tokens that the whole becomes, or it is not cut."""
+"""Cutting: the pieces of a document have the tokens of the full document, or it is not cut."""
 
 import random
 
@@ -32,7 +32,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(num_characters: int) -> str:
-    """Write words of letters, digits, signs and other alphabets, in lines that begin and end in every way."""
+    """Return lines of letters, digits, signs and other alphabets, with every kind of start and end."""
     rng = random.Random(0)
     words = ["word", "under_score", "x", "1234", "don't", "==", "//", "été", "日本語", "🦜", "  ", "\t", "end;", " "]
     line_ends = ["\n", "\n\n", "\n    ", " \n", "\r\n", "\n/", "\n}"]
@@ -78,7 +78,7 @@ def test_a_piece_does_not_depend_on_how_much_was_read():
 
 
 def test_line_end_where_tokens_would_join_is_skipped():
-    # With this one, whatever stands before a slash and a line end joins what follows.
+    # With this tokenizer, text before a slash and a line end joins the text after it.
     text = "word;\n/other\n" * 10_000
     tokenizer = trained(USUAL["gpt4o"], text)
 

@@ -1,4 +1,4 @@
-"""Inspecting: what is shown of a sample or a document is what the model is given."""
+"""Inspecting: it shows exactly what the model receives."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The loader: the right rows, ahead of time, from any step, for any number of ranks."""
+"""The loader: it reads the right rows ahead, from any step and for any number of ranks."""
 
 import gc
 import threading
@@ -120,7 +120,7 @@ def test_batches_left_out_are_skipped(packed):
 
 
 class SlowSamples:
-    """Samples from a disk that takes its time."""
+    """Samples from a slow disk."""
 
     def __init__(self, seconds: float = 0.0, broken_at: int | None = None) -> None:
         self.seconds, self.broken_at = seconds, broken_at

@@ -1,4 +1,4 @@
-"""Megatron-LM's pairs: read as they are, written as Megatron-LM reads them, and refused where the two do not fit."""
+"""Megatron-LM pairs: they are read and written, and refused if the files do not match."""
 
 import math
 import struct
@@ -20,7 +20,7 @@ from tests.data.corpora import token_file
 
 END = 9
 DOCUMENTS = [[[1, 2, 3, END]], [[4, END]], [[5, 6], [7, 8, END]], [[]], [[1, END]]]
-"""Of sequences."""
+"""Tokens of each sequence."""
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def cache(tmp_path) -> Cache:
 
 @pytest.fixture
 def tokenizer(tmp_path, cache) -> TokenizerFiles:
-    """Of ten tokens; the last is the end token."""
+    """Return a tokenizer of ten tokens, of which the last is the end token."""
     words = {f"w{number}": number for number in range(END)} | {"</s>": END}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     return find_tokenizer(str(tmp_path / "tokenizer.json"), cache)
 
 
 def write_pair(prefix: Path, documents: list[list[list[int]]] = DOCUMENTS, kind: str = "u2", code: int = 8) -> Path:
-    """Write a pair by hand, in the words of the format."""
+    """Write a pair byte by byte, as the format defines it."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = np.array([token for sequence in sequences for token in sequence], kind)
     lengths = [len(sequence) for sequence in sequences]

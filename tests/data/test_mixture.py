@@ -1,4 +1,4 @@
-"""Mixtures: every source has its share, every sample its turn, and all of it is known from the step alone."""
+"""Mixtures: every source has its share, and the step alone decides every sample."""
 
 import time
 
@@ -101,12 +101,12 @@ def test_other_sources_continue_when_one_ends(ending):
         own = ids[sources_of(ids) == number]
         if source.name in ending:
             assert len(own) == len(set(own.tolist()))
-            # What does not fill the last batch is left out.
+            # Samples that do not fill the last batch are left out.
             assert len(own) > source.num_samples - 6
     if order.num_steps is not None:
         assert steps == sum(source.num_samples for source in sources) // 6
     else:
-        # Once those are gone, the others have their shares among each other.
+        # After those end, the remaining sources keep their relative shares.
         late = np.bincount(sources_of(ids[-1200:]), minlength=3)
         going_on = [source.weight for source in sources if source.name not in ending]
         assert [count for count in late if count] == pytest.approx(

@@ -1,4 +1,4 @@
-"""The order of the samples: a permutation, the same for everybody."""
+"""The order of the samples: a permutation that is the same for every process."""
 
 import time
 from itertools import pairwise
@@ -39,7 +39,7 @@ def test_each_epoch_and_each_seed_has_its_own_order():
 
 
 def test_the_order_never_changes_between_versions():
-    """Checkpoints count on it: a run that goes on after an upgrade must not see a sample twice."""
+    """Checkpoints depend on it: a run that resumes after an upgrade must not read a sample twice."""
     order = SampleOrder(1000, global_batch_size=6, seed=7)
 
     assert order.sample_ids(0).tolist() == GOLDEN[0]
@@ -102,7 +102,7 @@ def test_a_group_is_sorted_by_length_and_holds_the_same_samples(drop_last):
         assert sorted(np.concatenate(batches)) == sorted(np.concatenate([plain.sample_ids(step) for step in group]))
         whole = [lengths[batch] for batch in batches if (batch >= 0).all()]
         spans += [batch.max() - batch.min() for batch in whole]
-        # Each batch lies between its neighbours in length, whatever the order in which they come.
+        # The lengths of batches do not overlap, in whatever order they come.
         ranges = sorted((batch.min(), batch.max()) for batch in whole)
         assert all(before[1] <= after[0] for before, after in pairwise(ranges))
     assert np.mean(spans) < 200

@@ -1,4 +1,4 @@
-"""Preparing: from the words of a run file to samples, by one process or many."""
+"""Preparing: from the settings of a run file to samples, by one process or many."""
 
 import multiprocessing
 import subprocess
@@ -17,7 +17,7 @@ from meshtrain.data.samples.rows import PackedSamples, PaddedSamples
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, write_lines
 
-# Not forked: a fork would inherit the threads of tokenizers as ruins.
+# A fork would inherit broken threads of tokenizers.
 context = multiprocessing.get_context("spawn")
 
 TEXTS = [f"document {number} of the corpus" for number in range(100)]

@@ -1,4 +1,4 @@
-"""Samples: what is cut from a token file is exactly what is in it."""
+"""Samples: they hold exactly the tokens of the token file."""
 
 import random
 from dataclasses import replace
@@ -113,8 +113,8 @@ def test_separate_documents_restart_positions_and_do_not_train_their_first_token
             document_start = begins[np.searchsorted(begins, place, "right") - 1]
             assert rows["input_ids"][sample, column] == stream[place]
             assert rows["position_ids"][sample, column] == place - max(document_start, start)
-            foretold = IGNORE_INDEX if place + 1 in begins else stream[place + 1]
-            assert rows["labels"][sample, column] == foretold
+            expected_label = IGNORE_INDEX if place + 1 in begins else stream[place + 1]
+            assert rows["labels"][sample, column] == expected_label
     assert rows["position_ids"][-1].tolist() == list(range(16))
     assert (rows["labels"][-1] == IGNORE_INDEX).all()
 

@@ -1,4 +1,4 @@
-"""Sources: what a run file may name, and what it hears when it names something else."""
+"""Sources: what a run file may name, and the messages for anything else."""
 
 import sysconfig
 import tempfile

@@ -1,4 +1,4 @@
-"""Streams: the same samples from any place on, read while they are trained on."""
+"""Streams: the same samples from any position on, read during training."""
 
 import json
 import random
@@ -138,7 +138,7 @@ def test_stream_resumes_on_any_number_of_ranks(tmp_path, texts, options):
     for step in (1, 7, 20):
         first = feed_of(config)
         assert samples_of(first, 0, step) == whole[:step]
-        # As the checkpoint has it: through JSON, and while later batches have been read ahead.
+        # As in a checkpoint, the state goes through JSON while later batches are already read.
         state = {name: tuple(saved) for name, saved in json.loads(json.dumps(first.stream_state(step))).items()}
         parts = []
         for rank in range(2):
@@ -241,7 +241,7 @@ def test_bad_record_is_reported_when_it_is_reached(tmp_path, texts):
         DataError, match=r"0\.jsonl, line 21: not JSON \(column 1: Expecting value\); fix it, or"
     ) as caught:
         samples_of(feed, 0, 100)
-    # In one line, and not with the traceback of the thread that reads.
+    # It is one line, without the traceback of the thread that reads.
     assert caught.value.lines[0].startswith(str(tmp_path))
     skipping = config.model_copy(update={"on_bad_record": "skip"})
     assert samples_of(feed_of(skipping), 0, 30) == samples_of(
@@ -308,7 +308,7 @@ def test_table_at_a_url_is_streamed(tmp_path, texts):
 
 
 class UnreliableFileSystem(MemoryFileSystem):
-    """A store whose library has exceptions of its own."""
+    """A file system whose library has its own exceptions."""
 
     protocol = "unreliable"
 

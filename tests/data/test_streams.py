@@ -1,4 +1,4 @@
-"""Compressed files and tables: read whole, or known to be damaged, with the place; nothing is half read in silence."""
+"""Compressed files and tables: they are read completely, or reported as damaged."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def compressed(content: bytes, kind: str) -> bytes:
 
 
 def bgzf(content: bytes, *, with_end: bool = True) -> bytes:
-    """Compress as bgzip does: in members that say their size, with an empty one at the end."""
+    """Compress as bgzip does: members state their size, and an empty one ends the file."""
     members = []
     for part in [content[start : start + 20_000] for start in range(0, len(content), 20_000)] + [b""] * with_end:
         deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -110,7 +110,7 @@ def test_changed_bytes_are_damage(tmp_path, lines, kind, capsys):
         path = tmp_path / f"{name}.jsonl.{kind}"
         _, reader = read_pieces(path, on_bad_record="skip")
 
-        # What a changed byte stands for may be lines that are none, until the checksum tells.
+        # A changed byte may decompress to bad lines before the checksum fails.
         assert reader.skipped_records >= 1
         assert " file is damaged: " in problem_of(path) or (name, kind) == ("middle", "zst")
     assert " file is damaged: " in capsys.readouterr().err

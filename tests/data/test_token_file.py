@@ -1,4 +1,4 @@
-"""The token file: what a corpus becomes, whatever its form, and what survives a kill."""
+"""The token file: every form of a corpus gives the same one, and a kill leaves no wrong one."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ from meshtrain.data.tokens.tokenizing import prepare_token_files
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, expected_tokens, open_corpus, random_texts, read_pieces, write_lines
 
-# Not forked: a fork would inherit the threads of tokenizers as ruins.
+# A fork would inherit broken threads of tokenizers.
 context = multiprocessing.get_context("spawn")
 
 
@@ -224,7 +224,7 @@ def test_file_that_changes_while_it_is_read_is_reported(tmp_path, cache):
 
 
 def tokenize_elsewhere(source: Path, cache: Cache) -> None:
-    # Many blocks: whoever wants to kill this process in the middle of its work has the time for it.
+    # Many blocks leave enough time to kill this process in the middle of its work.
     workers.BLOCK_BYTES = tokenizing.BLOCK_BYTES = 1 << 15
     tokenize(source, cache=cache)
 

@@ -1,4 +1,4 @@
-"""`meshtrain tokenize` and `meshtrain tokenizer train`: what they write, and what they say."""
+"""`meshtrain tokenize` and `meshtrain tokenizer train`: the files and the messages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tokenizers: found, or trained; what training must know of them."""
+"""Tokenizers: they are found or trained, and their special tokens are read."""
 
 import json
 import os
@@ -291,7 +291,7 @@ def test_special_tokens_are_added_after_the_existing_ones(tmp_path, cache):
     assert loaded.extra_special_tokens == ["<pad>", "<a>", "<b>"]
     assert loaded.chat_template == "{{ messages }}"
     assert open_tokenizer(config, cache) == files
-    assert find_tokenizer(str(source), cache).vocab_size == 6, "the tokenizer itself is left as it is"
+    assert find_tokenizer(str(source), cache).vocab_size == 6, "the tokenizer itself is unchanged"
 
 
 def test_tokenizer_with_all_special_tokens_is_unchanged(tmp_path, cache):

@@ -1,4 +1,4 @@
-"""Tokenizing by many processes and after kills: the bytes are always the same, and no record is lost or doubled."""
+"""Tokenizing by many processes and after kills: the bytes are always the same."""
 
 import gzip
 import json
@@ -27,14 +27,14 @@ from meshtrain.data.tokens.tokenizing import tokenize
 from meshtrain.errors import DataError
 from tests.data.corpora import byte_tokenizer, read_pieces, write_lines
 
-# Not forked: a fork would inherit the threads of tokenizers as ruins.
+# A fork would inherit broken threads of tokenizers.
 context = multiprocessing.get_context("spawn")
 KINDS = ("a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet", "e.txt")
 
 
 @pytest.fixture(scope="module")
 def corpus_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hold some texts of every kind; some are broken, some empty, one is long."""
+    """Write files of every kind; some texts are bad, some empty, and one is long."""
     directory = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     texts = [f"document {number}\n" + "some words of it\n" * rng.randint(0, 100) for number in range(300)]
@@ -56,7 +56,7 @@ def job_of(directory: Path, cache: Cache, *, num_workers: int = 0, **options) ->
 
 
 def made(directory: Path, job: Job) -> dict[str, tuple[bytes, bytes, dict]]:
-    """Tokenize, and return what the files hold."""
+    """Tokenize, and return the content of the files."""
     directory.mkdir(exist_ok=True)
     tokenize(directory, job=job)
     return {part: content_of(directory / part) for part in job.parts}
@@ -74,7 +74,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 @pytest.fixture(scope="module")
 def expected(corpus_directory: Path, cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Return what one process makes without a stop."""
+    """Return what one process writes without a kill."""
     return made(tmp_path_factory.mktemp("expected"), job_of(corpus_directory, cache, held_out=0.1))
 
 
@@ -94,7 +94,7 @@ def test_tokens_equal_those_of_the_documents(corpus_directory, cache, expected, 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make many blocks of a small corpus."""
+    """Split a small corpus into many blocks."""
     for module in (tokenizing, workers):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 15)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 14)
@@ -121,7 +121,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def position_in(directory: Path) -> list[int]:
-    """Return where the journal is, [-1] before there is one."""
+    """Return the position in the journal; [-1] if there is none yet."""
     try:
         return json.loads((directory / JOURNAL).read_text())["position"]
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def test_killed_job_resumes_and_writes_the_same_bytes(corpus_directory, cache, e
     assert places == sorted(places)
     assert len({tuple(place) for place in places}) == len(places)
     assert ended == expected
-    # It went on where it was, and did not start over.
+    # It resumed where it stopped.
     assert not capsys.readouterr().out.startswith("Tokenizing  0.0/")
     assert not (directory / JOURNAL).exists()
 
@@ -204,7 +204,7 @@ def test_job_that_refuses_bad_records_does_not_resume_one_that_skipped_them(corp
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("limit", [1, 100, 299, 300, 301, 600, 601, 602])
 def test_only_the_first_documents_are_tokenized(corpus_directory, cache, expected, tmp_path, limit):
-    # Beyond the limit nothing is looked at: what is broken there does not matter.
+    # Records beyond the limit are not read, so a bad one there does not matter.
     policy = "fail" if limit <= 300 else "skip"
 
     tokens, documents, counts = made(
@@ -241,7 +241,7 @@ def test_killed_worker_is_reported(corpus_directory, cache, tmp_path):
     directory.mkdir()
     problems = context.Queue()
     job = job_of(corpus_directory, cache, num_workers=1)
-    process = context.Process(target=tell_problem, args=(directory, job, problems))
+    process = context.Process(target=send_problem, args=(directory, job, problems))
     process.start()
     wait_until(lambda: position_in(directory) > [-1])
     (worker,) = [child for child in children_of(process.pid) if "encoding_worker" in command_of(child)]
@@ -255,7 +255,7 @@ def test_killed_worker_is_reported(corpus_directory, cache, tmp_path):
     process.join()
 
 
-def tell_problem(directory: Path, job: Job, problems: multiprocessing.Queue) -> None:
+def send_problem(directory: Path, job: Job, problems: multiprocessing.Queue) -> None:
     try:
         tokenize_elsewhere(directory, job)
     except DataError as error:

@@ -180,8 +180,8 @@ class _Pieces:
         filled = 0
         for row in self._rows:
             taken = min(size - filled, len(row.tokens))
-            for whole, part in ((tokens, row.tokens), (trained, row.trained), (begins, row.begins)):
-                whole[filled : filled + taken] = part[:taken]
+            for target, part in ((tokens, row.tokens), (trained, row.trained), (begins, row.begins)):
+                target[filled : filled + taken] = part[:taken]
             filled += taken
             if filled == size:
                 break

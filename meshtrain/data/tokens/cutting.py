@@ -85,10 +85,10 @@ class Cutter:
             return True
         before = text[max(start, position - CONTEXT_CHARACTERS) : position]
         after = text[position : position + CONTEXT_CHARACTERS]
-        whole, *parts = (
+        uncut, *parts = (
             self._tokenizer.encode(part, add_special_tokens=False).ids for part in (before + after, before, after)
         )
-        return whole == parts[0] + parts[1]
+        return uncut == parts[0] + parts[1]
 
 
 def _line_ends(text: str, start: int, last: int) -> Iterator[int]:

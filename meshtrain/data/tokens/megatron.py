@@ -78,11 +78,11 @@ class MegatronIndex:
             found = FLOAT_TYPES.get(code, "unknown")
             raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {ADVICE}")
         _check_length(path, num_sequences, num_borders)
-        places = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
+        starts = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
         arrays = [
-            np.memmap(path, kind, "r", offset=int(place), shape=(size,)) if size else np.zeros(0, kind)
-            for kind, place, size in zip(
-                ("<i4", "<i8", "<i8"), places, (num_sequences, num_sequences, num_borders), strict=True
+            np.memmap(path, kind, "r", offset=int(start), shape=(size,)) if size else np.zeros(0, kind)
+            for kind, start, size in zip(
+                ("<i4", "<i8", "<i8"), starts, (num_sequences, num_sequences, num_borders), strict=True
             )
         ]
         return cls(path, np.dtype(TOKEN_TYPES[code]).newbyteorder("<"), *arrays)
@@ -112,26 +112,26 @@ class MegatronIndex:
             if is_wrong.any():
                 number = first + int(is_wrong.argmax())
                 found, right = int(self.pointers[number]), int(starts[number - first])
-                place = HEADER.size + 4 * len(self.lengths) + 8 * number
-                self._fail(place, f"sequence {number:,} starts at byte {found:,} of the .bin file and not at {right:,}")
+                byte = HEADER.size + 4 * len(self.lengths) + 8 * number
+                self._fail(byte, f"sequence {number:,} starts at byte {found:,} of the .bin file and not at {right:,}")
             expected = int(ends[-1])
         self._check_borders()
 
     def _check_borders(self) -> None:
-        place = HEADER.size + 12 * len(self.lengths)
+        byte = HEADER.size + 12 * len(self.lengths)
         if not len(self.borders) or self.borders[0] != 0:
-            self._fail(place, "the first document does not start with sequence 0")
+            self._fail(byte, "the first document does not start with sequence 0")
         for first in range(0, len(self.borders), ENTRIES_PER_READ):
             steps = np.diff(self.borders[first : first + ENTRIES_PER_READ + 1])
             if (steps < 0).any():
                 number = first + int((steps < 0).argmax())
-                self._fail(place + 8 * (number + 1), f"document {number:,} ends before it starts")
+                self._fail(byte + 8 * (number + 1), f"document {number:,} ends before it starts")
         if self.borders[-1] != len(self.lengths):
             found = f"the last document ends with sequence {int(self.borders[-1]):,} of {len(self.lengths):,}"
-            self._fail(place + 8 * (len(self.borders) - 1), found)
+            self._fail(byte + 8 * (len(self.borders) - 1), found)
 
-    def _fail(self, place: int, found: str) -> None:
-        raise DataError(f"{self.path}, byte {place:,}: {found}; {ADVICE}")
+    def _fail(self, byte: int, found: str) -> None:
+        raise DataError(f"{self.path}, byte {byte:,}: {found}; {ADVICE}")
 
     def offsets(self) -> np.ndarray:
         """Return the first token of each non-empty document, then the number of tokens."""
