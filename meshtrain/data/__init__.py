@@ -6,5 +6,5 @@ samples/        Samples cut from tokens, their order, and the loader.
 run_sources     Finds what the sources of a run file stand for.
 prepare         Finds, tokenizes and opens the data of a run.
 cache           Directories that one process builds and many share.
-inspection      Shows samples and documents as text: `meshtrain inspect`.
+inspection      Shows samples and documents as text: `meshtrain data inspect`.
 """
