@@ -165,7 +165,7 @@ class _ReplicatedHeads(_Style):
 class _PerHead(_Style):
     """Keep the parameters that every head has for itself whole; each process computes with those of its heads."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         see_own_heads(module, self.region.group.rank(), self.region.group.size())
         return module
 
