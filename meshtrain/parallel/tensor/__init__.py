@@ -1,13 +1,30 @@
-"""Tensor parallelism: the styles of a plan, applied to the modules of a stage.
+"""Tensor parallelism: the rules of a plan, and what shards the modules of a stage by them.
 
-Weights become DTensors, so that sharding over dp, checkpoints and initialisation know the global tensor. The arithmetic
-is on plain local tensors with the four collectives per layer that Megatron has: DTensor dispatch in every projection
-would cost a tenth of a step and seven collectives.
+Modules:
+    adapters: shards LoRA adapters in the same way as the projections that they belong to.
+    behavior: finds out how a module with full parameters computes on a part of the heads.
+    collectives: the collectives of tensor parallelism, with their gradients.
+    derive: derives rules for a model from its own plan or from a family plan.
+    draws: selects the random stream for each part of a decoder layer.
+    flow: follows the parts of the heads through one forward pass on the meta device.
+    heads: makes attention modules count and read only the heads of one process.
+    modules: module classes that hold a shard of their weights.
+    probes: finds out by a cheap run what a module of an unknown class does.
+    region: how hidden states are distributed over tp, and the collectives around sharded weights.
+    rules: resolves the rules of a plan for one model, and checks them.
+    sequence: splits the hidden states along the sequence, and joins them.
+    styles: what each style does to a module.
 
-Between attention and MLP the stream is replicated over tp, or with `sequence_parallel` each process keeps its part of
-the sequence. The sequence is split at the first decoder layer and joined behind the last, so embedding, final norm and
-head are the same in both cases. A parameter that only sees part of the sequence (norms, biases behind a row-wise
-projection) or part of the heads (q_norm, k_norm) gets a partial gradient: its name goes into `summed_over_tp`.
+The package itself has `apply_tensor_parallel`, which applies the styles to a stage. Weights become
+DTensors, so that sharding over dp, checkpoints and initialization know the global tensor. The
+computation uses plain local tensors and the four collectives per layer of Megatron. DTensor
+dispatch in every projection would cost a tenth of a step and seven collectives.
+
+Between attention and MLP the hidden states are replicated over tp. With `sequence_parallel` each
+process keeps its part of the sequence instead. The sequence is split before the first decoder layer
+and joined after the last, so embedding, final norm and head are the same in both cases. A parameter
+gets a partial gradient if it only sees a part of the sequence (norms, biases of row-wise
+projections) or a part of the heads (q_norm, k_norm). Its name goes into `summed_over_tp`.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,10 +59,10 @@ def apply_tensor_parallel(
     Args:
         stage: on the meta device, unfused and cut.
         mesh: the 1-D tp mesh.
-        plan: its switches.
-        rules: of the whole model.
-        adapters: LoRA layers of the stage by the FQN of the stock module, which is in its place; they are sharded as
-            it is.
+        plan: for its setting `sequence_parallel`.
+        rules: of the complete model.
+        adapters: LoRA layers of the stage, by the FQN of their base. The stage holds the base in
+            their position; they are sharded in the same way as the base.
         streams: random streams of this process; None if nothing is random in training.
 
     Returns:
@@ -101,7 +118,7 @@ def _partial_parameters(style: Style, module: nn.Module, region: Region) -> list
 
 
 def _tie_again(stage: Stage) -> None:
-    # Sharding made a new parameter of each end of a tie.
+    # Sharding replaced both ends of a tie by new parameters, so they are tied again.
     for copy_name, source in stage.tied.items():
         if _holds(stage.model, source):
             owner = stage.model.get_submodule(copy_name.rpartition(".")[0])

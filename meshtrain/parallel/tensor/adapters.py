@@ -1,8 +1,9 @@
-"""LoRA adapters beside sharded projections: base(x) + B(A(dropout(x))) * scaling, with A and B cut as the base is.
+"""LoRA adapters of sharded projections: base(x) + B(A(dropout(x))) * scaling.
 
-Beside a column-wise projection A is whole and B is cut by rows, as the base is; beside a row-wise one A is cut by
-columns, its few outputs are summed over tp, and B is whole. So an adapter costs at most one collective on a few numbers
-per token (its rank), and what it adds lies as what the base gives.
+A and B are cut to match the base. For a column-wise projection, A is full and B is cut by rows like
+the base. For a row-wise projection, A is cut by columns, its few outputs are summed over tp, and B
+is full. So an adapter costs at most one collective on a few numbers per token (its rank), and its
+output is distributed over tp like the output of the base.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +28,23 @@ from meshtrain.parallel.tensor.styles import ModuleContext, share_rotary_key
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
 ROWS = ("rowwise", "rowwise_split_input")
-# Every process has the whole weight, and the gradient of it for its own heads.
+# Every process has the full weight, and computes its gradient for its own heads only.
 SHARED = "replicated_with_grad_allreduce"
 WHOLE = ("replicate", "sequence_parallel", "mla_kv_a_proj", SHARED)
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, in_parts: bool) -> None:
-    """Find adapters that cannot be cut as their base is.
+    """Check that each adapter can be cut to match its base.
 
     Args:
         model: unfused, with the adapters taken off.
-        layers: these.
+        layers: the LoRA layers, by the FQN of their base.
         rules: of the model.
-        in_parts: whether the sequence lies in parts between the blocks of a layer (sequence parallelism).
+        in_parts: whether hidden states between the blocks of a layer are split along the sequence
+            (sequence parallelism).
 
     Raises:
-        PlanError: one line for each pattern of modules.
+        PlanError: with one line for each pattern of modules that cannot be cut.
     """
     problems: dict[str, None] = {}
     for name, layer in layers.items():
@@ -61,7 +63,7 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
 
 
 def drops_out(layer: nn.Module) -> bool:
-    """Tell whether an adapter of a layer has dropout."""
+    """Return whether an adapter of a layer has dropout."""
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
 
 
@@ -75,9 +77,10 @@ def shard_adapters(
 
     Args:
         model: of the stage, with its own modules sharded.
-        layers: adapters of these modules, taken off and in parts as they are.
+        layers: LoRA layers of these modules, taken off and unfused like them, by the FQN of their
+            base.
         mesh: the 1-D tp mesh.
-        place_of: where a module of the stage stands.
+        place_of: returns the context of a module of the stage.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
@@ -103,7 +106,11 @@ def shard_adapters(
 
 
 def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "whole"] | None:
-    """Return what an adapter must follow beside a projection, whose parts have these styles; None: it cannot."""
+    """Return how an adapter of a projection is cut, from the styles of the projection's parts.
+
+    Returns:
+        None if no adapter can match these styles.
+    """
     kinds = {*styles}
     if kinds & {*COLUMNS} and kinds <= {*COLUMNS, SHARED}:
         return "columns"
@@ -128,12 +135,15 @@ def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: 
 def _beside_columns(
     layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
-    """Cut B by rows. The gradient of what A gives is a sum over tp."""
+    """Cut B by rows, and return the names of the parameters with partial gradients.
+
+    The gradient of the output of A is a sum over tp.
+    """
     up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
     names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
-    # The dropout has taken a part of the sequence.
+    # With dropout the input of A is a part of the sequence, even where the block has a full input.
     if (in_parts and drops_out(layer)) or not place.entered:
-        # Where the stream crosses into the shards, the outputs of A do so instead: there are fewer of them.
+        # The outputs of A are fewer than its inputs, so the collective is applied to the outputs.
         _give_edges(down, nothing, place.region.enter)
     if place.entered or in_parts:
         names.append(f"lora_A.{adapter}.weight")
@@ -141,7 +151,11 @@ def _beside_columns(
 
 
 def _shard_up(up: nn.Module, base: nn.Module, place: ModuleContext, mesh: DeviceMesh) -> list[str]:
-    """Shard B, or its parts, beside the base, and return the names of its parameters whose gradients stay partial."""
+    """Shard B, or each of its parts, like the base.
+
+    Returns:
+        The names of its parameters whose gradients stay partial.
+    """
     names: list[str] = []
     for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(place.name, base), strict=True):
         assert isinstance(mine, nn.Linear)
@@ -160,7 +174,7 @@ def _shard_up(up: nn.Module, base: nn.Module, place: ModuleContext, mesh: Device
 def _beside_rows(
     layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
-    """Cut A by columns, and sum what it gives over tp."""
+    """Cut A by columns, sum its outputs over tp, and return the names with partial gradients."""
     _shard(down, 1, mesh)
     _give_edges(down, base.enter, place.region.leave)
     return _names_up(adapter, up) if place.region.sequence_parallel else []
@@ -191,13 +205,16 @@ def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
 
 
 class AdapterDropout(nn.Module):
-    """Dropout of what an adapter reads: where all processes have the same they drop the same, and else each its own.
+    """Dropout on the input of an adapter.
+
+    Processes with the same input drop the same elements. Processes with different inputs draw from
+    a random stream of their own.
 
     Args:
         dropout: to apply.
-        region: where the base of the adapter stands.
+        region: that the base of the adapter is in.
         is_cut: whether every process has its own features.
-        takes_part: whether of an input that all have whole each shall take its part of the sequence.
+        takes_part: whether every process has the full input and takes its part of the sequence.
     """
 
     def __init__(self, dropout: nn.Module, region: Region, *, is_cut: bool, takes_part: bool) -> None:
@@ -206,10 +223,18 @@ class AdapterDropout(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """Drop some of (batch, seq or seq/tp, features or features/tp); give (batch, seq/tp, features) of a part."""
+        """Drop elements of the input.
+
+        Args:
+            x: (batch, seq or seq/tp, features or features/tp).
+
+        Returns:
+            The same shape, or (batch, seq/tp, features) if it takes a part of the sequence.
+        """
         in_parts = self.region.in_parts()
         if self.takes_part and in_parts:
-            # Not `split_sequence`: the gradient of the whole is a sum over tp already, to which each adds its part.
+            # `split_sequence` would join the gradients of the parts. Here the gradient of the full
+            # input is summed over tp already, and every process adds its part to that sum.
             group = self.region.group
             x = x.chunk(group.size(), SEQUENCE_DIM)[group.rank()]
         streams = self.region.streams

@@ -1,5 +1,7 @@
-"""How a module with whole parameters computes on the heads of one process. Running it on numbers
-tells."""
+"""Find out how a module with full parameters computes on the heads of one process.
+
+The module runs on random numbers, once with all heads and once for each process.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,19 +15,20 @@ from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.modules import see_own_heads
 
 Behavior = Literal["alike", "per_head", "joint"]
-"""`alike`: all heads share the parameters. `per_head`: every head has parameters of its own.
-`joint`: the module computes over several heads at once, so a process with a part of the heads
-computes something else."""
-# Modules of transformers cast to float32.
+"""How a module treats the heads.
+
+`alike`: all heads share the parameters. `per_head`: every head has parameters of its own. `joint`:
+the module computes over several heads at once, so its results change with a part of the heads.
+"""
+# Results differ by the rounding of float32, because modules of transformers cast to it.
 CLOSE = 1e-4
 
 
 def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
-    """Compare what a module computes on all heads with what it computes on the heads of each
-    process.
+    """Compare the results of a module on all heads with its results on the heads of each process.
 
     Args:
-        module: on meta; it is not changed.
+        module: on the meta device; it is not changed.
         whole: nest of its arguments, (args, kwargs), with meta tensors that have all heads.
         part: the same nest with meta tensors that have the heads of one process.
     """
@@ -72,7 +75,7 @@ def _computes_the_same(
 
 
 def _cut_dim(whole: Any, part: Any) -> int | None:
-    """Return the dimension of which one process has a part, or None."""
+    """Return the dimension that is split over the processes, or None."""
     if not isinstance(whole, Tensor) or whole.shape == part.shape:
         return None
     return next(dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim])
@@ -83,8 +86,10 @@ def _cut_ones(wholes: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | 
 
 
 def _random(leaf: Any, dim: int | None) -> Any:
-    """Return values whose statistics differ from head to head, so that a joint norm cannot look
-    like one per head."""
+    """Return random values for a meta tensor, and any other argument unchanged.
+
+    The statistics differ from head to head, so that a joint norm cannot look like one per head.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_floating_point():
@@ -102,7 +107,7 @@ def _narrow(value: Any, dim: int | None, rank: int, ways: int) -> Any:
 
 
 def _materialized(module: nn.Module) -> nn.Module:
-    """Return a copy on the CPU with random parameters and buffers."""
+    """Return a float64 copy on the CPU with random parameters and buffers."""
     copied = copy.deepcopy(module).double().to_empty(device="cpu").eval()
     with torch.no_grad():
         for tensor in (*copied.parameters(), *copied.buffers()):

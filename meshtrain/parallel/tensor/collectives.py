@@ -1,9 +1,11 @@
 """The collectives of tensor parallelism, with their gradients, on plain tensors.
 
-Each is one function from tensor to tensor; its backward pass is the transposed collective. Results are waited for
-here, so that no asynchronous tensor reaches a compiled block (where torch silently loses gradients).
+Each is one function from tensor to tensor; its backward pass is the transposed collective. The
+functions wait for their results, so that no asynchronous tensor reaches a compiled block, where
+torch silently loses gradients.
 
-Source: Megatron-LM (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2 for the sequence dimension).
+Source: Megatron-LM (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2 for the sequence
+dimension).
 """
 
 import functools
@@ -47,7 +49,7 @@ def _split(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Transposable(torch.autograd.Function):
-    """A collective whose backward pass is its transposed one, which has a gradient in the same way."""
+    """A collective whose backward pass is the transposed collective, which has a gradient too."""
 
     @staticmethod
     def forward(
@@ -59,8 +61,9 @@ class _Transposable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         group, there, back = ctx.group, ctx.there, ctx.back  # type: ignore[attr-defined]
-        # torch's functional collectives have no derivative, and say nothing: `create_graph=True` wants one. Otherwise
-        # the plain one is cheaper, and can be compiled.
+        # `create_graph=True` needs a derivative of the backward pass. The functional collectives of
+        # torch have none and do not report it. Without `create_graph` the plain collective is
+        # cheaper, and it can be compiled.
         if torch.is_grad_enabled():
             return _apply(gradient, group, back, there), None, None, None
         return back(gradient, group), None, None, None
@@ -70,7 +73,10 @@ _apply: Callable[[Tensor, ProcessGroup, Collective, Collective], Tensor] = _Tran
 
 
 def _pair(forward: Collective, transposed: Collective) -> tuple[Collective, Collective]:
-    """Return two functions, each of which is the backward pass of the other, so that gradients have gradients too."""
+    """Return two functions, each of which is the backward pass of the other.
+
+    So gradients have gradients too.
+    """
 
     def one(x: Tensor, group: ProcessGroup) -> Tensor:
         return _apply(x, group, forward, transposed)
@@ -82,16 +88,28 @@ def _pair(forward: Collective, transposed: Collective) -> tuple[Collective, Coll
 
 
 copy_to_shards, reduce_from_shards = _pair(_identity, _all_reduce)
-"""Replicated (batch, seq, hidden) for computing with a shard of the weights: the gradient is a sum over the shards.
-And partial sums to their replicated sum."""
+"""Collectives for replicated hidden states.
+
+`copy_to_shards` passes replicated (batch, seq, hidden) to a computation with a shard of the
+weights; its gradient is summed over the shards. `reduce_from_shards` turns partial sums into their
+replicated sum.
+"""
 
 gather_sequence, scatter_sequence = _pair(_all_gather, _reduce_scatter)
-"""(batch, seq/tp, hidden) to (batch, seq, hidden), for computing with a shard of the weights.
-And partial sums (batch, seq, hidden) to this process's part of their sum, (batch, seq/tp, hidden)."""
+"""Collectives for hidden states that are split along the sequence.
+
+`gather_sequence` joins (batch, seq/tp, hidden) to (batch, seq, hidden) for a computation with a
+shard of the weights. `scatter_sequence` turns partial sums (batch, seq, hidden) into this process's
+part of their sum, (batch, seq/tp, hidden).
+"""
 
 split_sequence, join_sequence = _pair(_split, _all_gather)
-"""Replicated (batch, seq, hidden) to this process's part, (batch, seq/tp, hidden).
-And (batch, seq/tp, hidden) to (batch, seq, hidden), for computing the same on every process."""
+"""Collectives around a region that is split along the sequence.
+
+`split_sequence` takes this process's part, (batch, seq/tp, hidden), of replicated (batch, seq,
+hidden). `join_sequence` joins (batch, seq/tp, hidden) to (batch, seq, hidden) for a computation
+that is the same on every process.
+"""
 
 
 def _split_last(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -104,7 +122,7 @@ def _gather_last(size: int) -> Collective:
     def gather(x: Tensor, group: ProcessGroup) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, shard_width(size, group) - x.shape[-1]))
         gathered = _gather_along(padded, x.dim() - 1, group)
-        # Not a view: FSDP2 warns of one, as an in-place change of it would lose gradients.
+        # The copy avoids a view: FSDP2 warns of views, whose in-place changes would lose gradients.
         return gathered if gathered.shape[-1] == size else gathered[..., :size].contiguous()
 
     return gather
@@ -112,25 +130,26 @@ def _gather_last(size: int) -> Collective:
 
 @functools.cache
 def _last_dimension(size: int) -> tuple[Collective, Collective]:
-    """Return what splits and what gathers a last dimension of a length."""
+    """Return the functions that split and that gather a last dimension of this length."""
     return _pair(_split_last, _gather_last(size))
 
 
 def gather_vocabulary(logits: Tensor, vocabulary: int, group: ProcessGroup) -> Tensor:
-    """Join logits (batch, seq, vocab/tp) to (batch, seq, vocab), for computing the same loss on every process.
+    """Join logits (batch, seq, vocab/tp) to (batch, seq, vocab).
 
-    The shards may be uneven: the last ones are smaller, as torch.chunk makes them.
+    Every process then computes the same loss. The shards may be uneven: the last ones are smaller,
+    as torch.chunk makes them.
     """
     return _last_dimension(vocabulary)[1](logits, group)
 
 
 def split_features(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Replicated (batch, seq, features) to this process's part, (batch, seq, features/tp)."""
+    """Return this process's part (batch, seq, features/tp) of replicated (batch, seq, features)."""
     return _last_dimension(x.shape[-1])[0](x, group)
 
 
 def shard_width(size: int, group: ProcessGroup) -> int:
-    """Return the length of every shard of a dimension but the last ones, which may be shorter."""
+    """Return the length of each shard of a dimension; the last shards may be shorter."""
     return -(-size // group.size())
 
 
@@ -140,5 +159,5 @@ def sum_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def max_over_shards(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the element-wise largest `x` of the group, without a gradient."""
+    """Return the element-wise maximum of `x` over the group, without a gradient."""
     return _wait(operators.all_reduce(x.contiguous(), "max", group.group_name))

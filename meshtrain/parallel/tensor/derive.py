@@ -1,8 +1,9 @@
-"""Tensor rules that nobody wrote: derived from the model's own plan, or from a family's, and completed for one model.
+"""Derive tensor rules for a model from its own plan, or from a family plan, and complete them.
 
-transformers keeps a plan with most models (`_tp_plan`): it names the projections that may be cut and leaves out the
-rest. Its words are ours, apart from those that pack several projections into one, which we unfuse. What it leaves out
-is whole on every process; blocks whose parameters are all sharded share the collective of their input.
+transformers has a plan for most models (`_tp_plan`), which names the projections that may be cut
+and leaves out the rest. Its style names are the same as ours, apart from those that pack several
+projections into one, which we unfuse. Modules that the plan leaves out stay full on every process.
+Blocks whose parameters are all sharded share the collective of their input.
 """
 
 import copy
@@ -32,7 +33,7 @@ from meshtrain.parallel.tensor.rules import (
     unchecked_rules,
 )
 
-# A word of transformers -> ours, where they differ.
+# Style name of transformers -> our style, where they differ.
 WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 KNOWN = (
     "colwise",
@@ -52,7 +53,7 @@ SHARDED_INSIDE = (
     *("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads"),
     "per_head",
 )
-# Model types whose stream between layers cannot lie in parts of the sequence.
+# Model types whose hidden states between layers cannot be split along the sequence, and why.
 NOT_IN_PARTS = {
     "opt": "its layers flatten batch and sequence",
     "gemma3n_text": "its stream has several copies in front of the batch",
@@ -62,7 +63,7 @@ NOT_IN_PARTS = {
     "deepseek_v4": "its stream has several copies of every position",
     "hy_v4": "its stream has several copies of every position",
 }
-# Model types whose plan in transformers does not run, or computes something else than the model.
+# Model types whose plan in transformers does not run, or changes what the model computes, and why.
 UNUSABLE = {
     "doge": "it cuts the key-value heads and leaves the decay of each of them whole",
     "longcat_flash": "its experts that do nothing have no place on several processes",
@@ -72,7 +73,7 @@ UNUSABLE = {
 
 @dataclass
 class _Source:
-    """What is known before the model is looked at: pattern -> rule, as in a `TensorPlan`."""
+    """Rules that are known before the model is inspected: pattern -> rule, as in a `TensorPlan`."""
 
     styles: dict[str, Style] = field(default_factory=dict)
     fused: dict[str, list[str] | dict[str, int | str]] = field(default_factory=dict)
@@ -81,18 +82,20 @@ class _Source:
 
 
 def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
-    """Return the plan with rules for every module of the model, where it left them open.
+    """Return the plan with rules for every module of the model, where the plan left them open.
 
     Args:
         plan: with its mesh resolved.
-        model: the stock model on meta; it is not changed.
+        model: the stock model on the meta device; it is not changed.
 
     Returns:
-        The same plan if it has rules of its own. Without tensor parallelism only what is fused: the parameters of a
-        model are the same on every mesh.
+        The plan with its own rules if it has any; for a model without a language modeling head, the
+        rules of the head are replaced. Without tensor parallelism, derived rules only name what is
+        fused, so that the parameters of a model are the same on every mesh.
 
     Raises:
-        PlanError: if there is nothing to derive them from, or the model's plan has words without a meaning here.
+        PlanError: if there is nothing to derive rules from, or the model's plan has style names
+            without a meaning here.
     """
     if plan.tensor.styles and not plan.tensor.auto:
         return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
@@ -114,7 +117,7 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
 
 
 def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
-    """Leave out what the rules of a causal LM say of its head, and keep the head of this model whole."""
+    """Return the plan without rules for the head of a causal LM; the model's head stays full."""
     base = f"{model.base_model_prefix}."
     names = rule_names(model)
     styles = {p: style for p, style in plan.tensor.styles.items() if p.startswith(base) or _matches(p, names)}
@@ -159,9 +162,9 @@ def _why_unusable(model: PreTrainedModel) -> str | None:
 
 
 def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
-    """Return our rules for the words of transformers."""
+    """Return our rules for a plan of transformers: pattern -> style name."""
     source = _Source()
-    # These experts have their parts on the last dimension, which is not cut: they stay whole.
+    # The last dimension of these experts holds their parts and is not cut, so they stay full.
     last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
     whole = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
     for pattern, word in words.items():
@@ -171,7 +174,7 @@ def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
         if word == "packed_colwise":
             parts = ["gate", "up"] if kind == "gate_up_proj" else ["first", "second"]
             source.fused[pattern] = [*parts]
-            # Stacked experts stay one parameter, a projection becomes one for each part.
+            # Stacked experts stay one parameter; a projection becomes one projection for each part.
             source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
         elif (known := WORDS.get(word, word)) in KNOWN:
             source.styles[pattern] = known  # type: ignore[assignment]
@@ -189,12 +192,12 @@ def _matches(pattern: str, names: list[str]) -> bool:
 
 
 def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
-    """Return a style for every module that has parameters of its own, and for blocks that share an input.
+    """Return the styles of modules with parameters of their own, and of blocks that share an input.
 
     Args:
-        model: unfused, on meta.
+        model: unfused, on the meta device.
         known: pattern -> style, of the source.
-        plan: whatever else the rules say.
+        plan: with the other rules and settings.
         tp: number of processes that share a layer.
     """
     styles = _place_known(model, known, plan)
@@ -213,10 +216,11 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
 
 
 def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan, tp: int) -> dict[str, Style]:
-    """Return the styles of modules with whole parameters that see the heads, or the width, of one process only.
+    """Return the styles of modules with full parameters that see a part of the heads or the width.
 
     Raises:
-        PlanError: if the layers do not run on meta, where alone this can be seen.
+        PlanError: if the layers do not run on the meta device, which is the only way to find these
+            modules.
     """
     shared = _styles_of_shared_heads(styles, model, tp)
     rules = MatchedRules(
@@ -233,7 +237,7 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
     names = rule_names(model)
     found: dict[str, Style] = {}
     for style, owners in ((SUMMED, flow.on_parts), (PER_HEAD, flow.per_head)):
-        # The pass runs one layer of each kind, and the others are alike.
+        # The pass runs only one layer of each kind; patterns find the same modules in the others.
         for regex in {compile_pattern(as_pattern(owner)) for owner in owners}:
             found |= dict.fromkeys((name for name in names if regex.fullmatch(name)), style)
     of_heads = tuple(f"{name}." for name, style in found.items() if style == PER_HEAD)
@@ -261,12 +265,15 @@ def _place_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Styl
 
 
 def _ends(model: PreTrainedModel) -> dict[str, Style]:
-    """Cut embedding and head by vocabulary, both or none where they are one weight."""
+    """Return the styles of embedding and head, which are cut by vocabulary where possible.
+
+    If they share one weight, either both are cut or none.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = not getattr(embedding, "max_norm", None) and not getattr(embedding, "scale_grad_by_freq", False)
     rowwise = is_lookup(embedding) and plain
     if head is None:
-        # What stands there instead, of a classifier, is small.
+        # A classifier has a small head instead, which is not cut.
         return {name_of(model, embedding): "embedding_rowwise" if rowwise else "replicate"}
     colwise = type(head) is nn.Linear
     if embedding.weight is head.weight:
@@ -278,11 +285,11 @@ def _ends(model: PreTrainedModel) -> dict[str, Style]:
 
 
 def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Return the style of a part of a layer: a norm, a projection, or a block of them."""
+    """Return the style of a part of a layer, by name: a norm, a projection, or a block of these."""
     if not any(True for _ in module.parameters()) or styles.get(name, "replicate") != "replicate":
         return {}
     if name in styles:
-        # It works on every position alone, so it may also see a part of the sequence.
+        # A norm or a projection works on each position alone, so a part of the sequence suffices.
         alone = "norm" in type(module).__name__.lower() or is_projection(module)
         if not any(True for _ in module.children()):
             return {name: "sequence_parallel"} if alone else {}
@@ -294,7 +301,7 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
 
 
 def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Name the modules of all layers by one pattern, where they agree."""
+    """Return the styles by pattern: one for the modules of all layers where their styles agree."""
     groups: dict[str, set[Style | None]] = defaultdict(set)
     for name in rule_names(model):
         owner, _, kind = name.rpartition(".")
@@ -305,11 +312,11 @@ def _as_patterns(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Sty
 
 
 def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPlan:
-    """Keep the projections to key-value heads whole where there are fewer heads than processes.
+    """Return the plan with full projections to key-value heads if there are fewer than processes.
 
     Args:
         plan: with rules.
-        model: the stock model on meta; it is not changed.
+        model: the stock model on the meta device; it is not changed.
     """
     styles = _styles_of_shared_heads(plan.tensor.styles, model, plan.mesh.tp)
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
@@ -317,7 +324,7 @@ def with_shared_heads(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPla
 
 def _styles_of_shared_heads(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> dict[str, Style]:
     counts = [values_in_layers(model.config, name) for name in ("num_key_value_heads", "num_attention_heads")]
-    # Layers that differ in their heads share none.
+    # Processes share no heads if the layers have different numbers of heads.
     heads, queries = (values[0] if len(values) == 1 else None for values in counts)
     if not isinstance(heads, int) or not isinstance(queries, int) or heads % tp == 0 or tp % heads or queries % tp:
         return dict(styles)

@@ -1,8 +1,10 @@
-"""Which random stream a part of a decoder layer draws from: the shared one for what is whole, its own for what is cut.
+"""Select the random stream that each part of a decoder layer draws from.
 
-A block (attention, an MLP) whose column-wise projections leave each process its part works on that part until its one
-row-wise projection sums the parts. What it drops before that is cut: attention probabilities of this process's heads.
-All else that a layer drops is whole, or with sequence parallelism a part of the sequence.
+Dropout on full tensors draws from the shared stream, dropout on cut tensors from the process's own.
+A block (attention, MLP) with column-wise projections works on this process's part until its one
+row-wise projection sums the parts. Dropout before that projection is on cut tensors: the attention
+probabilities of this process's heads. All other dropout of a layer is on full tensors, or on a part
+of the sequence with sequence parallelism.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +19,18 @@ from meshtrain.parallel.randomness import Streams
 from meshtrain.parallel.tensor.region import stream_in_parts
 from meshtrain.parallel.tensor.rules import name_of
 
-# Styles whose outputs stay cut, until a row-wise projection sums them.
+# Styles whose outputs stay cut until a row-wise projection sums them.
 CUT_OUTPUTS = ("colwise", "colwise_blocks", "replicated_heads")
 
 
 def separate_streams(stage: Stage, styles: Mapping[str, Style], streams: Streams, *, sequence_parallel: bool) -> None:
-    """Let every part of the layers of a stage draw from the right stream in training.
+    """Register hooks so that each part of the layers draws from its random stream in training.
 
     Args:
         stage: with its modules sharded.
-        styles: module name -> style, of the whole model.
-        streams: of this process.
-        sequence_parallel: whether the stream between the blocks lies in parts of the sequence.
+        styles: module name -> style, of the complete model.
+        streams: random streams of this process.
+        sequence_parallel: whether hidden states between the blocks are split along the sequence.
     """
     stage.model.register_forward_pre_hook(lambda *_: streams.begin())
     modules = dict(stage.model.named_modules())
@@ -44,16 +46,20 @@ def separate_streams(stage: Stage, styles: Mapping[str, Style], streams: Streams
 
 
 def cut_blocks(styles: Mapping[str, Style], layers: str) -> Iterator[tuple[str, str]]:
-    """Yield the blocks whose inside is cut, each with its row-wise projection.
+    """Yield the blocks that work on cut tensors, each with its row-wise projection.
 
-    A block lies inside a layer. Where several row-wise projections end what begins in a block, it is none: between them
-    the stream is whole.
+    A block is a module inside a layer. A module that contains several row-wise projections is not
+    such a block, because the hidden states between the projections are full.
+
+    Args:
+        styles: module name -> style.
+        layers: name of the list of decoder layers.
     """
     cut = [name for name, style in styles.items() if style in CUT_OUTPUTS]
     ends = [name for name, style in styles.items() if style == "rowwise" and name.startswith(f"{layers}.")]
     for end in ends:
         block = end.rpartition(".")[0]
-        # A layer is called by its number in the list.
+        # The name of a layer is that of the list plus its index, and a block is inside a layer.
         while block.count(".") > layers.count(".") + 1:
             prefix = f"{block}."
             if any(name.startswith(prefix) for name in cut):
@@ -64,14 +70,21 @@ def cut_blocks(styles: Mapping[str, Style], layers: str) -> Iterator[tuple[str, 
 
 
 class _Section:
-    """What draws from one stream: from the start of a module to its end, or to the start of a module inside."""
+    """A section of the forward pass that draws from one random stream.
+
+    It begins with a module, and ends with the same module or before a module inside.
+    """
 
     def __init__(self, streams: Streams, *, is_cut: Callable[[], bool]) -> None:
         self.streams, self.is_cut = streams, is_cut
         self.is_open = False
 
     def cover(self, start: nn.Module, end: nn.Module) -> None:
-        """Begin with the forward pass of `start`; end before that of `end`, and with that of `start` at the latest."""
+        """Begin the section before the forward pass of `start`, and end it before that of `end`.
+
+        At the latest it ends after the forward pass of `start`. This is its end if both modules are
+        the same.
+        """
         start.register_forward_pre_hook(self.open)
         if end is not start:
             end.register_forward_pre_hook(self.close)
@@ -79,7 +92,7 @@ class _Section:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self, module: nn.Module, _: Any) -> None:
-        # A recomputation may have ended inside, so what was open then is not looked at.
+        # A recomputation may have ended inside the section, so the old value does not matter.
         self.is_open = module.training
         if self.is_open:
             self.streams.enter(is_cut=self.is_cut())

@@ -1,10 +1,9 @@
-"""Where the parts of the heads go: one forward pass on meta in which each projection gives the part
-of one process.
+"""Follow the parts of the heads through one forward pass on the meta device.
 
-A parameter that every process holds whole, but uses on its part of the heads, gets a partial
-gradient. Which parameters these are depends on the configuration, and not on the class alone. So
-nothing is read from names here: the pass follows every tensor that is a part, and notes which whole
-parameters meet it.
+Each projection returns the part of one process in this pass. A parameter that every process holds
+in full, but uses on its part of the heads, gets a partial gradient. Which parameters these are
+depends on the configuration as well as on the class. So this module reads nothing from names. The
+pass follows every tensor that is a part, and records the full parameters that are combined with it.
 """
 
 import copy
@@ -41,26 +40,26 @@ from meshtrain.parallel.tensor.rules import TensorRules, sharded_dims
 
 WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "per_head")
 SUMMED = ("replicated_with_grad_allreduce", "per_head", "mla_kv_a_proj")
-# Stands for what is whole on every process, and whose gradient nothing would sum.
+# Stands for tensors that are full on every process and whose gradient nothing would sum.
 STREAM = ""
 Origins = frozenset[str]
 
 
 @dataclass
 class Flow:
-    """What whole parameters do with parts of the heads, and what cannot be cut as the rules say.
+    """How full parameters are used on parts of the heads, and which rules cannot be followed.
 
     Attributes:
-        on_parts: modules with whole parameters that are called with a part of the heads, or of a
+        on_parts: modules with full parameters that are called with a part of the heads or of a
             width.
         partial: modules whose parameters get a partial gradient that the rules do not sum; `STREAM`
-            if the hidden state itself gets one.
-        counted_twice: modules whose gradient is whole, although the rules sum it.
+            if the hidden states themselves get one.
+        counted_twice: modules whose gradient is complete, although the rules sum it.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
         misused: sharded modules whose weight the model uses without calling them.
-        failure: why the pass did not come to its end.
-        ran: whether the layers run on meta at all; else nothing is known.
+        failure: why the pass did not finish; None if it did.
+        ran: whether the layers run on the meta device at all; if not, nothing is known.
     """
 
     on_parts: dict[str, None] = field(default_factory=dict)
@@ -74,19 +73,20 @@ class Flow:
 
 
 def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
-    """Run the decoder layers as one process of `tp` would, and note what meets the parts of the
-    heads.
+    """Run the decoder layers as one process of `tp` would, and return what used the parts of heads.
 
     Args:
-        model: on meta, unfused; it is not changed.
+        model: on the meta device, unfused; it is not changed.
         rules: styles, local attributes and local inputs by module name.
+        tp: number of processes that share a layer.
     """
     failure: Exception | None = None
     for every_layer, with_mask, as_tuple in itertools.product((False, True), (True, False), (False, True)):
         flow = Flow()
         calls: dict[str, list[Any]] = {}
         try:
-            # First with all heads: that tells the shapes, and whether this way of running the model is the right one.
+            # The first pass has all heads. It shows the shapes, and whether the model runs with
+            # these options.
             _Pass(model, rules, 1, Flow(), calls).run(every_layer=every_layer, with_mask=with_mask, as_tuple=as_tuple)
         except MISFITS as error:
             failure = failure or error
@@ -101,14 +101,13 @@ def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
 
 
 class _Parts(TorchDispatchMode):
-    """While active, knows which tensors are parts, and from which whole parameters the others are
-    computed."""
+    """Dispatch mode that tracks parts of heads, and the full parameters behind other tensors."""
 
     def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow, self.styles = flow, styles
         self.met: frozenset[str] = frozenset()
-        # The tensors are kept so that none of their memory is given to another.
+        # The tensors are kept alive, so that their memory is not reused for others.
         self._parts: dict[int, Tensor] = {}
         self._origins: dict[int, tuple[Tensor, Origins]] = {}
         self._sharded: dict[int, tuple[Tensor, str]] = {}
@@ -148,7 +147,7 @@ class _Parts(TorchDispatchMode):
                 self.add_part(tensor)
                 self._origins.pop(_memory(tensor), None)
             elif origins and tensor.is_floating_point():
-                # No gradient comes back through indices.
+                # Integer tensors, such as indices, pass no gradient back.
                 self.add_whole(tensor, *origins)
         return result
 
@@ -160,14 +159,14 @@ class _Pass:
         self, model: PreTrainedModel, rules: TensorRules, tp: int, flow: Flow, calls: dict[str, list[Any]]
     ) -> None:
         self.rules, self.tp, self.flow = rules, tp, flow
-        # What modules with whole parameters were given in the pass with all heads.
+        # Arguments that modules with full parameters received in the pass with all heads.
         self.calls, self.is_first = calls, tp == 1
         self.model = copy.deepcopy(model)
         if self.model.config._attn_implementation not in ("eager", "sdpa"):
-            # Kernels for one kind of device do not run on meta; the parts are the same.
+            # Kernels for one kind of device do not run on meta. The parts are the same with SDPA.
             self.model.config._attn_implementation = "sdpa"
         self.parts = _Parts(flow, rules.styles)
-        # Modules whose gradient the rules sum, and that were given something whole.
+        # Modules whose gradient the rules sum, and that were called with full tensors only.
         self.called: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
 
@@ -180,7 +179,8 @@ class _Pass:
                 apply_local_heads(self.model, self.rules, rank=0, tp=self.tp)
             stack.enter_context(probed(self.model, PROBE_LENGTH))
             stack.enter_context(torch.no_grad())
-            # Which tokens go where is not known on meta: the shapes are those where all go everywhere.
+            # Meta tensors do not show the expert of a token: the shapes are those of all tokens
+            # going to all experts.
             stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
             self.model.eval()
             ids = probe_ids(next(self.model.parameters()).device)
@@ -190,8 +190,10 @@ class _Pass:
         self.flow.counted_twice.update(dict.fromkeys(sorted(self.called - self.parts.met)))
 
     def _first_of_each_kind(self) -> Iterator[int]:
-        """Yield the first layer of each kind: by its word, its modules, its parameters and their
-        rules."""
+        """Yield the index of the first layer of each kind.
+
+        A kind has the same layer type in the configuration, modules, parameters and rules.
+        """
         words = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
         seen = set()
         for index, layer in enumerate(self.layers):
@@ -244,7 +246,7 @@ class _Pass:
                     self.parts.add_whole(parameter, below)
 
     def _is_whole(self, name: str, module: nn.Module) -> bool:
-        """Tell whether a module has parameters, and none of them is sharded."""
+        """Return whether a module has parameters, and none of them is sharded."""
         inside = {self.rules.styles.get(below) for below, m in module.named_modules(prefix=name) if _owns(m)}
         return bool(inside) and inside <= {*WHOLE, None} and name != ""
 
@@ -304,7 +306,7 @@ class _Pass:
         try:
             return forward(*args, **kwargs)
         except MISFITS:
-            # Experts that are looped over do not run on meta, and give what has the shape of their input.
+            # A loop over experts does not run on meta. Its result has the shape of its input.
             return self._experts(*args, **kwargs)
 
     def _run_whole(self, name: str, stock: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an attention module knows of its heads, made to count those of this process."""
+"""Make attention modules count and read only the heads of one process."""
 
 import copy
 import inspect
@@ -13,10 +13,13 @@ from meshtrain.parallel.tensor.rules import TensorRules, attention_of, local_cou
 
 
 def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, tp: int) -> None:
-    """Let the attention modules of a stage read the numbers and the inputs of the heads of one process only.
+    """Change head counts and inputs of attention modules to the heads of one process, in place.
 
     Args:
+        model: of the stage.
+        rules: of the complete model.
         rank: of the process, among the `tp` that share the heads.
+        tp: number of processes that share the heads.
     """
     config = model.config.get_text_config()
     for name, module in model.named_modules():
@@ -36,7 +39,7 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
 def _localise(module: nn.Module, attribute: str, tp: int) -> None:
     owner, _, name = attribute.rpartition(".")
     if owner:
-        # The configuration is shared by the whole model, and only this module has a part of the heads.
+        # All modules share the configuration, so this one gets a copy for its part of the heads.
         setattr(module, owner, copy.copy(getattr(module, owner)))
     target: Any = getattr(module, owner) if owner else module
     setattr(target, name, local_count(name, getattr(target, name), tp))
@@ -63,7 +66,10 @@ def _own_heads(
 
 
 def _slice_heads(value: Tensor | None, heads: int, rank: int, tp: int) -> Tensor | None:
-    """Return this process's heads of (batch * heads, ...) or (batch, heads, ..., ...)."""
+    """Return this process's heads of (batch * heads, ...) or (batch, heads, ..., ...).
+
+    None, and a 4-D tensor with one head for all, are returned as they are.
+    """
     if value is None:
         return None
     count = heads // tp

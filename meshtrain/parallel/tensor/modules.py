@@ -1,4 +1,7 @@
-"""Modules that hold a shard of their weights: a stock module becomes one in place, so names and owners stay."""
+"""Module classes that hold a shard of their weights.
+
+A stock module becomes one of them in place, so its name and its owners stay the same.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,13 @@ from meshtrain.parallel.tensor.region import Edge
 
 
 class ShardedLinear(nn.Linear):
-    """A Linear that holds a shard of its weight; `enter` and `leave` are the collectives around it."""
+    """A Linear that holds a shard of its weight.
+
+    Attributes:
+        enter: collective on the input.
+        leave: collective on the output.
+        bias_is_whole: whether every process has the full bias, which is added after `leave`.
+    """
 
     enter: Edge
     leave: Edge
@@ -26,7 +35,14 @@ class ShardedLinear(nn.Linear):
 
 
 class ReplicatedHeadsLinear(nn.Linear):
-    """A Linear with a whole weight that computes the outputs of one key-value head: there are fewer than processes."""
+    """A Linear with a full weight that computes the outputs of one key-value head.
+
+    It is used where there are fewer key-value heads than processes.
+
+    Attributes:
+        enter: collective on the input.
+        rows: of the weight, for the key-value head of this process.
+    """
 
     enter: Edge
     rows: slice
@@ -38,7 +54,7 @@ class ReplicatedHeadsLinear(nn.Linear):
 
 
 class ShardedConv1D(Conv1D):
-    """A Conv1D (transposed Linear) that holds a shard of its weight."""
+    """A Conv1D (transposed Linear) that holds a shard of its weight; see `ShardedLinear`."""
 
     enter: Edge
     leave: Edge
@@ -54,16 +70,21 @@ class ShardedConv1D(Conv1D):
 
 
 class ShardedEmbedding(nn.Embedding):
-    """An Embedding that holds some rows of its table; other rows count as zero until the sum over tp."""
+    """An Embedding that holds a shard of its rows; other rows count as zero until the sum over tp.
+
+    Attributes:
+        leave: collective that sums the output over tp.
+        first_row: index of the first row that this process holds.
+    """
 
     leave: Edge
     first_row: int
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Look up (batch, seq) ids, giving (batch, seq, hidden)."""
+        """Return the rows (batch, seq, hidden) of ids (batch, seq)."""
         weight = local_tensor(self.weight)
         rows = input_ids - self.first_row
-        # An id that is nowhere is looked up all the same: it fails, as it does in the stock model.
+        # An id outside the vocabulary is looked up as well, so that it fails as in the stock model.
         elsewhere = ((rows < 0) | (rows >= weight.shape[0])) & (input_ids >= 0) & (input_ids < self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - self.first_row
         if padding is not None and not 0 <= padding < weight.shape[0]:
@@ -73,10 +94,10 @@ class ShardedEmbedding(nn.Embedding):
 
 
 class LocalParameters:
-    """Mixed into a module whose own parameters are DTensors: its stock forward sees the local shards."""
+    """Mixin for a module whose own parameters are DTensors: its stock forward sees local shards."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the stock forward on local tensors."""
+        """Run the stock forward on the local tensors of its own parameters."""
         parameters = parameter_table(self)
         whole = dict(parameters)
         local = {kind: local_tensor(value) for kind, value in whole.items() if value is not None}
@@ -88,9 +109,14 @@ class LocalParameters:
 
 
 class OwnHeads:
-    """Mixed into a module whose heads have parameters of their own: its stock forward sees those of this process.
+    """Mixin for a module whose heads have parameters of their own.
 
-    The first dimension of each of its own parameters counts heads, and so does each list of modules inside.
+    Its stock forward sees the parameters of this process's heads. The first dimension of each of
+    its own parameters counts heads, and so does each list of modules inside.
+
+    Attributes:
+        rank: of the process, among the `tp` that share the heads.
+        tp: number of processes that share the heads.
     """
 
     rank: int
@@ -116,7 +142,7 @@ class OwnHeads:
 
 
 def see_own_heads(module: nn.Module, rank: int, tp: int) -> None:
-    """Mix `OwnHeads` into one module, for one of `tp` processes."""
+    """Mix `OwnHeads` into one module, for process `rank` of `tp`."""
     module.__class__ = type(type(module).__name__, (OwnHeads, type(module)), {"rank": rank, "tp": tp})
 
 
@@ -126,9 +152,10 @@ def see_local_parameters(module: nn.Module) -> None:
 
 
 def become_sharded(module: nn.Module) -> None:
-    """Give a stock projection or embedding the forward that works on a shard, in place."""
+    """Turn a stock projection or embedding into its sharded class, in place."""
     if isinstance(module, nn.Embedding):
-        # A subclass (Gemma scales what it looks up) keeps its own forward, around that of the sharded embedding.
+        # A subclass keeps its own forward, which calls that of the sharded embedding. Gemma, for
+        # example, scales the rows.
         kind = type(module)
         become(module, ShardedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, ShardedEmbedding), {}))
     else:

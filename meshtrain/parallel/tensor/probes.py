@@ -1,4 +1,4 @@
-"""What a module of a class that nothing is known of does, found by running it where it costs nothing."""
+"""Find out by a cheap run what a module of an unknown class does."""
 
 import copy
 
@@ -10,7 +10,7 @@ from meshtrain.parallel.cut.probe import MISFITS
 
 
 class _Table(nn.Embedding):
-    """Notes what it is asked for, and gives rows without values."""
+    """An embedding that records the ids of each lookup, and returns rows without values."""
 
     asked: list[Tensor]
 
@@ -20,9 +20,10 @@ class _Table(nn.Embedding):
 
 
 def looks_up_rows(module: nn.Embedding) -> bool:
-    """Tell whether an embedding looks up the ids that it is given, whatever it does with the rows (Gemma scales them).
+    """Return whether an embedding looks up exactly the ids of its input.
 
-    Such a class works around a sharded table. One that makes other ids of them does not (positions with an offset).
+    Such a class works with a sharded table, even if it changes the rows (Gemma scales them). A
+    class that looks up other ids (positions with an offset) does not.
     """
     if type(module) is nn.Embedding:
         return True
@@ -32,7 +33,7 @@ def looks_up_rows(module: nn.Embedding) -> bool:
     ids = torch.zeros(1, 2, dtype=torch.long, device=module.weight.device)
     try:
         with torch.no_grad():
-            # Not the module itself: its hooks expect values.
+            # This calls `forward` only, because hooks of the module expect values.
             output = type(probe).forward(probe, ids)
     except MISFITS:
         return False
@@ -41,18 +42,18 @@ def looks_up_rows(module: nn.Embedding) -> bool:
 
 
 def has_place_for_none(experts: nn.Module, num_experts: int, width: int) -> bool:
-    """Tell whether a loop over experts leaves out a token that goes to the expert behind the last one.
+    """Return whether a loop over experts skips a token with the index after the last expert.
 
     Args:
         experts: on the meta device; it takes hidden states, indices and weights.
-        num_experts: that it holds.
+        num_experts: number of experts that it holds.
         width: of a hidden state.
     """
     dtype = next(experts.parameters()).dtype
     hidden, index = torch.zeros(1, width, dtype=dtype), torch.full((1, 1), num_experts)
     try:
         with torch.no_grad():
-            # What reaches a weight fails: a token with values meets a weight without.
+            # A token that reaches a weight fails: the token is on the CPU, the weight on meta.
             output = type(experts).forward(experts, hidden, index, torch.zeros(1, 1, dtype=dtype))
     except MISFITS:
         return False

@@ -1,4 +1,7 @@
-"""Where each module of a model may be cut over tp: the rules of a plan, resolved and checked."""
+"""Resolve the rules of a plan for one model, and check that they can be followed.
+
+A rule gives a module its style, and the style decides how the module is cut over tp.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +20,9 @@ from meshtrain.parallel.tensor.probes import looks_up_rows
 
 Problems = Iterator[str | Problem]
 PROJECTIONS = ("colwise", "colwise_gather_output", "colwise_blocks", "rowwise", "rowwise_split_input")
-# Styles of a module that names rules for its own parameters.
+# Styles of a module whose own parameters may have rules.
 OWNERS = ("local_params", "moe_tp_experts")
-# Styles whose gradients are whole only where a process sees the whole sequence.
+# Styles whose gradients are complete only on a process that sees the full sequence.
 SEES_ALL = ("replicate", "mla_kv_a_proj", "moe_tp_experts", "expert_parallel", "colwise_gather_output", "local_params")
 
 
@@ -29,10 +32,10 @@ class TensorRules:
 
     Attributes:
         styles: module name -> style.
-        sharded_dims: parameter name -> the dimension that lies over tp, for those that do.
+        sharded_dims: name of a sharded parameter -> the dimension that is sharded over tp.
         local_attributes: module name -> attributes that count only this process's part.
         local_inputs: module name -> inputs of which each process takes its heads.
-        logits_are_sharded: whether the head gives each process its part of the vocabulary only.
+        logits_are_sharded: whether the head returns only this process's part of the vocabulary.
     """
 
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -43,11 +46,11 @@ class TensorRules:
 
 
 def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
-    """Match every rule of the plan against the whole (unfused) model.
+    """Match every rule of the plan against the complete (unfused) model.
 
     Raises:
-        PlanError: for a rule that matches nothing, two rules on one module, a parameter without a rule, or a rule that
-            its module cannot follow.
+        PlanError: for a rule that matches nothing, two rules on one module, a parameter without a
+            rule, or a rule that its module cannot follow.
     """
     matched = match_rules(model, plan)
     styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
@@ -76,7 +79,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
 
 @dataclass(frozen=True)
 class MatchedRules:
-    """Module (or parameter) name -> rule, for each kind of rules; they need not cover the model."""
+    """Module (or parameter) name -> rule, for each kind of rule; they need not cover the model."""
 
     styles: dict[str, Style]
     local_attributes: dict[str, list[str]]
@@ -84,7 +87,7 @@ class MatchedRules:
 
 
 def unchecked_rules(model: nn.Module, matched: MatchedRules, *, logits_are_sharded: bool = False) -> TensorRules:
-    """Return rules by module name with the dimensions that they shard."""
+    """Return rules by module name with the dimensions that they shard, without a check."""
     styles = {name: style for name, style in matched.styles.items() if _is_module(model, name)}
     of_parameters = {name: style for name, style in matched.styles.items() if name not in styles}
     return TensorRules(
@@ -110,7 +113,10 @@ def match_rules(model: nn.Module, plan: TensorPlan) -> MatchedRules:
 
 
 def rule_names(model: nn.Module) -> list[str]:
-    """Return what a style can be given to: the modules, and the parameters of modules that are no projection."""
+    """Return the names that a style can match.
+
+    These are all modules, and the parameters that are not called `weight` or `bias`.
+    """
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters() if not name.endswith((".weight", ".bias"))]
     return modules + parameters
@@ -142,7 +148,7 @@ def _dim_of_parameter(style: Style, num_dims: int) -> int | None:
 
 
 def sharded_dims(style: Style | None, module: nn.Module) -> dict[str, int]:
-    """Return parameter of a projection or embedding -> the dimension that the style shards."""
+    """Return the dimension that a style shards, by parameter of a projection or embedding."""
     transposed = isinstance(module, Conv1D)
     if style in ("colwise", "colwise_gather_output", "colwise_blocks"):
         return {"weight": 1 if transposed else 0, "bias": 0}
@@ -152,7 +158,7 @@ def sharded_dims(style: Style | None, module: nn.Module) -> dict[str, int]:
 
 
 def _raise_any(problems: Problems) -> None:
-    # Once and not for every layer: the problems name patterns.
+    # Problems name patterns, so all layers report the same one, which is raised only once.
     if found := dict.fromkeys(problems):
         raise PlanError(found)
 
@@ -194,23 +200,33 @@ def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapp
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Tell whether a module computes what Linear or Conv1D does: the sharded class replaces its forward."""
-    # Not any subclass: most have a forward of their own. Falcon's only writes the same product in another way.
+    """Return whether a module computes what Linear or Conv1D does.
+
+    The sharded class replaces its forward.
+    """
+    # Most subclasses have a forward of their own, so they do not count. Falcon's only writes the
+    # same product in another form.
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
 def is_lookup(module: nn.Module) -> bool:
-    """Tell whether a module looks up rows as Embedding does, or does so before it goes on (Gemma scales them)."""
+    """Return whether a module looks up rows as Embedding does.
+
+    It may change the rows afterwards (Gemma scales them).
+    """
     return isinstance(module, nn.Embedding) and looks_up_rows(module)
 
 
 def mla_rope_width(config: PretrainedConfig | None) -> int | None:
-    """Return how many outputs of a latent attention's key projection all heads share."""
+    """Return the number of outputs of latent attention's key projection that all heads share."""
     return getattr(config, "qk_rope_head_dim", None)
 
 
 def local_count(attribute: str, count: object, tp: int) -> int | None:
-    """Return this process's part of a number, one of the key-value heads where they are shared, or None."""
+    """Return this process's part of a count.
+
+    It is 1 for key-value heads that processes share, and None if `tp` cannot divide the count.
+    """
     if not isinstance(count, int) or count < 0:
         return None
     if count % tp == 0:
@@ -220,12 +236,15 @@ def local_count(attribute: str, count: object, tp: int) -> int | None:
 
 
 def gives_heads(pattern: str) -> bool:
-    """Tell whether a rule is for a projection to key-value heads, by the names that models give these."""
+    """Return whether a rule is for a projection to key-value heads, by the names used in models."""
     return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")
 
 
 def attention_of(model: nn.Module, name: str) -> str | None:
-    """Return the module around a key-value projection that says how many query heads share a head."""
+    """Return the name of the module around a key-value projection that has `num_key_value_groups`.
+
+    That is the number of query heads that share a key-value head. None if there is no such module.
+    """
     while name := name.rpartition(".")[0]:
         if isinstance(getattr(model.get_submodule(name), "num_key_value_groups", None), int):
             return name
@@ -233,7 +252,7 @@ def attention_of(model: nn.Module, name: str) -> str | None:
 
 
 def blocks_of(name: str, styles: Mapping[str, Style], style: Style) -> Iterator[str]:
-    """Yield the modules of a style that a module lies in."""
+    """Yield the names of the modules of a style that contain a module, the innermost first."""
     while name := name.rpartition(".")[0]:
         if styles.get(name) == style:
             yield name
@@ -250,7 +269,10 @@ def _torn_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
 
 
 def _drifting_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
-    """Find replicated parameters whose gradients would be partial and not be summed: they would drift apart."""
+    """Yield each replicated module whose gradients would be partial and not summed.
+
+    Its copies on the processes would drift apart.
+    """
     layers = find_layers(model)[0]
     for name, style in styles.items():
         what = f"tensor.styles: {as_pattern(name)} is {style!r}"

@@ -1,6 +1,7 @@
-"""Sequence parallelism: the stream is split before the first decoder layer and joined behind the last.
+"""Sequence parallelism: hidden states are split along the sequence between the decoder layers.
 
-A pass without gradients leaves it whole, see `stream_in_parts`.
+They are split before the first decoder layer and joined after the last. A pass without gradients
+does not split them; see `stream_in_parts`.
 """
 
 from typing import Any
@@ -16,7 +17,9 @@ from meshtrain.parallel.tensor.region import stream_in_parts
 
 
 def shard_stream(stage: Stage, group: ProcessGroup) -> None:
-    """Split the sequence before the first decoder layer of the model and join it behind the last.
+    """Split the sequence before the first decoder layer, and join it after the last, by hooks.
+
+    A stage without the first layer does not split, and one without the last layer does not join.
 
     Raises:
         DataError: in a pass with gradients, if tp does not divide the length of the sequence.
@@ -48,10 +51,11 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
 
 
 def join_hidden_states(output: ModelOutput, length: int, group: ProcessGroup) -> None:
-    """Make the hidden states whole that a forward pass gives out beside its logits, in place.
+    """Join the hidden states that a forward pass returns with its logits, in place.
 
     Args:
-        output: of the model; each of its hidden states is (batch, seq, hidden) or (batch, seq/tp, hidden).
+        output: of the model; each of its hidden states is (batch, seq, hidden) or (batch, seq/tp,
+            hidden).
         length: of the sequence, in tokens.
         group: the processes that share the sequence.
     """
@@ -70,7 +74,7 @@ def check_divisible(length: int, tp: int) -> None:
         tp: number of processes that share it.
 
     Raises:
-        DataError: if they cannot.
+        DataError: if tp does not divide the length.
     """
     if length % tp:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The styles of a plan: what each does to a module."""
+"""The styles of a plan: each is a class that changes a module in place."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +33,16 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ModuleContext:
-    """Where a module stands.
+    """The position of a module in the model, and what its style needs to know.
 
     Attributes:
-        name: its FQN.
-        region: how the stream lies there.
-        entered: whether the block around it has already made its input whole.
-        whole_logits: whether a gathered output is to be whole: False for logits that the loss takes sharded.
-        rules: of the whole model.
+        name: FQN of the module.
+        region: how hidden states are distributed around the module.
+        entered: whether the block around the module has already entered the sharded weights, so
+            that the input of the module is full.
+        whole_logits: whether a gathered output is joined to the full one; False for logits that the
+            loss takes sharded.
+        rules: of the complete model.
         config: of the language model.
     """
 
@@ -66,14 +68,14 @@ class _Style(ModuleStyle):
 
 
 class _Replicate(_Style):
-    """Every process computes the same, or its part of the sequence, with whole parameters."""
+    """Every process computes the same, or its part of the sequence, with full parameters."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 class _SharedInput(_Style):
-    """Make the input of a block whole once for all its projections, instead of once in each."""
+    """The input of a block is made full once for all its projections, instead of once in each."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_change_input, self.region.enter), with_kwargs=True)
@@ -81,7 +83,7 @@ class _SharedInput(_Style):
 
 
 class _WholeSequence(_Style):
-    """Compute a block on the whole sequence on every process, although the stream around it lies in parts."""
+    """Every process computes a block on the full sequence, which is split outside of the block."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.region.sequence_parallel:
@@ -99,13 +101,13 @@ class _WholeSequence(_Style):
     def _split(self, x: Tensor) -> Tensor:
         if not self.region.in_parts():
             return x
-        # Llama 4's experts give (batch * seq, hidden).
+        # The experts of Llama 4 return (batch * seq, hidden).
         part = split_sequence(x.view(self.whole_shape), self.region.group)
         return part if x.dim() == part.dim() else part.flatten(0, 1)
 
 
 class _Colwise(_Style):
-    """Shard the outputs."""
+    """The outputs of a projection are sharded."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         outputs = _weight(module).shape[self.place.rules.sharded_dims[f"{self.place.name}.weight"]]
@@ -121,7 +123,7 @@ class _Colwise(_Style):
 
 
 class _ColwiseGatherOutput(_Colwise):
-    """Shard the outputs and join them, unless they are logits that the loss takes sharded."""
+    """The outputs are sharded, then joined, unless they are logits that the loss takes sharded."""
 
     def _leave(self, outputs: int) -> Edge:
         if not self.place.whole_logits:
@@ -130,9 +132,10 @@ class _ColwiseGatherOutput(_Colwise):
 
 
 class _ColwiseBlocks(_Colwise):
-    """Shard the outputs of CodeGen's projection: four blocks, each of the query, value and key of a quarter of heads.
+    """The outputs of CodeGen's projection are sharded by its four blocks.
 
-    A process holds 4/tp whole blocks, and the forward of the model wants four: each is cut by heads into tp pieces.
+    Each block has query, value and key of a quarter of the heads. A process holds 4/tp complete
+    blocks, but the forward of the model needs four. So each block is cut by heads into tp pieces.
     """
 
     def _leave(self, outputs: int) -> Edge:
@@ -150,7 +153,10 @@ def _cut_blocks(x: Tensor, tp: int) -> Tensor:
 
 
 class _ReplicatedHeads(_Style):
-    """Keep a projection to fewer key-value heads than processes whole; each computes the one its queries need."""
+    """A projection to fewer key-value heads than processes stays full.
+
+    Each process computes the one head that its queries need.
+    """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         heads, group = self.place.config.num_key_value_heads, self.region.group
@@ -163,7 +169,10 @@ class _ReplicatedHeads(_Style):
 
 
 class _PerHead(_Style):
-    """Keep the parameters that every head has for itself whole; each process computes with those of its heads."""
+    """The parameters that each head has for itself stay full.
+
+    Each process computes with the parameters of its heads.
+    """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         see_own_heads(module, self.region.group.rank(), self.region.group.size())
@@ -171,7 +180,7 @@ class _PerHead(_Style):
 
 
 class _Rowwise(_Style):
-    """Shard the inputs; the results are partial sums."""
+    """The inputs of a projection are sharded, and its results are partial sums."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self._shard(module, mesh)
@@ -186,14 +195,14 @@ class _Rowwise(_Style):
 
 
 class _RowwiseSplitInput(_Rowwise):
-    """Shard the inputs, of which every process has all."""
+    """The inputs are sharded here, because every process has all of them."""
 
     def _enter(self) -> Edge:
         return partial(split_features, group=self.region.group)
 
 
 class _EmbeddingRowwise(_Style):
-    """Shard the vocabulary of an embedding."""
+    """The vocabulary of an embedding is sharded."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self._shard(module, mesh)
@@ -205,7 +214,7 @@ class _EmbeddingRowwise(_Style):
 
 
 class _MlaKvAProj(_Style):
-    """Keep the projection whole, whose last outputs are the rotary key that the heads of all processes share."""
+    """A projection stays full whose last outputs are the rotary key that all heads share."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         share_rotary_key(module, self.place)
@@ -213,7 +222,12 @@ class _MlaKvAProj(_Style):
 
 
 def share_rotary_key(module: nn.Module, place: ModuleContext) -> None:
-    """Let the gradient of the last outputs of a module, the rotary key, be summed over the heads of all processes."""
+    """Sum the gradient of a module's last outputs, the rotary key, over the heads of all processes.
+
+    Args:
+        module: the projection, or its counterpart in an adapter.
+        place: context of the projection.
+    """
     width = mla_rope_width(place.config)
     assert width is not None, "the plan is not checked"
     tail: int = width
@@ -226,7 +240,7 @@ def share_rotary_key(module: nn.Module, place: ModuleContext) -> None:
 
 
 class _LocalParams(_Style):
-    """Let a module with parameters of its own (attention sinks) compute with its shards of them."""
+    """A module with parameters of its own (attention sinks) computes with its shards of them."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self._shard(module, mesh)
@@ -235,7 +249,10 @@ class _LocalParams(_Style):
 
 
 class _Experts(_LocalParams):
-    """Shard stacked experts; tokens and routing weights go to all processes, and their results are summed."""
+    """Stacked experts are sharded.
+
+    All processes receive all tokens and routing weights, and their results are summed.
+    """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -255,7 +272,10 @@ class _Experts(_LocalParams):
 
 
 class _ExpertParallel(_Experts):
-    """Give every process whole experts. Routing to those of others goes to an expert that is none."""
+    """Every process holds complete experts, but only some of them.
+
+    A token for an expert of another process gets an index that is not an expert, and no weight.
+    """
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         group = self.region.group
@@ -263,7 +283,8 @@ class _ExpertParallel(_Experts):
         self.first = group.rank() * module.num_experts  # type: ignore[operator]
         self.num_experts: int = module.num_experts  # type: ignore[assignment]
         leave_out_experts(module)
-        # A loop over experts that has no place for none of them (GPT-OSS) takes the first, which then weighs nothing.
+        # A loop over experts that fails at this index (GPT-OSS) runs the first expert instead, with
+        # weight zero.
         loops = loops_over_experts(self.place.config)
         width = self.place.config.hidden_size
         self.none = 0 if loops and not has_place_for_none(module, self.num_experts, width) else self.num_experts
