@@ -1,4 +1,17 @@
-"""Does this plan fit this model, these batches and so many processes? Every contradiction at once, up front."""
+"""Check that a plan fits a model, its batches and the number of processes, before the start.
+
+All contradictions are reported together.
+
+Modules:
+    batch: batch sizes and sequence lengths.
+    execution: recomputation and rotary frequencies.
+    flow: partial gradients that no tensor rule sums, and modules that cannot be cut.
+    mesh: degrees of the mesh, and the number of processes.
+    pipeline: schedules, cuts, and the layers of each stage.
+    tensor: tensor rules, and the heads and widths that tp must divide.
+
+The package itself has `resolve_plan`, which runs all checks and fills in the open settings.
+"""
 
 from transformers import PreTrainedModel
 
@@ -15,13 +28,13 @@ from meshtrain.parallel.tensor.rules import Problems
 
 
 def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, world_size: int) -> ParallelPlan:
-    """Return the plan with nothing left open: no -1, `auto`, `balanced` or `even`.
+    """Return the plan without open settings: no -1, `auto`, `balanced` or `even`.
 
     Args:
         plan: with its family already joined.
-        model: the stock model on meta; it is not changed.
-        batch: the shape of the batches.
-        world_size: the number of processes.
+        model: the stock model on the meta device; it is not changed.
+        batch: shape of the batches.
+        world_size: number of processes.
 
     Raises:
         PlanError: with every contradiction that can be found.
@@ -41,7 +54,8 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     layers = resolve_layers(plan, model, batch)
     reshard = plan.shard.reshard_after_forward
     if reshard == "auto":
-        # With a pipeline each microbatch would gather anew; without sharding nothing is gained by freeing.
+        # With a pipeline, each microbatch would gather the parameters again. Without sharding,
+        # freeing them saves nothing.
         reshard = "never" if mesh.pp > 1 or not mesh.is_sharded else "always"
     return plan.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""Batches under a plan: what must divide what, and what the model has room for."""
+"""Check that batch sizes and sequence lengths fit the plan and the positions of the model."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,14 @@ from meshtrain.parallel.tensor.rules import Problems
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What the run says about batches.
+    """The shape of the batches of a run.
 
     Attributes:
         global_batch_size: in sequences.
         micro_batch_size: in sequences.
         sequence_length: in tokens.
-        width_multiple: batches may be narrower, by a multiple of so many tokens; None: all are of one width.
+        width_multiple: in tokens; batches may be narrower, and their width is a multiple of this
+            number. None if all batches have the same width.
     """
 
     global_batch_size: int
@@ -27,7 +28,7 @@ class BatchShape:
 
 
 def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
-    """Return how many microbatches each process runs per step, by a resolved mesh."""
+    """Return the number of microbatches that each process runs per step; the mesh is resolved."""
     return batch.global_batch_size // (plan.mesh.data_degree * batch.micro_batch_size)
 
 

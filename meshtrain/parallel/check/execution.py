@@ -1,4 +1,4 @@
-"""Recomputation: which models know it, and what it does not go together with."""
+"""Check that a model supports recomputation, and that the rest of the plan allows it."""
 
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,7 +20,7 @@ def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
     try:
         layer = find_layers(model)[1][0]
     except UserError:
-        # Said already, by the check of the pipeline.
+        # The check of the pipeline reports this.
         return
     if not isinstance(layer, GradientCheckpointingLayer):
         yield (
@@ -33,7 +33,7 @@ def check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     try:
         layers, _ = find_layers(model)
     except UserError:
-        # Said already, by the check of the pipeline.
+        # The check of the pipeline reports this.
         return
     if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
         yield (

@@ -1,4 +1,4 @@
-"""Whether the rules of a plan sum each gradient that is partial, and cut nothing that cannot be cut."""
+"""Check that the rules of a plan sum all partial gradients, and cut only what can be cut."""
 
 from transformers import PreTrainedModel
 
@@ -26,19 +26,20 @@ def check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems:
     """Yield what the layers would compute wrongly, or not at all, on one process of `tp`.
 
     Args:
-        model: on meta, unfused.
-        rules: that its modules can follow, with heads and widths that tp divides.
+        model: on the meta device, unfused.
+        rules: that the modules of the model can follow, with heads and widths that tp divides.
+        tp: number of processes that share a layer.
     """
     flow = follow_heads(model, rules, tp)
     if not flow.ran:
-        # Only rules that were written by hand come so far: others are not derived from layers that do not run.
+        # Only rules of the user can get here: rules are never derived from layers that do not run.
         return
     yield from dict.fromkeys(_of_modules(flow, rules)) or _of_layers(flow, type(model).__name__)
 
 
 def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
     cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, PER_HEAD))
-    # A module that cannot be cut does not run, and what comes behind it tells nothing.
+    # A module that cannot be cut does not run, so what was found after it has no meaning.
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
     for names, problem in (*kinds, (flow.counted_twice, TWICE)):
         for name in names:

@@ -1,4 +1,4 @@
-"""The degrees of the mesh next to the number of processes."""
+"""Check that the degrees of the mesh fit the number of processes."""
 
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import PlanError
@@ -6,6 +6,10 @@ from meshtrain.errors import PlanError
 
 def resolve_mesh(mesh: MeshPlan, world_size: int) -> MeshPlan:
     """Return the mesh without an open axis.
+
+    Args:
+        mesh: with at most one open axis.
+        world_size: number of processes.
 
     Raises:
         PlanError: if its degrees do not fit the number of processes.

@@ -1,4 +1,4 @@
-"""Pipeline stages: schedules, cuts, and layers for every stage."""
+"""Check the pipeline of a plan (schedule, cuts), and count the layers of every stage."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     except UserError as error:
         yield from error.problems
         return
-    # The last stage may hold the head only; but no cut can be named behind the last layer.
+    # The last stage may hold only the head, but `split_at` cannot name a cut after the last layer.
     if len(layers) + (pipeline.split_at is None) < stages:
         yield (
             f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
@@ -74,12 +74,12 @@ def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
 
 
 def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
-    """Yield why the schedule of a resolved plan cannot run a batch."""
+    """Yield each reason why the schedule cannot run a batch; the mesh of the plan is resolved."""
     pp, name = plan.mesh.pp, plan.pipeline.schedule
     stages, microbatches = pp * plan.pipeline.stages_per_rank, num_microbatches(plan, batch)
     unit = plan.mesh.data_degree * batch.micro_batch_size
     if batch.global_batch_size % unit:
-        # Said already, by the check of the batch.
+        # The check of the batch reports this.
         return
     needs = SCHEDULES[name].microbatches
     if needs == "one per stage" and microbatches < stages:

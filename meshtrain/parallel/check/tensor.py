@@ -1,4 +1,4 @@
-"""Tensor parallelism: rules, heads and widths that tp must divide."""
+"""Check the tensor rules of a plan, and the heads and widths that tp must divide."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ from meshtrain.parallel.tensor.rules import (
 
 def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     if plan.mesh.tp > 1 and not plan.tensor.styles:
-        # There are no rules, and nothing to derive them from: that is said already.
+        # There are no rules, and nothing to derive them from. The derivation has reported this.
         return
     heads = list(_check_heads(plan, model))
     yield from heads
@@ -60,7 +60,8 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
     for what, name in (
         ("attention heads", "num_attention_heads"),
         ("key-value heads", "num_key_value_heads"),
-        # That of Falcon: its key-value heads lie between the query heads, and no process can share one of them.
+        # Falcon has this name. Its key-value heads are stored between the query heads, so processes
+        # cannot share one of them.
         ("key-value heads", "num_kv_heads"),
     ):
         if name != "num_attention_heads" and _are_whole(plan.tensor.styles):
@@ -73,13 +74,19 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
 
 
 def _are_whole(styles: Mapping[str, Style]) -> bool:
-    """Tell whether every process has all key-value heads, or shares one: then their number need not fit."""
+    """Return whether every process has all key-value heads, or shares one.
+
+    In both cases tp need not divide their number.
+    """
     found = {style for pattern, style in styles.items() if gives_heads(pattern)}
     return bool(found) and "colwise" not in found
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
-    """Yield one problem per width that tp does not divide; embedding and head may have an uneven vocabulary."""
+    """Yield one problem per width that tp does not divide.
+
+    The vocabulary of embedding and head may be uneven, but every process needs a row.
+    """
     seen = set()
     for name, style in styles.items():
         if style in ("embedding_rowwise", "colwise_gather_output"):
@@ -149,7 +156,7 @@ def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Modul
 
 
 def read_attribute(module: nn.Module, name: str) -> object:
-    """Return an attribute, such as `config.num_attention_heads`, or None."""
+    """Return the value of an attribute, such as `config.num_attention_heads`, or None."""
     value: object = module
     for part in name.split("."):
         value = getattr(value, part, None)
