@@ -1,4 +1,4 @@
-"""How many decoder layers each stage gets."""
+"""Compute the number of decoder layers of each stage."""
 
 import functools
 import math
@@ -7,23 +7,25 @@ from itertools import pairwise
 
 
 def even_layers(num_layers: int, num_stages: int) -> list[int]:
-    """Return as equal numbers as can be, the larger ones first."""
+    """Return numbers of layers that are as equal as possible, the larger ones first."""
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
 def balanced_layers(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> list[int]:
-    """Return the numbers that make the slowest stage as fast as can be.
+    """Return the numbers of layers that make the slowest stage as fast as possible.
 
-    What comes before the layers belongs to the first stage, as does the first layer; what follows them (the head)
-    belongs to the last, which may hold nothing else. Among equals, the cut with the least sum of squares wins.
+    The first stage holds the modules before the layers and the first layer. The last stage holds
+    the modules after the layers (the head), and may hold nothing else. Among equally fast cuts, the
+    one with the least sum of squared stage costs wins.
 
     Args:
-        layer_costs: of each decoder layer, in any unit; of the first with what comes before it.
-        head_cost: of what follows the layers, in the same unit.
-        num_stages: at most the number of layers, plus one for a stage with the head only.
+        layer_costs: cost of each decoder layer, in any unit; that of the first includes the modules
+            before it.
+        head_cost: cost of the modules after the layers, in the same unit.
+        num_stages: at most the number of layers, plus one for a stage with only the head.
 
-    Source: exact dynamic programming over contiguous partitions, twice: for the slowest stage, then for the squares
-    among the cuts that are no slower.
+    Source: exact dynamic programming over contiguous partitions, in two passes. The first finds the
+    cost of the slowest stage, the second the least squares among the cuts that are no slower.
     """
     num_layers = len(layer_costs)
     until = [0.0]
@@ -31,7 +33,8 @@ def balanced_layers(layer_costs: Sequence[float], head_cost: float, num_stages: 
         until.append(until[-1] + cost)
 
     def ends(stage: int, start: int) -> range:
-        # Each stage but the last keeps at least one layer, and so must those between here and the last.
+        # Every stage but the last needs at least one layer, so one is left for each stage between
+        # this one and the last.
         return range(start + 1, num_layers - (num_stages - stage - 2) + 1)
 
     def price(start: int, end: int) -> float:
@@ -60,10 +63,13 @@ def balanced_layers(layer_costs: Sequence[float], head_cost: float, num_stages: 
 
 
 def layers_split_at(names: Sequence[str], layers_name: str, num_layers: int) -> list[int]:
-    """Return the numbers that cut points such as "model.layers.8" describe.
+    """Return the numbers of layers that cut points such as "model.layers.8" describe.
 
     Args:
-        names: the first layer of each stage but the first, ascending; already checked to be layers of the model.
+        names: first layer of each stage except the first, ascending; the caller has checked that
+            they are layers of the model.
+        layers_name: FQN of the list of decoder layers.
+        num_layers: number of decoder layers of the model.
     """
     cuts = [0, *(int(name.removeprefix(f"{layers_name}.")) for name in names), num_layers]
     return [end - start for start, end in pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""Which tensors of a forward pass are computed from which others."""
+"""Track which tensors of a forward pass are computed from which others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshtrain.compat.autograd import OperatorMode, memory_of, tensors_in
 
-# They look at the shape of what they are given, not at its values.
+# Operators that use only the shape of their input, so their results do not depend on its values.
 SHAPE_ONLY = {
     f"aten::{name}"
     for name in (
@@ -18,28 +18,28 @@ SHAPE_ONLY = {
 
 
 class DerivedTensors(OperatorMode):
-    """While active, knows all that is computed from some tensors.
+    """Dispatch mode that tracks all tensors that are computed from some given tensors.
 
-    Not autograd: it loses track where a model computes without gradients. Memory and not tensors is remembered, since
-    a tensor may be changed through a view of it.
+    Autograd cannot do this: it loses track where a model computes without gradients. The mode
+    tracks memory instead of tensor objects, because a tensor may be changed through a view.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors are kept so that none of their memory is given to another.
+        # The tensors are kept alive, so that their memory is not reused for others.
         self._tensors: dict[int, Tensor] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Follow these from here on."""
+        """Track these tensors from now on."""
         self._tensors.update((memory_of(tensor), tensor) for tensor in tensors)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Follow these no longer; what was computed from them is still followed."""
+        """Stop tracking these tensors; those computed from them are still tracked."""
         for tensor in tensors:
             self._tensors.pop(memory_of(tensor), None)
 
     def has(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is one of those that are followed, or computed from one."""
+        """Return whether a tensor is tracked: it was added, or computed from a tracked one."""
         return memory_of(tensor) in self._tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

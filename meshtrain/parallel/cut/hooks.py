@@ -1,4 +1,7 @@
-"""Hooks that a program has put on its model: heard in its passes, and not while the model is looked at on meta."""
+"""Handle hooks that a program has registered on its model.
+
+They run in training passes only, not while the model is probed on the meta device.
+"""
 
 import copy
 from collections.abc import Callable, Container, Iterator
@@ -15,9 +18,10 @@ Hook = Callable[..., Any]
 
 @contextmanager
 def hooks_set_aside(model: nn.Module) -> Iterator[None]:
-    """Call none of a model's hooks while the block runs: they expect numbers, and meta tensors have none.
+    """Disable the hooks of a model while the block runs.
 
-    What the block itself puts on stays: transformers does so once, at the first call that asks for hidden states.
+    Hooks expect values, which meta tensors do not have. Hooks that the block itself registers stay:
+    transformers registers some once, at the first call that asks for hidden states.
     """
     kept = [(hooks, dict(hooks)) for hooks in _all_hooks(model)]
     for hooks, _ in kept:
@@ -32,12 +36,15 @@ def hooks_set_aside(model: nn.Module) -> Iterator[None]:
 
 
 def has_hooks_on_itself(module: nn.Module) -> bool:
-    """Whether there is a hook on the module, and not on one inside."""
+    """Return whether there is a hook on the module itself; modules inside do not count."""
     return any(hook_tables(module))
 
 
 def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model, but not the objects that its hooks are methods of: the program looks at the one that it has."""
+    """Return a copy of a model whose hooks still refer to the program's own objects.
+
+    A hook that refers to a part of the model is copied, and then refers to the part of the copy.
+    """
     modules = {*model.modules()}
     hooks = (hook for hooks in _all_hooks(model) for hook in hooks.values())
     return copy.deepcopy(model, {id(hook): hook for hook in hooks if not _belongs_to(hook, modules)})
@@ -48,6 +55,6 @@ def _all_hooks(model: nn.Module) -> Iterator[dict[int, Hook]]:
 
 
 def _belongs_to(hook: Hook, modules: Container[nn.Module]) -> bool:
-    """Tell whether a hook knows a part of the model, and must know that of the copy."""
+    """Return whether a hook refers to a part of the model, so that a copy needs its own hook."""
     known = [getattr(hook, "__self__", None), *getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
     return any(isinstance(value, nn.Module) and value in modules for value in known)

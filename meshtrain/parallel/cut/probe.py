@@ -1,6 +1,7 @@
-"""Where the decoder layers of an unmodified Hugging Face model are, and what it calls before and after them.
+"""Find the decoder layers of an unmodified Hugging Face model, and the modules around them.
 
-Nothing here knows a model family: one forward pass on the meta device, with every layer short-circuited, tells.
+Nothing here knows a model family. One forward pass on the meta device, with every layer
+short-circuited, shows what the model calls before and after the layers.
 """
 
 import itertools
@@ -21,23 +22,26 @@ from meshtrain.parallel.cut.dataflow import DerivedTensors
 from meshtrain.parallel.cut.hooks import hooks_set_aside
 
 PROBE_LENGTH = 3
-# What a forward pass raises when a model is built another way than a probe expects.
+# Errors of a forward pass when a model is built in another way than a probe expects.
 MISFITS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, AssertionError)
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What the cut needs to know of a model.
+    """What the cut needs to know about a model.
 
     Attributes:
         layers: FQN of the ModuleList of decoder layers.
-        num_layers: its length.
-        before: FQN of each module called before the first layer (embeddings, rotary, dropout) -> the shape of what it
-            gives to a probe of one sequence of `PROBE_LENGTH` tokens; None if that is not one tensor.
+        num_layers: length of that list.
+        before: FQN of each module called before the first layer (embeddings, rotary, dropout) ->
+            shape of its result for one sequence of `PROBE_LENGTH` tokens; None if the result is not
+            one tensor.
         after: FQNs of the modules called after the last layer (final norm, head), in call order.
         layers_return_tuples: whether the model unpacks the result of a layer.
-        takes_ready_mask: whether it takes a 4-D attention mask (else it makes its own from a 2-D one).
-        writes_in_place: whether it changes what the modules before the layers give, instead of a copy.
+        takes_ready_mask: whether the model takes a 4-D attention mask; if not, it makes its own
+            from a 2-D one.
+        writes_in_place: whether the model changes the results of the modules before the layers in
+            place, instead of a copy.
     """
 
     layers: str
@@ -50,15 +54,18 @@ class ModelStructure:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the name and the ModuleList of the decoder layers: the highest one of the configured length.
+    """Return the name and the ModuleList of the decoder layers.
+
+    It is the outermost list of the configured length, and the one with most parameters if there are
+    several.
 
     Raises:
-        ModelError: if there is none, or the configuration has no length.
+        ModelError: if there is none, or the configuration has no number of layers.
     """
     config = model.config.get_text_config()
     if not hasattr(config, "num_hidden_layers"):
         raise ModelError(f"the configuration of {type(model).__name__} does not say how many decoder layers there are")
-    # A decoder that was built from the configuration of an encoder and a decoder keeps both numbers.
+    # A decoder of an encoder-decoder configuration has both numbers.
     expected = getattr(config, "decoder_layers", config.num_hidden_layers)
     candidates = [
         (name, module)
@@ -73,10 +80,11 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def probe_structure(model: PreTrainedModel) -> ModelStructure:
-    """Run one forward pass of a meta model in which no layer computes, and note what is called when.
+    """Return the structure of a meta model, from a forward pass in which no layer computes.
 
     Raises:
-        ModelError: if the layers are not called once each, in a chain of one tensor.
+        ModelError: if the layers are not called once each, in a chain of one tensor, or if a
+            parameter does not belong to one stage.
     """
     name, layers = find_layers(model)
     failures = []
@@ -89,7 +97,8 @@ def probe_structure(model: PreTrainedModel) -> ModelStructure:
         else:
             _check_places(model, anatomy)
             return anatomy
-    # What torch says tells less of the layers than of the mask that the probe gave (XLNet calculates with it).
+    # A RuntimeError of torch is often about the mask of the probe instead of the layers: XLNet
+    # calculates with the mask.
     reason = next((failure for failure in failures if not isinstance(failure, RuntimeError)), failures[0])
     raise cannot_be_cut(
         model,
@@ -103,12 +112,15 @@ def asks_for_router_loss(model: PreTrainedModel) -> bool:
 
 
 def no_router_logits(model: PreTrainedModel) -> dict[str, bool]:
-    """Return what keeps a forward pass from collecting router logits: those of its stage are not all there are."""
+    """Return the arguments that keep a forward pass from collecting router logits.
+
+    A stage has only the logits of its own layers.
+    """
     return {"output_router_logits": False} if asks_for_router_loss(model) else {}
 
 
 def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
-    """Return the error that says why a model runs on one stage only."""
+    """Return the error for a model that runs on one stage only."""
     return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
 
 
@@ -121,13 +133,14 @@ def _probe(
     handed_on: list[Tensor] = []
     hidden_shape = (1, PROBE_LENGTH, model.config.get_text_config().hidden_size)
     ids = probe_ids(next(model.parameters()).device)
-    # What a later stage has not: the tokens, and all that is computed from them or from parameters before its layers.
+    # Tensors that a later stage does not have: the tokens, and all that is computed from them or
+    # from parameters before its layers.
     elsewhere = DerivedTensors()
     elsewhere.add([ids, *model.parameters()])
 
     def pass_through(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        # Whatever happens between two layers would happen twice where they lie on two stages.
+        # A computation between two layers would run twice if the layers are on two stages.
         if not isinstance(hidden, Tensor) or (handed_on and hidden is not handed_on[-1]):
             raise TypeError("a layer receives something else than the hidden state of the layer before")
         if hidden.shape != hidden_shape:
@@ -138,7 +151,8 @@ def _probe(
         if len(handed_on) < len(layers):
             elsewhere.add(handed_on[-1:])
         else:
-            # The head may be tied to the embedding.
+            # The modules after the layers may use parameters from before, because the head may be
+            # tied to the embedding.
             elsewhere.drop(model.parameters())
         return (handed_on[-1],) if as_tuple else handed_on[-1]
 
@@ -177,7 +191,13 @@ def _probe(
 
 
 def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
-    """Check that every parameter has one stage to lie on, the head that is tied to the embedding excepted."""
+    """Check that every parameter belongs to one stage.
+
+    The weight of a head that is tied to the embedding is excepted.
+
+    Raises:
+        ModelError: for a parameter or a tie that does not.
+    """
     places = {name: _places(name, anatomy) for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, found in places.items():
         if not found:
@@ -186,7 +206,7 @@ def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
             raise cannot_be_cut(model, f"its parameter {name} is used before and after the layers")
     for copy_name, source in model.all_tied_weights_keys.items():
         ends = (*places[source], *places[copy_name])
-        # Both before the first layer, or both after the last: on one stage.
+        # Two ends before the first layer, or two after the last, are on one stage.
         if ends != ("before", "after") and (ends[0] != ends[1] or "layers" in ends):
             raise cannot_be_cut(model, f"it ties {copy_name} to {source}, which are not the head and the embedding")
 
@@ -197,18 +217,21 @@ def _places(parameter: str, anatomy: ModelStructure) -> list[str]:
 
 
 def probe_ids(device: torch.device) -> Tensor:
-    """Return the tokens of a probe."""
+    """Return the tokens of a probe, (1, `PROBE_LENGTH`)."""
     return torch.ones(1, PROBE_LENGTH, dtype=torch.long, device=device)
 
 
 def probe_mask(device: torch.device, *, with_mask: bool) -> dict[str, Tensor]:
-    """Return the mask of a probe. A ready 4-D one: in a 2-D one transformers looks at values, and meta has none."""
+    """Return the attention mask of a probe as keyword arguments, none without a mask.
+
+    The mask is 4-D: transformers reads the values of a 2-D mask, and meta tensors have none.
+    """
     shape = (1, 1, PROBE_LENGTH, PROBE_LENGTH)
     return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=device)} if with_mask else {}
 
 
 def _siblings(model: nn.Module, layers: str) -> list[str]:
-    """Every module that is a child of an ancestor of the layer list, but not itself such an ancestor."""
+    """Return the FQNs of the siblings of the layer list and of each module around it."""
     siblings, module, prefix = [], model, ""
     for part in layers.split("."):
         siblings += [f"{prefix}{name}" for name, child in module.named_children() if name != part]

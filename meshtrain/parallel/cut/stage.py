@@ -1,7 +1,8 @@
 """Cut an unmodified Hugging Face model into pipeline stages.
 
-The forward pass of the model is not touched: modules of other stages are replaced by stubs without parameters, at
-their own names. So FQNs, layer indices, masks and positions stay those of the stock model on every stage.
+The forward pass of the model is not changed. Stubs without parameters replace the modules of other
+stages, under the same names. So FQNs, layer indices, masks and positions on every stage are those
+of the stock model.
 """
 
 import copy
@@ -47,17 +48,20 @@ class Stage:
     """One contiguous piece of the model.
 
     Attributes:
-        index: its place among all stages.
-        num_stages: how many there are on the whole pp axis.
-        first_layer: index of its first decoder layer.
-        last_layer: index behind its last decoder layer.
-        model: the stock model itself where it is the only stage; else with stubs for what lies elsewhere, and called
-            with input ids (batch, seq) on the first stage, else with a hidden state (batch, seq, hidden); returns
-            logits on the last stage, else a hidden state.
+        index: position of the stage among all stages.
+        num_stages: number of stages on the complete pp axis.
+        first_layer: index of the first decoder layer of the stage.
+        last_layer: index after the last decoder layer of the stage.
+        model: the stock model itself if there is one stage. Otherwise the model has stubs for the
+            modules of other stages. It is then called with input ids (batch, seq) on the first
+            stage, else with a hidden state (batch, seq, hidden). It returns logits on the last
+            stage, else a hidden state.
         layers: the list of layers and stubs inside `model`.
-        tied: name of a tied parameter (the head's) -> FQN of the original, for what this stage holds a tie of.
-        channel: where the stage finds what it received and the length of the sequence.
-        filled: its parameters that got zeros in this step because no sample of this process gave them a gradient.
+        tied: name of a tied parameter (the head's) -> FQN of the original, for each tied parameter
+            that this stage holds.
+        channel: has the hidden state that the stage received, and the length of the sequence.
+        filled: parameters with zero gradients in this step, because no sample of this process gave
+            them a gradient.
     """
 
     index: int
@@ -72,20 +76,21 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes input ids."""
+        """Whether the stage takes input ids."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives logits."""
+        """Whether the stage returns logits."""
         return self.index == self.num_stages - 1
 
     def compute(self, received: Tensor, **inputs: Any) -> Tensor:
         """Run the stage on one microbatch.
 
         Args:
-            received: input ids (batch, seq) for the first stage, else the hidden state (batch, seq, hidden).
-            inputs: what else the model takes: masks, positions.
+            received: input ids (batch, seq) for the first stage, else the hidden state (batch, seq,
+                hidden).
+            inputs: other inputs of the model: masks, positions.
 
         Returns:
             The logits of the last stage, else the hidden state.
@@ -95,12 +100,12 @@ class Stage:
         return self.model(input_ids=received, use_cache=False, **no_router_logits(self.model), **inputs).logits
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield its parameters under their FQNs in the stock model, and those of adapters under peft's names."""
+        """Yield the parameters with their FQNs in the stock model; adapters have peft's names."""
         for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
             yield stock_name(name), parameter
 
     def own_layers(self) -> list[nn.Module]:
-        """Return the decoder layers that it really holds."""
+        """Return the decoder layers that this stage holds, without the stubs."""
         return list(self.layers)[self.first_layer : self.last_layer]
 
 
@@ -109,8 +114,9 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
 
     Args:
         model: on the meta device; not usable afterwards.
-        layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (head only).
-        indices: which stages this process holds, ascending.
+        layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (only
+            the head).
+        indices: of the stages that this process holds, ascending.
 
     Raises:
         ModelError: for a class whose layers do not hand one hidden state to each other.
@@ -124,10 +130,10 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
 
 
 def check_cut(model: PreTrainedModel) -> None:
-    """Run the first, a middle and the last stage of a model on meta, each without decoder layers.
+    """Check on meta that the first, two middle and the last stage run, each without decoder layers.
 
     Args:
-        model: on the meta device; not changed.
+        model: on the meta device; it is not changed.
 
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
@@ -143,7 +149,7 @@ def check_cut(model: PreTrainedModel) -> None:
             ([1, below, 0], 1),
             ([below + 1, 0], 1),
         ):
-            # Stubs for the layers before anything is copied: a large model has thousands of modules in them.
+            # Stubs replace the layers in the copy: a large model has thousands of modules in them.
             stubs: dict[int, Any] = {
                 id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
             }
@@ -156,7 +162,7 @@ def check_cut(model: PreTrainedModel) -> None:
 
 
 def _run_probe(stage: Stage, anatomy: ModelStructure, received: Tensor | None) -> Tensor:
-    # Some models ask any parameter for its dtype, and a real stage has some.
+    # Some models read the dtype of any parameter. A real stage has parameters, but this one may not.
     stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
     stage.channel.sequence_length = PROBE_LENGTH
     first = probe_ids(torch.device("meta")) if received is None else received
@@ -168,7 +174,7 @@ def _run_probe(stage: Stage, anatomy: ModelStructure, received: Tensor | None) -
 
 
 def _is_whole(view: Tensor, tensor: Tensor) -> bool:
-    """Tell whether a tensor is another one, or a slice of it that leaves nothing out."""
+    """Return whether `view` is `tensor`, or a slice that covers the full `tensor`."""
     places = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
     return places[0] == places[1]
 
@@ -178,7 +184,8 @@ def _cut_one(model: PreTrainedModel, anatomy: ModelStructure, layers_per_stage: 
     last = first + layers_per_stage[index]
     layers = model.get_submodule(anatomy.layers)
     assert isinstance(layers, nn.ModuleList)
-    # Read before the embedding becomes a stub: the head copy needs its padding row zeroed as well.
+    # `padding_idx` is read before the embedding becomes a stub. The copy of the weight in the head
+    # needs it, because its padding row is zeroed as well.
     tied = dict(model.all_tied_weights_keys)
     padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
     stage = Stage(
@@ -233,7 +240,7 @@ def _stub_after(stage: Stage, anatomy: ModelStructure) -> None:
 
 
 def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
-    # Not remove_duplicate: both ends of a tie inside one stage count.
+    # Duplicates are kept, because both ends of a tie inside one stage count.
     held = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
     for copy_name, source in list(stage.tied.items()):
         if copy_name not in held:
@@ -252,7 +259,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _replace_forward(stage: Stage) -> None:
-    """Give the instance a forward from plain tensor to plain tensor, around that of its class."""
+    """Set a forward of the instance from tensor to tensor, which calls the forward of its class."""
     hf_forward = type(stage.model).forward
     channel = stage.channel
     fixed = {"use_cache": False, **no_router_logits(stage.model)}
@@ -263,8 +270,8 @@ def _replace_forward(stage: Stage) -> None:
     def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         channel.received = hidden_states
         batch, _, hidden = hidden_states.shape
-        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no memory. The stream
-        # itself may hold only a part of the sequence.
+        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no
+        # memory. The hidden states themselves may be only a part of the sequence.
         carrier = channel.blank((batch, channel.sequence_length, hidden))
         return _result(hf_forward(self, inputs_embeds=carrier, **{**fixed, **kwargs}))
 

@@ -1,10 +1,14 @@
-"""Parameter-free modules that stand where a stage does not own the real one.
+"""Modules without parameters that replace the modules of other stages.
 
-They let the unmodified forward of a Hugging Face model run on a stage that holds a few of its layers. Stage 1 of 3:
+With them the unmodified forward of a Hugging Face model runs on a stage that holds only a few
+layers. Stage 1 of 3:
 
-    carrier -> embedding stub -> stub, entry stub, layer 2, layer 3, exit stub, stub -> norm stub -> head stub
-                                       |                             |
-                        gives what was received         keeps the result; what the others make of it is thrown away
+    carrier -> embedding stub
+            -> stub, entry stub, layer 2, layer 3, exit stub, stub
+                     |                             |
+                     returns the received          keeps the result of the stage, and returns
+                     hidden states                 zeros, whose further results are unused
+            -> norm stub -> head stub
 """
 
 from collections.abc import Sequence
@@ -17,14 +21,15 @@ from torch import Tensor, nn
 
 @dataclass
 class Channel:
-    """Hands the hidden state past the preamble and the postamble of a forward pass.
+    """Passes hidden states around the modules before and after the layers of a forward pass.
 
     Attributes:
-        received: what the stage before sent.
-        captured: what goes to the stage after.
-        sequence_length: of the whole sequence, in tokens; the stream may hold only a part of it.
+        received: hidden states from the previous stage.
+        captured: hidden states for the next stage.
+        sequence_length: of the full sequence, in tokens; hidden states may be only a part of it.
         writes_in_place: whether the model changes its carrier, which then needs memory of its own.
-        logits: of a stage without the head: those of the last stage, but over no vocabulary.
+        logits: of a stage without the head; like those of the last stage, but with an empty
+            vocabulary.
     """
 
     received: Tensor | None = None
@@ -34,12 +39,18 @@ class Channel:
     logits: Tensor | None = None
 
     def blank(self, shape: Sequence[int]) -> Tensor:
-        """Return zeros of a shape, to be thrown away; they take memory only where the model writes into them."""
+        """Return zeros of a shape, whose values are not used.
+
+        They take memory only if the model writes into them.
+        """
         assert self.received is not None, "a stage ran without input"
         return self._zeros(self.received, shape)
 
     def capture(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream for the stage after, and return zeros: the stream may be a part of the sequence only."""
+        """Keep the hidden states for the next stage, and return zeros for the full sequence.
+
+        The hidden states may be only a part of the sequence.
+        """
         self.captured = hidden_states
         batch, _, hidden = hidden_states.shape
         return self._zeros(hidden_states, (batch, self.sequence_length, hidden))
@@ -49,16 +60,17 @@ class Channel:
 
 
 class LayerStub(nn.Module):
-    """Stands for a decoder layer of another stage, at its own index.
+    """Replaces a decoder layer of another stage, at the index of the layer.
 
-    Plain attributes of the layer stay readable, since a model may ask a layer for its type, and so do its parts, on
-    meta: Falcon-H1 initialises a buffer inside of every layer by a rule of the whole model.
+    Plain attributes of the layer stay readable, since a model may ask a layer for its type. The
+    children of the layer also stay readable, on the meta device: Falcon-H1 initializes a buffer
+    inside each layer by a rule of the complete model.
     """
 
     def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
         self.as_tuple = as_tuple
-        # Past torch's registration: a stub has no parameters.
+        # This avoids torch's registration, because a stub must not have parameters.
         self.__dict__["parts"] = layer.parts if isinstance(layer, LayerStub) else dict(layer.named_children())
         for name, value in vars(layer).items():
             if (
@@ -77,44 +89,47 @@ class LayerStub(nn.Module):
         return (hidden_states,) if self.as_tuple else hidden_states
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """Return what the next layer gets: here, what came."""
+        """Return the input of the next layer; here it is unchanged."""
         return hidden_states
 
 
 class EntryStub(LayerStub):
-    """The stub before the first layer of a later stage: gives the stream that the stage before sent."""
+    """The stub before the first layer of a later stage; it returns the received hidden states."""
 
     def __init__(self, layer: nn.Module, channel: Channel, *, as_tuple: bool) -> None:
         super().__init__(layer, as_tuple=as_tuple)
         self.channel = channel
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """Throw away what the preamble made of the carrier."""
+        """Return the received hidden states, and ignore those computed from the carrier."""
         assert self.channel.received is not None, "a stage ran without input"
         return self.channel.received
 
 
 class ExitStub(LayerStub):
-    """The stub after the last layer of an earlier stage: keeps the stream for the stage after."""
+    """The stub after the last layer of an earlier stage; it keeps the hidden states."""
 
     def __init__(self, layer: nn.Module, channel: Channel, *, as_tuple: bool) -> None:
         super().__init__(layer, as_tuple=as_tuple)
         self.channel = channel
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """Keep the stream, and let the postamble make what it likes of zeros."""
+        """Keep the hidden states, and return zeros for the modules after the layers."""
         return self.channel.capture(hidden_states)
 
 
 class PassStub(nn.Module):
-    """Stands for a norm, a dropout or a projection."""
+    """Replaces a norm, a dropout or a projection; it returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
 class CaptureStub(nn.Module):
-    """Stands for the first module after the layers, where a stage ends with the very last layer but has no head."""
+    """Replaces the first module after the layers on a stage with the last layer but no head.
+
+    It keeps the hidden states for the next stage.
+    """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -125,11 +140,14 @@ class CaptureStub(nn.Module):
 
 
 class BlankStub(nn.Module):
-    """Stands for a module before the layers (embedding, norm, projection): gives zeros in the shape of its result.
+    """Replaces a module before the layers (embedding, norm, projection).
+
+    It returns zeros in the shape of the result of that module.
 
     Args:
-        channel: says how long the sequence is.
+        channel: has the length of the sequence, and the batch size in the received hidden states.
         probed: shape of the result for one sequence of `probe_length` tokens.
+        probe_length: in tokens.
     """
 
     def __init__(self, channel: Channel, probed: Sequence[int], probe_length: int) -> None:
@@ -148,7 +166,7 @@ class BlankStub(nn.Module):
 
 
 class HeadStub(nn.Module):
-    """Stands for the head: logits over no vocabulary."""
+    """Replaces the head; it returns logits with an empty vocabulary."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -156,7 +174,7 @@ class HeadStub(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An empty weight: some models ask it for its dtype."""
+        """An empty weight, because some models read its dtype."""
         return torch.empty(0, dtype=self.dtype)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
