@@ -101,7 +101,10 @@ def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
 
 
 class _Parts(TorchDispatchMode):
-    """Dispatch mode that tracks parts of heads, and the full parameters behind other tensors."""
+    """Dispatch mode that tracks which tensors are parts.
+
+    For the other tensors it tracks the full parameters that they are computed from.
+    """
 
     def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,7 +169,7 @@ class _Pass:
             # Kernels for one kind of device do not run on meta. The parts are the same with SDPA.
             self.model.config._attn_implementation = "sdpa"
         self.parts = _Parts(flow, rules.styles)
-        # Modules whose gradient the rules sum, and that were called with full tensors only.
+        # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
         self.layers_name, self.layers = find_layers(self.model)
 
