@@ -162,7 +162,7 @@ def check_cut(model: PreTrainedModel) -> None:
 
 
 def _run_probe(stage: Stage, anatomy: ModelStructure, received: Tensor | None) -> Tensor:
-    # Some models read the dtype of any parameter. A real stage has parameters, but this one may not.
+    # Some models read the dtype of any parameter, and this stage may have none of the real ones.
     stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
     stage.channel.sequence_length = PROBE_LENGTH
     first = probe_ids(torch.device("meta")) if received is None else received
