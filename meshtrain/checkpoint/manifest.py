@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: what its tensors belong to, and what each of its files must be."""
+"""The manifest of a checkpoint: what its tensors belong to, and what each of its files must be."""
 
 import json
 from typing import Literal
@@ -17,31 +17,31 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class FormatError(CheckpointError):
-    """A checkpoint of another version of meshtrain: whole perhaps, but not for this one."""
+    """A checkpoint of another version of meshtrain: possibly intact, but not readable here."""
 
 
 class SavedLossScale(Settings):
-    """Where dynamic loss scaling stood."""
+    """State of dynamic loss scaling."""
 
     value: float
-    """The scale of the next step."""
+    """Scale of the next step."""
     growth_steps: int
     """Steps without an overflow since the last overflow or growth."""
     hysteresis_left: int
-    """Overflows until one lowers the scale."""
+    """Overflows that are left until one lowers the scale."""
 
 
 class SavedHistory(Settings):
-    """What a run remembers of its steps."""
+    """What a run remembers about its steps."""
 
     bad_steps: int = 0
-    """Bad steps that were skipped."""
+    """Number of bad steps that were skipped."""
     bad_in_a_row: int = 0
-    """Bad steps since the last good one."""
+    """Number of bad steps since the last good one."""
     left_out: tuple[int, ...] = ()
-    """Places in the data, in batches from 0, that rewinds have left out."""
+    """Positions in the data, in batches from 0, that rewinds have left out."""
     losses: tuple[float, ...] = ()
-    """Of the latest good steps, to tell a spike by."""
+    """Losses of the latest good steps. The run recognizes a spike by them."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
 
@@ -50,79 +50,85 @@ class SavedGroup(Settings):
     """A group of parameters of an optimizer."""
 
     options: str
-    """JSON: what the group has beside its parameters, such as the learning rate."""
+    """JSON: what the group holds beside its parameters, such as the learning rate."""
     parameters: tuple[str, ...]
-    """Their FQNs, sorted."""
+    """FQNs of the parameters, sorted."""
 
 
 class SavedOptimizer(Settings):
-    """The optimizer of a program of its own; a run's is known from its configuration."""
+    """The optimizer of a user's own program. That of a run is known from its configuration."""
 
     name: str
-    """The class, such as `AdamW`."""
+    """Name of the class, such as `AdamW`."""
     groups: tuple[SavedGroup, ...]
-    """As they were given to it."""
+    """Parameter groups, in the order in which the optimizer received them."""
     scalars: tuple[str, ...] = ("step",)
-    """The states that are one number for each parameter; all others are laid out as the parameter."""
+    """States that are one number for each parameter. All others are laid out like the parameter."""
     numbers: tuple[str, ...] = ()
-    """Those of the scalars that are numbers of Python and no tensors."""
+    """Those of the scalars that are Python numbers instead of tensors."""
 
 
 class Manifest(Settings):
     """What the tensors of a checkpoint belong to."""
 
     format_version: int = FORMAT_VERSION
-    """Of the directory; a newer one is refused."""
+    """Format version of the directory. A checkpoint of another version is refused."""
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     skipped_steps: int = 0
-    """How many of them changed nothing, bad or overflowed: AdamW and the learning rate do not count them."""
+    """Number of these steps that changed nothing, because they were bad or overflowed.
+
+    AdamW and the learning rate do not count them.
+    """
     loss_scale: SavedLossScale | None = None
-    """Of a run in float16."""
+    """Loss scale of a run in float16."""
     history: SavedHistory | None = None
-    """Of a run that met bad steps, or watches for spikes."""
+    """History of a run that met bad steps or watches for spikes."""
     seed: int
-    """Of the run: with the step, the order of the data and every random draw."""
+    """Seed of the run. With the step, it determines the order of the data and every random draw."""
     global_batch_size: int
-    """Sequences per optimizer step: with the step, the place in the data."""
+    """Sequences per optimizer step. With the step, it determines the position in the data."""
     mesh: dict[str, int]
-    """Axis -> degree of the mesh that saved it; any other can load it."""
+    """Axis -> degree of the mesh that saved the checkpoint. Any other mesh can load it."""
     plan_hash: str
-    """Of the resolved plan."""
+    """Hash of the resolved plan."""
     model_type: str
     """Hugging Face's `model_type`."""
     architecture: str
-    """The stock class, such as `GPT2LMHeadModel`."""
+    """Name of the stock class, such as `GPT2LMHeadModel`."""
     data_identity: str
-    """Hash of what makes the data this one."""
+    """Hash that identifies the data."""
     streams: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    """Source -> where it is to be read on from, of those that are streamed."""
+    """Streamed source -> position from which it is read next."""
     dtype: Dtype = "float32"
-    """The number format of the parameters in training."""
+    """Number format of the parameters in training."""
     dtypes: dict[str, Dtype] = Field(default_factory=dict)
     """Stock FQN -> number format in which it is exported, whatever that of the others."""
     fused: tuple[FusedParameter, ...] = ()
-    """The stock parameters that are kept in parts."""
+    """Stock parameters that are kept in parts."""
     tied: dict[str, str] = Field(default_factory=dict)
-    """Stock FQN of a tied head -> the FQN under which the weight is kept."""
+    """Stock FQN of a tied head -> FQN under which the weight is kept."""
     evaluation_loss: float | None = None
     """Mean loss on the validation data after this step, in nats, if there was an evaluation."""
     order: dict[str, bool] = Field(default_factory=dict)
-    """What decides the order of the samples beside seed and batch: the keys of the run's data and their values."""
+    """Keys and values of the run's data that, beside seed and batch, decide the order of samples."""
     optimizer: SavedOptimizer | None = None
-    """What its tensors do not say, of a program that is no run."""
+    """What the optimizer's tensors do not hold, of a program that is not a run."""
     forward_passes: int = 0
-    """In training, of a program that is no run: what its dropout is a function of, as that of a run is of the step."""
+    """Forward passes in training, of a program that is not a run.
+
+    Its dropout is a function of this number, as the dropout of a run is a function of the step.
+    """
     rotary_length: int = 0
-    """Tokens of the sequence that dynamic rotary frequencies have grown for; 0: they are as in the beginning."""
+    """Tokens of the sequence for which dynamic rotary frequencies have grown; 0: the initial ones."""
     values: str = "{}"
-    """JSON: what a person's own program, or own hook, wants back."""
+    """JSON: what a user's own program or hook restores from the checkpoint."""
     versions: dict[str, str] = Field(default_factory=dict)
-    """Library -> version that saved it."""
+    """Library -> version that saved the checkpoint."""
     files: dict[str, SavedFile] = Field(default_factory=dict)
-    """Name -> what the file must be, for every file but this one."""
+    """Name -> what the file must be, for every file except the manifest."""
     checksum: str = ""
-    """Of this manifest."""
+    """Checksum of this manifest."""
 
 
 def read_manifest(checkpoint: Location) -> Manifest:
@@ -160,7 +166,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
 
 
 def write_manifest(checkpoint: Location, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint, last of all its files."""
+    """Write the manifest of a checkpoint. It must be the last of its files."""
     checked = manifest.model_copy(update={"checksum": _checksum(manifest)})
     with write_hashed(checkpoint / MANIFEST_NAME, lambda _: None) as file:
         file.write((checked.model_dump_json(indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Weights as they lie on the mesh, in a folder of their own: nothing is gathered, and any mesh reads it."""
+"""Save weights as they are sharded on the mesh. Nothing is gathered, and any mesh can load them."""
 
 import importlib.metadata
 from functools import partial
@@ -24,22 +24,26 @@ LIBRARIES = ("torch", "transformers", "meshtrain")
 def save_parallelized(
     pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer = None, origin: Path | None = None
 ) -> None:
-    """Write the weights, one file per process, and what `meshtrain merge` needs to make one model of them. Collective.
+    """Write the weights, one file per process, and what `meshtrain merge` needs. Collective.
 
-    It is a checkpoint without optimizer state: loaded again on any mesh, verified like any other. Copies of the model
-    are written once.
+    The folder is a checkpoint without optimizer state: it can be loaded on any mesh, and is
+    verified like any other. Copies of the model are written once. `meshtrain merge` makes one model
+    from the files.
 
     Args:
         pipeline: with values.
-        folder: must not exist, or be empty; appears when it is complete. Every machine must see the same one.
-        tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
-        origin: that directory; None: what the configuration says.
+        folder: must not exist, or be empty. It appears when it is complete. Every machine must see
+            the same one.
+        tokenizer: written beside the weights. None: the one in the directory that the model came
+            from.
+        origin: that directory. None: the one that the configuration names.
 
     Raises:
-        CheckpointError: the same on all processes: the folder has something in it or cannot be written.
+        CheckpointError: the same on all processes, if the folder is not empty or cannot be written.
     """
     for stage in pipeline.stages:
-        # After a forward pass without a backward pass they would be gathered over dp_shard.
+        # After a forward pass without a backward pass, parameters would still be gathered over
+        # dp_shard.
         reshard(stage.model)
     folder = folder.absolute()
     save_folder(
@@ -59,12 +63,12 @@ def save_parallelized(
 
 
 def weights_of(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return checkpoint key -> what lies on this process."""
+    """Return checkpoint key -> the part of the tensor that this process holds."""
     return {f"{MODEL_PREFIX}{name}": tensor for name, tensor in owned_tensors(pipeline).items()}
 
 
 def weights_manifest(pipeline: Pipeline, *, step: int = 0) -> Manifest:
-    """Describe a checkpoint of weights alone, which belongs to no run."""
+    """Return the manifest of a checkpoint that holds weights alone and belongs to no run."""
     model, plan = pipeline.stages[0].model, pipeline.plan
     return Manifest(
         step=step,

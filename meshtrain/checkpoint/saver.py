@@ -1,4 +1,4 @@
-"""Save checkpoints while training waits, or while it goes on."""
+"""Save checkpoints while training waits, or in the background while it continues."""
 
 import threading
 import time
@@ -23,8 +23,8 @@ class Saved:
     """A checkpoint that was published.
 
     Attributes:
-        step: optimizer steps done.
-        directory: where it lies.
+        step: number of optimizer steps done.
+        directory: where the checkpoint is stored.
         seconds: from the first byte to the published directory.
     """
 
@@ -34,20 +34,21 @@ class Saved:
 
 
 class Saver:
-    """Writes one checkpoint at a time. Made by all ranks together.
+    """Writes one checkpoint at a time. All ranks create it together.
 
-    In the background, the state is copied to host memory and training goes on while a thread writes the copy. The
-    copy's memory is kept for the next save.
+    For a save in the background, the state is copied to host memory. A thread writes the copy while
+    training continues. The memory of the copy is kept for the next save.
 
     Args:
-        root: where checkpoints lie.
-        retention: which of them stay.
-        in_background: whether training goes on meanwhile.
+        root: directory of the checkpoints.
+        retention: which checkpoints stay.
+        in_background: whether training continues while a checkpoint is written.
     """
 
     def __init__(self, root: Location, retention: Retention, *, in_background: bool) -> None:
         self._root, self._retention, self._in_background = root, retention, in_background
-        # A group of its own: with the training's, the collectives of the two threads would answer each other.
+        # The saver has its own group. In the group of the training, the collectives of the two
+        # threads would answer each other.
         self._group = dist.new_group(backend="gloo")
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -56,14 +57,15 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in the background could not be finished; `finish` raises why."""
+        """Return whether the save in the background failed. `finish` raises its error."""
         return self._error is not None
 
     def save(self, tensors: Mapping[str, Tensor], manifest: Manifest, huggingface: HuggingFace) -> None:
-        """Begin to save; when this returns, `tensors` may change. Collective.
+        """Begin to save. When this returns, `tensors` may change. Collective.
 
         Raises:
-            CheckpointError: the same on all ranks: this save, or the one before it in the background, failed.
+            CheckpointError: the same on all ranks, if this save or the previous one in the
+                background failed.
         """
         self.finish()
         blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
@@ -72,7 +74,8 @@ class Saver:
             return
         copies = self._copy(blocks)
         arguments = (copies, manifest, huggingface)
-        # A daemon: a process that ends because of a bug does not wait for others to finish a save with it.
+        # The thread is a daemon, so that a process that ends because of a bug does not wait for
+        # other processes to finish a save with it.
         self._thread = threading.Thread(
             target=self._write_noting_errors, args=arguments, name=SAVING_THREAD, daemon=True
         )
@@ -82,7 +85,7 @@ class Saver:
         """Wait for the save in the background, if there is one. Collective.
 
         Raises:
-            CheckpointError: the same on all ranks, if it failed.
+            CheckpointError: the same on all ranks, if the save failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -93,14 +96,16 @@ class Saver:
 
     @property
     def num_published(self) -> int:
-        """How many `published` would return here; other ranks may have heard of fewer."""
+        """Return the number of checkpoints that `published` would return; other ranks may have
+        fewer."""
         return self._published.qsize()
 
     def published(self, at_most: int | None = None) -> list[Saved]:
         """Return the checkpoints that were published since the last call, oldest first.
 
         Args:
-            at_most: so many, for the ranks to hear of them together; not needed after `finish`.
+            at_most: maximum number to return, so that all ranks can return the same ones. Not
+                needed after `finish`.
         """
         number = self.num_published if at_most is None else min(at_most, self.num_published)
         return [self._published.get() for _ in range(number)]
@@ -126,12 +131,12 @@ class Saver:
             self._published.put(saved)
 
     def _copy(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
-        """Copy what lies on this rank into host memory."""
+        """Copy the blocks that this rank holds into host memory."""
         copies = {}
         for key, block in blocks.items():
             copy = self._copies.get(key)
             if copy is None:
-                # Page-locked memory is what a GPU can write into while the CPU goes on.
+                # A GPU writes into page-locked memory while the CPU continues.
                 copy = torch.empty(
                     block.data.shape, dtype=block.data.dtype, device="cpu", pin_memory=block.data.is_cuda
                 )

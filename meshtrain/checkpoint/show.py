@@ -1,4 +1,4 @@
-"""What `meshtrain checkpoint list` and `meshtrain checkpoint verify` say."""
+"""The commands `meshtrain checkpoint list` and `meshtrain checkpoint verify`."""
 
 from meshtrain import console
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
@@ -22,10 +22,10 @@ def show_checkpoints(location: Location) -> None:
 
 
 def verify_checkpoints(location: Location) -> None:
-    """Read every file of a checkpoint, or of all checkpoints of a directory, and compare it with its hash.
+    """Compare every file of a checkpoint, or of all checkpoints of a directory, with its hash.
 
     Raises:
-        CheckpointError: naming everything that is not as it was written.
+        CheckpointError: naming everything that differs from what was written.
     """
     problems: list[Problem] = []
     for checkpoint in _checkpoints(location):

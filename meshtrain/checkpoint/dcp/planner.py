@@ -1,8 +1,9 @@
-"""Tell DCP where the parts of a tensor lie.
+"""Plan which block of each tensor a process writes or reads in DCP.
 
-DCP's own planners ask DTensor, whose arithmetic is off by rows for some uneven sizes under FSDP2 over tensor
-parallelism (see `meshtrain.models.layout`): GPT-2's vocabulary over dp_shard = 4 x tp = 2 is saved without a word and
-cannot be loaded again. These planners ask `local_ranges`. A tensor is one key, whatever the mesh it lies on.
+DCP's own planners ask DTensor. For some uneven sizes under FSDP2 over tensor parallelism, DTensor's
+arithmetic is wrong by some rows (see `meshtrain.models.layout`). For example, GPT-2's vocabulary
+over dp_shard = 4 x tp = 2 is saved without an error and cannot be loaded again. The planners here
+use `local_ranges`. A tensor has one key, whatever its mesh.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from meshtrain.models.layout import local_ranges, local_tensor
 
 @dataclass(frozen=True)
 class Block:
-    """The part of a tensor that lies on this process.
+    """The part of a tensor that this process holds.
 
     Attributes:
-        shape: of the whole tensor.
-        offsets: of the part in it.
+        shape: of the full tensor.
+        offsets: where the part begins in the full tensor, per dimension.
         data: the part.
     """
 
@@ -32,7 +33,7 @@ class Block:
 
 
 def block_of(tensor: Tensor) -> Block:
-    """Return the part of a plain tensor or DTensor that lies on this process; it shares its memory."""
+    """Return the part of a plain tensor or DTensor that this process holds, sharing its memory."""
     ranges, data = local_ranges(tensor), local_tensor(tensor).detach()
     sizes = Size(place.stop - place.start for place in ranges)
     assert sizes == data.shape, f"{tuple(sizes)} is not {tuple(data.shape)}"
@@ -40,30 +41,33 @@ def block_of(tensor: Tensor) -> Block:
 
 
 class BlockSavePlanner(DefaultSavePlanner):
-    """Writes key -> Block; equal blocks are written by one process only."""
+    """Planner that writes key -> Block. Equal blocks are written by one process only."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """List the blocks; an empty one is left out, for its offset may be that of another process's block."""
+        """List the blocks to write.
+
+        Empty blocks are left out, because their offset may be that of another process's block.
+        """
         items = [_write_item(key, block) for key, block in self.state_dict.items() if block.data.numel()]
         self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the data that a write item stands for."""
+        """Return the data of a write item."""
         return self.state_dict[index.fqn].data
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
-    """Reads the block of every tensor that lies on this process, from whichever blocks were saved."""
+    """Planner that reads this process's block of every tensor, whatever blocks were saved."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> LoadPlan:
-        """List the pieces of saved blocks that this process needs; the keys must be in the checkpoint."""
+        """List the pieces of saved blocks that this process needs; all keys must be saved."""
         assert self.metadata is not None
         items = []
         for key, tensor in self.state_dict.items():

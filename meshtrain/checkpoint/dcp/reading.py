@@ -1,4 +1,4 @@
-"""Read tensors out of a checkpoint: on one process, without a process group."""
+"""Read tensors from a checkpoint on one process, without a process group."""
 
 import io
 import pickle
@@ -18,7 +18,8 @@ from meshtrain.compat.dcp import TABLE_PARTS, memory_format, reader_at
 from meshtrain.errors import CheckpointError, Problem
 
 METADATA_NAME = ".metadata"
-# What a broken pickle may raise, as far as Python's documentation says, and what it was seen to raise.
+# Exceptions that a broken pickle may raise: those that Python documents, and those that were
+# observed.
 _BROKEN_PICKLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -33,10 +34,11 @@ _BROKEN_PICKLE = (
 
 
 def read_metadata(checkpoint: Location) -> Metadata:
-    """Read DCP's table of which block of which tensor is where.
+    """Read DCP's table of where each block of each tensor is stored.
 
     Raises:
-        CheckpointError: if it is missing or broken, or holds what such a table never does.
+        CheckpointError: if the table is missing or broken, or holds objects that such a table never
+            holds.
     """
     path = checkpoint / METADATA_NAME
     try:
@@ -53,7 +55,7 @@ def read_metadata(checkpoint: Location) -> Metadata:
 
 
 def tensor_entries(metadata: Metadata, prefix: str = "") -> dict[str, TensorStorageMetadata]:
-    """Return key -> size and number format of the tensors whose key starts with `prefix`."""
+    """Return key -> size and number format, for tensors whose key starts with `prefix`."""
     return {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
@@ -63,11 +65,11 @@ def tensor_entries(metadata: Metadata, prefix: str = "") -> dict[str, TensorStor
 
 @torch.no_grad()
 def read_tensors(checkpoint: Location, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the local part of each tensor in place from the blocks that were saved.
+    """Fill the local part of each tensor in place from the saved blocks.
 
     Args:
-        checkpoint: the directory.
-        metadata: of that checkpoint; it holds every key of `tensors`, with the same shape.
+        checkpoint: its directory.
+        metadata: of that checkpoint. It holds every key of `tensors`, with the same shape.
         tensors: plain or DTensor, on any mesh and device.
 
     Raises:
@@ -100,11 +102,11 @@ def _member(kind: object, name: str) -> object:
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Reads DCP's table and nothing else: a pickle may name any function, and have it called."""
+    """Unpickler for DCP's table only, because a pickle may name any function and have it called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            # So Python before 3.11.4 writes the member of an enumeration.
+            # Python before 3.11.4 pickles a member of an enumeration in this form.
             return _member
         if (module, name) not in TABLE_PARTS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")

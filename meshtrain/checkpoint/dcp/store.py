@@ -1,8 +1,8 @@
-"""Save and load the tensors of a run, all ranks together, on any mesh.
+"""Save and load the tensors of a run on all ranks together, on any mesh.
 
-Tensors go by name: "model.<FQN>", "optimizer.exp_avg.<FQN>", "optimizer.exp_avg_sq.<FQN>", "optimizer.step.<FQN>".
-A name may be asked for on several ranks with different meshes, as each pipeline stage has its own; nothing is ever
-gathered.
+Tensors have names as keys: "model.<FQN>", "optimizer.exp_avg.<FQN>", "optimizer.exp_avg_sq.<FQN>",
+"optimizer.step.<FQN>". Several ranks may load the same key on different meshes, as each pipeline
+stage has its own. Nothing is ever gathered.
 """
 
 import warnings
@@ -50,7 +50,7 @@ from meshtrain.runtime.agreement import failing_together, gather_objects, is_fir
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]
 HuggingFace = Callable[[Path], None] | None
-"""Writes config and tokenizer into the directory it is given; used on rank 0 only."""
+"""Writes config and tokenizer into a directory. Called on rank 0 only."""
 
 
 def save_checkpoint(
@@ -59,15 +59,18 @@ def save_checkpoint(
     """Write the checkpoint of a step, publish it, and remove old ones. Collective.
 
     Args:
-        root: of the run's checkpoints; every machine must see the same one.
-        tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
-        manifest: of this step; what it says of files is added.
+        root: directory of the run's checkpoints. Every machine must see the same one.
+        tensors: what this rank holds. A DTensor is written shard by shard, copies of a shard once.
+        manifest: of this step. The entries about files are added here.
+        huggingface: writes config and tokenizer.
+        retention: which checkpoints stay.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: the same on all ranks, if any of them could not write; no earlier checkpoint is touched.
+        CheckpointError: the same on all ranks, if any of them could not write. Earlier checkpoints
+            stay as they are.
     """
     blocks = {key: block_of(tensor) for key, tensor in tensors.items()}
     return save_blocks(root, blocks, manifest=manifest, huggingface=huggingface, retention=retention)
@@ -82,10 +85,11 @@ def save_blocks(
     retention: Retention,
     group: ProcessGroup | None = None,
 ) -> Location:
-    """Do `save_checkpoint`, from a thread of its own if need be.
+    """Write a checkpoint as `save_checkpoint` does. It may run in a thread of its own.
 
     Args:
-        group: of all ranks, over gloo; another than that of the training, if it goes on meanwhile.
+        group: all ranks, over gloo. It must differ from the group of the training, if that
+            continues meanwhile.
     """
     step = manifest.step
     final = checkpoint_directory(root, step)
@@ -116,13 +120,14 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
     """Write a checkpoint that belongs to no run into a folder of its own. Collective.
 
     Args:
-        folder: must not exist, or be empty; appears when it is complete.
-        tensors: what lies on this rank; a DTensor is written shard by shard, copies of it once.
-        manifest: what it says of files is added.
+        folder: must not exist, or be empty. It appears when it is complete.
+        tensors: what this rank holds. A DTensor is written shard by shard, copies of a shard once.
+        manifest: the entries about files are added here.
         huggingface: writes config and tokenizer.
 
     Raises:
-        CheckpointError: the same on all ranks: the folder has something in it, or any of them could not write.
+        CheckpointError: the same on all ranks, if the folder is not empty or any rank could not
+            write.
     """
     outcome = "make room or write elsewhere"
     with locked_together(folder):
@@ -151,17 +156,17 @@ def _write_checkpoint(
     outcome: str,
     group: ProcessGroup | None,
 ) -> None:
-    """Write a checkpoint into a draft, and publish it.
+    """Write a checkpoint into a temporary directory, and publish it.
 
     Args:
-        named: what an error names.
+        named: the location that error messages name.
     """
     failure = f"cannot write {named}"
     described: dict[str, SavedFile] = {}
 
     def begin() -> None:
         start_draft(draft)
-        # First what is small: what is wrong with it is known before much is written.
+        # Small files come first: their errors are found before the large files are written.
         described.update(_write_huggingface(draft, huggingface))
 
     try:
@@ -170,7 +175,7 @@ def _write_checkpoint(
         finish = partial(_finish_draft, draft, publish, manifest, {**written, **described})
         _on_first_rank(draft, finish, failure, outcome, group)
     except CheckpointError:
-        # What cannot be removed now is removed by the next save.
+        # The next save removes what cannot be removed now.
         with suppress(*errors_of(draft)):
             if is_first_rank() and (children(draft) or (is_local(draft) and draft.is_dir())):
                 remove_tree(draft)
@@ -188,14 +193,17 @@ def load_checkpoint(
 
     Args:
         directory: a checkpoint.
-        tensors: what this rank wants; together the ranks must want exactly what the checkpoint holds, with the same
-            shapes and dtypes (DCP itself would cast in silence and leave out what nobody wants).
-        weights_only: want the parameters and nothing else, in any number format: to begin with them, not to go on.
-        is_verified: whether its files were found to be what was written just now; otherwise they are compared first,
-            because DCP loads a flipped byte without a word.
+        tensors: what this rank needs. Together the ranks must request exactly what the checkpoint
+            holds, with the same shapes and dtypes. DCP itself would cast silently and ignore
+            tensors that no rank requests.
+        weights_only: load the parameters and nothing else, in any number format. This starts a new
+            training; it does not resume one.
+        is_verified: whether the files were verified just now. Otherwise they are compared with
+            their hashes first, because DCP loads a flipped byte without an error.
 
     Raises:
-        CheckpointError: the same on all ranks: files are missing or damaged, or the tensors are others.
+        CheckpointError: the same on all ranks, if files are missing or damaged, or the tensors are
+            others.
     """
     if not is_verified and (damage := find_damage(directory)):
         raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
@@ -208,14 +216,15 @@ def load_checkpoint(
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, into any location, and a full disk is called one.
+    """DCP's writer for any location. It raises OSError for a full disk.
 
-    torch.save turns the OSError of the file below it into "RuntimeError: unexpected pos 704 vs 598". One thread: an
-    error in a second one is lost, and the save counts as good.
+    torch.save turns the OSError of the underlying file into "RuntimeError: unexpected pos 704 vs
+    598". The writer uses one thread: an error in a second one is lost, and the save would count as
+    complete.
     """
 
     def __init__(self, directory: Location) -> None:
-        # Files are flushed to the disk where they are written.
+        # Without `sync_files`: `write_hashed` flushes every file to the disk.
         super().__init__("", thread_count=1, sync_files=False)
         self.system = LocationSystem()
         self.fs = self.system  # type: ignore[assignment]
@@ -231,7 +240,10 @@ class _Writer(FileSystemWriter):
             raise
 
     def storage_meta(self) -> StorageMeta:
-        """Leave out where the checkpoint lies: it may be moved, and the table is read with few classes allowed."""
+        """Return the metadata without the location of the checkpoint.
+
+        The checkpoint may be moved, and only a few classes are allowed when the table is read.
+        """
         return StorageMeta(save_id=self.save_id)
 
 
@@ -249,7 +261,7 @@ def _on_first_rank(
 def _write_blocks(
     named: Location, draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
 ) -> dict[str, SavedFile]:
-    """Write what every rank has, and return what all have written."""
+    """Write the blocks of every rank, and return the files that all ranks have written."""
     writer = _Writer(draft)
     try:
         with warnings.catch_warnings():
@@ -309,7 +321,7 @@ def read_table(directory: Location) -> Metadata:
     """Read DCP's table of a checkpoint. Collective.
 
     Raises:
-        CheckpointError: the same on all ranks: some of them cannot.
+        CheckpointError: the same on all ranks, if any of them cannot read it.
     """
     with failing_together(CheckpointError):
         return read_metadata(directory)
@@ -326,7 +338,7 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
 def _differences(
     directory: Location, metadata: Metadata, wanted: Mapping[str, Description], *, weights_only: bool
 ) -> list[str]:
-    """Return what keeps the checkpoint from being loaded into `wanted`, one line per kind."""
+    """Return why the checkpoint cannot be loaded into `wanted`, one line per kind of difference."""
     saved = {
         key: (tuple(entry.size), entry.properties.dtype)
         for key, entry in tensor_entries(metadata, MODEL_PREFIX if weights_only else "").items()

@@ -1,15 +1,17 @@
-"""A checkpoint is a directory that exists completely or not at all.
+"""Names and layout of checkpoints. A checkpoint exists completely or not at all.
 
 ROOT/step-20/             a checkpoint: complete, because its manifest was written last
     __0_0.distcp ...      the tensors, written by DCP, one file per process
-    .metadata             which block of which tensor is where, written by DCP
-    huggingface/          config.json, generation_config.json and the tokenizer, as `export` hands them on
+    .metadata             where each block of each tensor is stored, written by DCP
+    huggingface/          config.json, generation_config.json and tokenizer; `export` copies them
     manifest.json         what the tensors belong to, and the hash of every other file
-ROOT/step-30.tmp/         one being written, or what a killed save or removal left; never read
-ROOT/step-20.old/         step-20 while a newer save of the same step takes its name; counts if there is no step-20
+ROOT/step-30.tmp/         being written, or left by a killed save or removal; never read
+ROOT/step-20.old/         step-20 while a newer save of the same step takes its name;
+                          it counts if there is no step-20
 
-ROOT may be a URL. Object stores cannot rename a directory: there a checkpoint is written under its own name, and what
-has no manifest is none. Which checkpoint is the latest is never stored: it is looked up.
+ROOT may be a URL. Object stores cannot rename a directory. There a checkpoint is written under its
+final name, and a directory without a manifest is not a checkpoint. The newest checkpoint is never
+stored; it is found by listing ROOT.
 """
 
 import re
@@ -20,26 +22,26 @@ from meshtrain.errors import CheckpointError, Problem
 MANIFEST_NAME = "manifest.json"
 HUGGINGFACE_NAME = "huggingface"
 CHECKPOINTS_NAME = "checkpoints"
-"""Where the checkpoints of a run lie inside its run directory, unless it says otherwise."""
+"""Directory of a run's checkpoints inside its run directory, unless the run sets another one."""
 
 _COMPLETE = re.compile(r"step-(\d+)(\.old)?")
 
 USE_ANOTHER = "use another checkpoint"
-"""What to do about a checkpoint that is broken."""
+"""Advice for a checkpoint that is broken."""
 
 
 def checkpoint_directory(root: Location, step: int) -> Location:
-    """Return where the checkpoint of a step lies."""
+    """Return the directory of the checkpoint of a step."""
     return root / f"step-{step}"
 
 
 def draft_directory(root: Location, step: int) -> Location:
-    """Return where the checkpoint of a step is written before it is complete."""
+    """Return the directory in which the checkpoint of a step is written before it is complete."""
     return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
 
 
 def list_checkpoints(root: Location) -> list[Location]:
-    """Return the complete checkpoints under `root`, newest first; whether their files are whole is not looked at.
+    """Return the complete checkpoints under `root`, newest first. Their files are not verified.
 
     Raises:
         CheckpointError: if the location cannot be reached.
@@ -53,7 +55,10 @@ def list_checkpoints(root: Location) -> list[Location]:
 
 
 def find_checkpoint(path: Location) -> Location:
-    """Return `path` if it is a checkpoint, or the newest one of the run directory or checkpoints root that it is.
+    """Return `path` if it is a checkpoint, or else the newest checkpoint in it.
+
+    Args:
+        path: a checkpoint, a run directory or a checkpoints root.
 
     Raises:
         CheckpointError: if there is none, or it was never finished.
@@ -64,7 +69,7 @@ def find_checkpoint(path: Location) -> Location:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Whether a directory is a complete checkpoint.
+    """Return whether a directory is a complete checkpoint.
 
     Raises:
         CheckpointError: if the location cannot be reached.
@@ -87,13 +92,13 @@ def find_checkpoints(path: Location) -> list[Location]:
 
 
 def step_of(checkpoint: Location) -> int:
-    """Return the step that the name of a checkpoint says."""
+    """Return the step in the name of a checkpoint."""
     step = step_named(checkpoint)
     assert step is not None
     return step
 
 
 def step_named(folder: Location) -> int | None:
-    """Return the step that the name of a folder says; None if it is not that of a checkpoint."""
+    """Return the step in the name of a folder, or None if it is not the name of a checkpoint."""
     match = _COMPLETE.fullmatch(folder.name)
     return None if match is None else int(match[1])

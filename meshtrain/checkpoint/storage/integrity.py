@@ -1,4 +1,4 @@
-"""Whether a checkpoint is still what was written: every file is read and its hash compared, split over the ranks."""
+"""Verify checkpoints: every file is read and its hash compared. The ranks share the files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,35 +14,38 @@ from meshtrain.runtime.agreement import gather_objects
 
 
 def find_damage(checkpoint: Location) -> list[Problem]:
-    """Name everything about a checkpoint that is not as it was written. Collective.
+    """Return every difference between a checkpoint and what was written. Collective.
 
     Each rank reads its share of the files.
 
     Raises:
-        FormatError: if it is of another version of meshtrain.
+        FormatError: if another version of meshtrain wrote the checkpoint.
     """
     try:
         files, problems = read_manifest(checkpoint).files, []
     except FormatError:
-        # Nothing is wrong with it, and nothing older should take its place.
+        # The checkpoint is not damaged, so no older one should replace it.
         raise
     except CheckpointError as error:
-        # What to do is said by whoever asked: it may be to try an older checkpoint.
+        # The caller decides what to do: it may try an older checkpoint.
         files, problems = {}, [replace(problem, advice="") for problem in error.problems]
     for name in _share(files):
         if found := _damage(checkpoint / name, files[name]):
             problems.append(Problem(found))
-    # Each problem once: all ranks read the manifest.
+    # Each problem is reported once, although all ranks read the manifest.
     return list(dict.fromkeys(problem for answer in gather_objects(problems) for problem in answer))
 
 
 def newest_whole_checkpoint(root: Location) -> Location | None:
-    """Return the newest checkpoint that is whole, and say of those before it what is wrong. Collective.
+    """Return the newest intact checkpoint, and print the damage of newer ones. Collective.
+
+    Returns:
+        None if there are no checkpoints.
 
     Raises:
-        CheckpointError: if there are checkpoints and none is whole, or they cannot be listed.
+        CheckpointError: if there are checkpoints and none is intact, or they cannot be listed.
     """
-    # Not all machines may see the newest at once: the first decides.
+    # Some machines may not see the newest checkpoint yet, so the first process decides.
     checkpoints = agreed_checkpoints(root)
     for checkpoint in checkpoints:
         damage = find_damage(checkpoint)
@@ -60,10 +63,10 @@ def newest_whole_checkpoint(root: Location) -> Location | None:
 
 
 def agreed_checkpoints(root: Location) -> list[Location]:
-    """Return the complete checkpoints under `root` that the first process sees, newest first. Collective.
+    """Return the complete checkpoints under `root` that rank 0 sees, newest first. Collective.
 
     Raises:
-        CheckpointError: on all processes alike, if they cannot be listed.
+        CheckpointError: the same on all processes, if they cannot be listed.
     """
     checkpoints: list[Location] = []
     problems: tuple[Problem, ...] = ()
@@ -78,7 +81,11 @@ def agreed_checkpoints(root: Location) -> list[Location]:
 
 
 def _share(files: Mapping[str, SavedFile]) -> list[str]:
-    """Return the names that this rank reads: every n-th, the largest first, so that all read about as much."""
+    """Return the names of the files that this rank reads.
+
+    Each rank takes every n-th file, the largest first, so that all ranks read about the same number
+    of bytes.
+    """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     return by_size[rank::world_size]

@@ -1,7 +1,8 @@
-"""Where checkpoints lie: a directory of this machine, or any URL that fsspec knows (`s3://`, `gs://`, `memory://`).
+"""Locations of checkpoints: a local directory, or any URL that fsspec knows.
 
-Both are handled as paths. What a local directory can do and an object store cannot, and so must not be relied on, is to
-rename: see `meshtrain.checkpoint.storage.directory`.
+Examples of URLs are `s3://`, `gs://` and `memory://`. Both kinds are handled as paths. A local
+directory can be renamed and an object store cannot, so callers must not rely on renaming: see
+`meshtrain.checkpoint.storage.directory`.
 """
 
 import io
@@ -31,16 +32,16 @@ class SavedFile(Settings):
     """What a file of a checkpoint must be."""
 
     num_bytes: int
-    """Its size."""
+    """Size of the file."""
     xxh3_128: str
-    """The hash of its content, in hexadecimal."""
+    """Hash of the content, in hexadecimal."""
 
 
 def open_location(where: str) -> Location:
     """Return the location that a path or URL names.
 
     Raises:
-        CheckpointError: if nothing installed can reach it.
+        CheckpointError: if no installed library can reach it.
     """
     if "://" not in where:
         return Path(where)
@@ -53,26 +54,29 @@ def open_location(where: str) -> Location:
 
 
 def is_local(location: Location) -> bool:
-    """Whether a location is a directory or file of this machine, which can be renamed."""
+    """Return whether a location is on this machine, where it can be renamed."""
     return isinstance(location, Path)
 
 
 def errors_of(location: Location) -> tuple[type[Exception], ...]:
-    """Return what reading or writing there may raise: the libraries behind URLs have exceptions of their own."""
+    """Return the exceptions that reading or writing at a location may raise.
+
+    The libraries behind URLs have exceptions of their own.
+    """
     return (OSError,) if is_local(location) else (Exception,)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in a line why something could not be read or written."""
+    """Return in one line why something could not be read or written."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @contextmanager
 def told_in_a_line(location: Location) -> Iterator[None]:
-    """Read something there.
+    """Turn errors of the block, which reads the location, into an error of one line.
 
     Raises:
-        CheckpointError: if that is not possible.
+        CheckpointError: if the block cannot read the location.
     """
     try:
         yield
@@ -81,13 +85,13 @@ def told_in_a_line(location: Location) -> Iterator[None]:
 
 
 def shown_location(location: Location) -> str:
-    """Return a location as a person in the current directory would say it."""
+    """Return a location as the user would write it in the current directory."""
     return shown(location) if isinstance(location, Path) else str(location)
 
 
 @contextmanager
 def write_hashed(location: Location, record: Callable[[SavedFile], None]) -> Iterator["HashedFile"]:
-    """Open a file for writing; when it is on the disk, `record` is given what it must be."""
+    """Open a file for writing. Once it is stored, call `record` with its size and hash."""
     with location.open("wb") as stream:
         file = HashedFile(stream)
         yield file
@@ -105,26 +109,26 @@ class HashedFile(io.RawIOBase):
         self._stream, self._hash, self._num_bytes = stream, xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
-        """Append."""
+        """Append data, and return the number of bytes written."""
         self._hash.update(data)
         self._num_bytes += memoryview(data).nbytes
         return self._stream.write(data)
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
+        """Return the number of bytes written so far."""
         return self._num_bytes
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def saved(self) -> SavedFile:
-        """Return what was written so far."""
+        """Return size and hash of what was written so far."""
         return SavedFile(num_bytes=self._num_bytes, xxh3_128=self._hash.hexdigest())
 
 
 def hash_file(location: Location) -> SavedFile:
-    """Read a file and return what it is."""
+    """Read a file, and return its size and hash."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     with location.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -134,15 +138,15 @@ def hash_file(location: Location) -> SavedFile:
 
 
 def children(directory: Location) -> list[Location]:
-    """List a directory by name, as it is now; nothing if there is none."""
+    """List a directory by name, as it is now. The list is empty if there is no directory."""
     return [child for child, _ in _entries(directory)]
 
 
 def file_names(directory: Location) -> set[str]:
-    """Return the names of the files in a directory; nothing if there is none.
+    """Return the names of the files in a directory, or nothing if there is no directory.
 
-    Behind a URL this is how to ask whether a file is there: `isfile` and `isdir` of fsspec say no after any error, and
-    what a lost connection hides would be taken for absent, and replaced.
+    Behind a URL, use this to find out whether a file exists. `isfile` and `isdir` of fsspec return
+    False after any error. A file behind a lost connection would be taken for absent, and replaced.
     """
     return {child.name for child, is_directory in _entries(directory) if not is_directory}
 
@@ -158,16 +162,16 @@ def files_below(directory: Location) -> Iterator[tuple[str, Location]]:
 
 
 def _entries(directory: Location) -> list[tuple[Location, bool]]:
-    """Return what is in a directory, by name, and whether it is a directory itself."""
+    """Return the entries of a directory by name, each with whether it is a directory."""
     if isinstance(directory, UPath):
-        # Some file systems remember what they have listed before.
+        # Some file systems cache what they have listed before.
         directory.fs.invalidate_cache()
         try:
             listed = directory.fs.ls(directory.path, detail=True)
         except FileNotFoundError:
             return []
         kinds = {PurePosixPath(entry["name"]).name: entry["type"] == "directory" for entry in listed}
-        # A store may list a directory as a file of no length in itself.
+        # A store may list a directory inside itself, as a file of zero bytes.
         kinds.pop(directory.name, None)
         return [(directory / name, kinds[name]) for name in sorted(kinds)]
     if not directory.is_dir():
@@ -185,7 +189,7 @@ def remove_tree(directory: Location) -> None:
 
 @contextmanager
 def as_local(directory: Location) -> Iterator[Path]:
-    """Give a directory as one of this machine: itself, or a copy for as long as it is needed."""
+    """Yield a directory as a local one: itself, or a copy that exists while the block runs."""
     if isinstance(directory, Path):
         yield directory
         return
@@ -198,10 +202,10 @@ def as_local(directory: Location) -> Iterator[Path]:
 
 
 class LocationSystem(FileSystemBase):
-    """What DCP's reader and writer do to files, for both kinds of location.
+    """The file operations of DCP's reader and writer, for both kinds of location.
 
     Attributes:
-        written: name -> what was written, of every file.
+        written: name -> size and hash of every file that was written.
     """
 
     def __init__(self) -> None:
@@ -209,7 +213,7 @@ class LocationSystem(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; what is written is hashed."""
+        """Open a file. What is written into it is hashed."""
         if mode == "wb":
             with write_hashed(path, lambda saved: self.written.update({path.name: saved})) as file:
                 yield file
@@ -227,20 +231,20 @@ class LocationSystem(FileSystemBase):
         self.written[new_path.name] = self.written.pop(path.name)
 
     def init_path(self, path: Any) -> Any:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return path
 
     def mkdir(self, path: Any) -> None:
-        """Make a directory and those above it."""
+        """Create a directory and its parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Every location may hold a checkpoint."""
+        """Return whether this is a location. Every location may hold a checkpoint."""
         return isinstance(checkpoint_id, Path | UPath)
 
     def exists(self, path: Any) -> bool:
-        """Whether there is such a file."""
+        """Return whether a file exists."""
         return bool(path.exists())
 
     def rm_file(self, path: Any) -> None:

@@ -1,6 +1,8 @@
-"""A folder that the user names: written into a draft, whole when it is there, and never more than filled if it exists.
+"""Write a folder that the user names, so that it appears complete.
 
-An existing one may be a mount point, a link, the working directory, or have been made with care for who may read it.
+The files are written into a temporary directory first. A folder that exists is only filled, never
+replaced: it may be a mount point, a link or the working directory, or its permissions may have been
+set with care.
 """
 
 import shutil
@@ -20,30 +22,35 @@ from meshtrain.runtime.disk import flush, flush_tree
 from meshtrain.runtime.lock import Lock, locked
 
 _LAST = (CONFIG_NAME, MANIFEST_NAME)
-"""Without them nobody takes a folder for a model or a checkpoint."""
+"""Files that make a folder a model or a checkpoint.
+
+They are moved last, so that an incomplete folder is not taken for one.
+"""
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that has something in it.
+    """Check that a folder does not exist or is empty.
 
     Raises:
-        CheckpointError: if it has.
+        CheckpointError: if it is neither.
     """
     if folder.exists() and (not folder.is_dir() or _has_something(folder)):
         raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
 
 
 def draft_of(folder: Path) -> Path:
-    """Return where a folder is written before it is complete: in it if it exists, beside it otherwise.
+    """Return the temporary directory in which a folder is written before it is complete.
 
-    Where several processes write, one of them decides: another may see the folder made meanwhile.
+    It is inside the folder if that exists, and beside it otherwise. Where several processes write,
+    one of them must decide, because another may find the folder created meanwhile.
     """
     folder = folder.resolve()
     return (folder if folder.is_dir() else folder.parent) / f".{folder.name}.writing"
 
 
 def _has_something(folder: Path) -> bool:
-    # A draft there was left by a process that was killed, and the lock may be this process's own.
+    # A temporary directory there was left by a killed process, and the lock may be this process's
+    # own.
     return any(path != draft_of(folder) and not is_claim(path) for path in folder.resolve().iterdir())
 
 
@@ -58,10 +65,10 @@ def locked_folder(folder: Location) -> AbstractContextManager[Lock]:
 
 @contextmanager
 def locked_together(folder: Location, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Do `locked_folder` on the first rank, for all. Collective.
+    """Hold the lock of `locked_folder` on the first rank, for all ranks. Collective.
 
     Raises:
-        CheckpointError: the same on all ranks, if a process that is none of them writes into the folder.
+        CheckpointError: the same on all ranks, if a process outside the run writes into the folder.
     """
     with ExitStack() as stack:
         with failing_together(CheckpointError, group):
@@ -71,21 +78,21 @@ def locked_together(folder: Location, group: ProcessGroup | None = None) -> Iter
 
 
 def start_folder(draft: Path) -> None:
-    """Make an empty directory to write a folder into."""
+    """Create an empty temporary directory in which a folder is written."""
     remove_draft(draft)
     draft.mkdir(parents=True)
 
 
 def remove_draft(draft: Path) -> None:
-    """Remove what was written in vain."""
+    """Remove a temporary directory that was not published."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
 def publish_folder(draft: Path, folder: Path) -> None:
-    """Give a draft its name, when all of it is on the disk.
+    """Move a temporary directory to its final name, after all of its files are flushed to the disk.
 
     Raises:
-        CheckpointError: if the folder has got something in it meanwhile.
+        CheckpointError: if the folder is no longer empty.
     """
     check_new(folder)
     folder = folder.resolve()
@@ -102,10 +109,12 @@ def publish_folder(draft: Path, folder: Path) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Give a draft to write into; it gets the name of the folder at the end, and is removed after an error.
+    """Yield a temporary directory that becomes the folder at the end of the block.
+
+    After an error, the temporary directory is removed.
 
     Raises:
-        CheckpointError: if the folder has something in it, or the disk is full.
+        CheckpointError: if the folder is not empty, or the disk is full.
     """
     check_new(folder)
     draft = draft_of(folder)
@@ -120,5 +129,5 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def cannot_write(folder: Path, error: OSError) -> str:
-    """Say why a folder cannot be written, in a line."""
+    """Return in one line why a folder cannot be written."""
     return f"cannot write {folder}: {error.strerror or error}; make room or write elsewhere"

@@ -1,4 +1,8 @@
-"""How a checkpoint appears and goes: written into a draft, published whole, removed when newer ones are there."""
+"""Publish checkpoints, and remove old ones.
+
+A checkpoint is written into a temporary directory and published when it is complete. It is removed
+when newer ones exist.
+"""
 
 import re
 import shutil
@@ -21,9 +25,9 @@ class Retention:
     """Which checkpoints stay.
 
     Attributes:
-        newest: how many of the newest.
-        every: also those whose step is a multiple of it, for ever.
-        best: also so many of those with the lowest evaluation loss.
+        newest: number of the newest checkpoints that stay.
+        every: checkpoints whose step is a multiple of this number stay forever.
+        best: number of checkpoints with the lowest evaluation loss that also stay.
     """
 
     newest: int
@@ -32,19 +36,20 @@ class Retention:
 
 
 def start_draft(draft: Location) -> None:
-    """Make an empty directory to write a checkpoint into."""
+    """Create an empty temporary directory in which a checkpoint is written."""
     if children(draft) or (is_local(draft) and draft.exists()):
-        # First what makes it a checkpoint, if it is one: this may be an object store.
+        # Remove the manifest first: in an object store this may be a published checkpoint.
         (draft / MANIFEST_NAME).unlink(missing_ok=True)
         remove_tree(draft)
     draft.mkdir(parents=True, exist_ok=True)
 
 
 def publish_checkpoint(draft: Location, final: Location) -> None:
-    """Give a draft whose files are on the disk its name, whole at every moment.
+    """Move a temporary directory, whose files are on the disk, to its final name.
 
-    A checkpoint of the same step is set aside first and stays valid until the new one has the name. In an object store
-    the draft has its name already.
+    A complete checkpoint of this step exists at every moment: an earlier one is renamed first, and
+    stays valid until the new one has the name. In an object store, the directory has its final name
+    already.
     """
     if not isinstance(draft, Path) or not isinstance(final, Path):
         return
@@ -62,8 +67,8 @@ def publish_checkpoint(draft: Location, final: Location) -> None:
 def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> None:
     """Remove checkpoints up to `step` that need not stay, and what killed saves left behind.
 
-    Later steps belong to a future that was rewound; the run will overwrite them when it gets there. A checkpoint with
-    files in it that are not its own is left to the person who put them there.
+    Later steps were written before a rewind. The run overwrites them when it reaches them. A
+    checkpoint stays if it holds files that are not its own, or if its manifest cannot be read.
     """
     checkpoints = list_checkpoints(root)
     past = [path for path in checkpoints if step_of(path) <= step]
@@ -85,7 +90,7 @@ def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> Non
 
 
 def foreign_files(checkpoint: Location) -> list[str]:
-    """Return the names of the files that a checkpoint's manifest does not know.
+    """Return the names of the files that a checkpoint's manifest does not list.
 
     Raises:
         CheckpointError: if the manifest cannot be read.
@@ -109,7 +114,7 @@ def _best(checkpoints: Iterable[Location], number: int) -> list[Location]:
         try:
             loss = read_manifest(path).evaluation_loss
         except CheckpointError:
-            # Damaged: it will be said when somebody wants to load it.
+            # The checkpoint is damaged. This is reported when it is loaded.
             continue
         if loss is not None:
             losses.append((loss, path))
@@ -124,7 +129,8 @@ def _leftovers(root: Location, checkpoints: list[Location]) -> list[Location]:
 
 
 def _remove(directory: Location) -> None:
-    # Out of sight first: a removal that is killed half way must not leave a checkpoint with files missing.
+    # Hide the checkpoint first: a removal that is killed halfway must not leave one with missing
+    # files.
     if not isinstance(directory, Path):
         (directory / MANIFEST_NAME).unlink(missing_ok=True)
         remove_tree(directory)
