@@ -111,7 +111,7 @@ class Manifest(Settings):
     evaluation_loss: float | None = None
     """Mean loss on the validation data after this step, in nats, if there was an evaluation."""
     order: dict[str, bool] = Field(default_factory=dict)
-    """Keys and values of the run's data that, beside seed and batch, decide the order of samples."""
+    """Keys and values of the run's data that decide the order of samples, beside seed and batch."""
     optimizer: SavedOptimizer | None = None
     """What the optimizer's tensors do not hold, of a program that is not a run."""
     forward_passes: int = 0
@@ -120,7 +120,7 @@ class Manifest(Settings):
     Its dropout is a function of this number, as the dropout of a run is a function of the step.
     """
     rotary_length: int = 0
-    """Tokens of the sequence for which dynamic rotary frequencies have grown; 0: the initial ones."""
+    """Tokens of the sequence that dynamic rotary frequencies have grown for; 0: initial ones."""
     values: str = "{}"
     """JSON: what a user's own program or hook restores from the checkpoint."""
     versions: dict[str, str] = Field(default_factory=dict)

@@ -96,8 +96,7 @@ class Saver:
 
     @property
     def num_published(self) -> int:
-        """Return the number of checkpoints that `published` would return; other ranks may have
-        fewer."""
+        """Return how many checkpoints `published` would return; other ranks may have fewer."""
         return self._published.qsize()
 
     def published(self, at_most: int | None = None) -> list[Saved]:

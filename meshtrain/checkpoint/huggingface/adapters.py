@@ -1,4 +1,4 @@
-"""LoRA adapters, gathered from a mesh: written as peft writes them, or added to the weights they stand beside."""
+"""LoRA adapters, gathered from a mesh: written as peft writes them, or merged into the weights."""
 
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -25,12 +25,14 @@ from meshtrain.runtime.mesh import axis_rank
 
 @dataclass(frozen=True)
 class Adapter:
-    """What one adapter adds to a weight, B A, or to a bias, that of B (`lora_bias`); scaled.
+    """What one adapter adds to a weight or a bias, scaled.
+
+    To a weight it adds the product B A. To a bias it adds the bias of B (`lora_bias`).
 
     Attributes:
         factors: FQNs of A (rank, in) and B (out, rank), or of the bias (out) of B.
         scaling: factor.
-        transposed: whether the weight is (in, out), that of a Conv1D.
+        transposed: whether the weight is (in, out), as that of a Conv1D.
     """
 
     factors: tuple[str, ...]
@@ -38,16 +40,16 @@ class Adapter:
     transposed: bool
 
     def added_to(self, stock: Tensor, *factors: Tensor) -> Tensor:
-        """Return the weight or bias with the adapter in it, computed as peft merges.
+        """Return the weight or bias with the adapter added, computed as peft merges.
 
         Args:
-            stock: whole, on the CPU, as the stock model shapes it; changed in place.
-            factors: whole.
+            stock: full tensor on the CPU, in the shape of the stock model. It is changed in place.
+            factors: full tensors.
         """
         if len(factors) == 1:
             return stock.add_(factors[0] * self.scaling)
         down, up = factors
-        # peft too multiplies half precision on the CPU in float32.
+        # peft also multiplies half precision on the CPU in float32.
         wide = torch.float32 if up.dtype in (torch.float16, torch.bfloat16) else up.dtype
         product = up.to(wide) @ down.to(wide)
         delta = (product.T if self.transposed else product) * self.scaling
@@ -56,7 +58,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Merging:
-    """The adapters of what lies on a process.
+    """The adapters of the tensors that a process holds.
 
     Attributes:
         adapters: FQN of a weight or bias -> what is added to it, in order.
@@ -68,7 +70,11 @@ class Merging:
 
 
 def active_adapters(pipeline: Pipeline) -> dict[str, list[Adapter]]:
-    """Return FQN of a weight or bias -> what the active adapters add to it, for what lies on this process."""
+    """Return what the active adapters add to the tensors that this process holds.
+
+    Returns:
+        FQN of a weight or bias -> what is added to it.
+    """
     found: dict[str, list[Adapter]] = {}
     for stage in pipeline.stages:
         for name, layer in stage.model.named_modules():
@@ -89,12 +95,7 @@ def _additions(fqn: str, layer: Any) -> Iterator[tuple[str, Adapter]]:
 
 
 def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> list[str]:
-    """Return a line if adapters have biases that could not be merged, as the model has none there.
-
-    Args:
-        adapters: FQN of a weight or bias -> what is added to it.
-        stock: the names of the stock model.
-    """
+    """Return a line if adapters have biases that cannot be merged because the model has none."""
     lost = [name for name in adapters if name not in stock]
     return lost and [
         f"the adapters have biases (lora_bias) where the model has none ({lost[0]}), so they cannot be merged; save "
@@ -103,9 +104,12 @@ def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> l
 
 
 def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return FQN -> whole tensor on the CPU, as peft shapes it, of all adapters: on the first rank. Collective.
+    """Return all adapters of the model on the first rank. Collective.
 
-    Adapters are small, and all of them come at once; elsewhere it is empty.
+    All adapters are gathered at once, because they are small.
+
+    Returns:
+        FQN -> full tensor on the CPU, in the shape of peft. Empty on all other ranks.
     """
     owned = pipeline.owned_parameters()
     whole = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
@@ -124,13 +128,15 @@ def save_adapters(
     Args:
         adapted: the PeftModel.
         pipeline: of the model inside.
-        folder: gets adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained` loads.
-        tokenizer: to write beside them; None: none, as peft.
+        folder: receives adapter_config.json and adapter_model.safetensors, which
+            `PeftModel.from_pretrained` loads.
+        tokenizer: written beside the adapters. None: no tokenizer is written, as in peft.
         options: of `PeftModel.save_pretrained`.
 
     Raises:
-        CheckpointError: on all ranks alike, if the folder cannot be written, or there is no such tokenizer.
-        ModelError: if there is no PeftModel, or something trains that is no adapter.
+        CheckpointError: the same on all ranks, if the folder cannot be written or the tokenizer
+            does not exist.
+        ModelError: if there is no PeftModel, or parameters that are not adapters are trained.
     """
     if adapted is None:
         raise ModelError(
@@ -145,7 +151,7 @@ def save_adapters(
         state = {f"base_model.model.{name}": value for name, value in tensors.items()}
         try:
             with locked_folder(Path(folder)), warnings.catch_warnings():
-                # A local model has no files on the hub to compare with.
+                # peft warns that a local model has no files on the hub to compare with.
                 warnings.simplefilter("ignore")
                 type(adapted).save_pretrained(
                     adapted, str(folder), state_dict=state, save_embedding_layers=False, **options
@@ -160,7 +166,7 @@ def save_adapters(
 
 
 def _check_nothing_else_trains(pipeline: Pipeline) -> None:
-    # peft would leave it out without a word.
+    # peft would leave out other trained parameters without a warning.
     mine = [name for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Weights in both directions: a checkpoint becomes a Hugging Face model, a Hugging Face model a checkpoint."""
+"""Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -27,22 +27,25 @@ from meshtrain.runtime.environment import world_size_from_environment
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import process_group
 
-# Everything of a Hugging Face folder that is small: configurations, tokenizers, chat templates.
+# The small files of a Hugging Face folder: configurations, tokenizers, chat templates.
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def convert(source: Location, target: Location, *, dtype: str = ORIGINAL) -> None:
-    """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint that holds weights alone.
+    """Convert a checkpoint to a Hugging Face folder, or such a folder to a checkpoint of weights.
 
-    A checkpoint that was made so can be trained from (`model.path`), and not resumed: it has no optimizer state.
+    A checkpoint that is made from a folder has no optimizer state. A new run can start from it
+    (`model.path`), but it cannot be resumed.
 
     Args:
-        source: a checkpoint, a run directory (its newest), or a local Hugging Face folder.
-        target: the folder that appears; or, for a new checkpoint, the directory in which `step-0` appears.
-        dtype: number format of the folder's weights, by name; a new checkpoint has that of the folder.
+        source: a checkpoint, a run directory (its newest checkpoint), or a local Hugging Face
+            folder.
+        target: the folder to write; for a new checkpoint, the directory in which `step-0` appears.
+        dtype: number format of the folder's weights, by name. A new checkpoint keeps that of the
+            folder.
 
     Raises:
-        UserError: if the source is neither, or the target is taken.
+        UserError: if the source is neither, or the target exists.
     """
     if isinstance(source, Path) and (source / "config.json").is_file():
         if dtype != ORIGINAL:

@@ -1,4 +1,7 @@
-"""What a Hugging Face folder holds beside the weights: config.json, generation_config.json and the tokenizer."""
+"""The files of a Hugging Face folder beside the weights.
+
+These are config.json, generation_config.json and the files of the tokenizer.
+"""
 
 import copy
 import shutil
@@ -15,14 +18,17 @@ from meshtrain.models.build import stock_class
 
 
 class Saveable(Protocol):
-    """What a tokenizer of transformers can do."""
+    """The part of the interface of transformers' tokenizers that is needed here."""
 
     def save_pretrained(self, save_directory: str) -> object:
-        """Write itself into a directory."""
+        """Write the tokenizer into a directory."""
 
 
 Tokenizer = Saveable | str | Path | None
-"""A tokenizer, a directory that holds one, or None: what lies in the directory that the model came from, if anything"""
+"""A tokenizer, or a directory that holds one.
+
+None: the one in the directory that the model came from, if there is one.
+"""
 
 
 def write_description(
@@ -32,13 +38,14 @@ def write_description(
 
     Args:
         directory: exists.
-        model: a stage of it.
-        tokenizer: what to write.
-        dtype: that config.json names.
-        origin: where the model came from; None: what its configuration says.
+        model: a stage of the model.
+        tokenizer: to write.
+        dtype: the number format that config.json names.
+        origin: directory that the model came from. None: the one that its configuration names.
 
     Raises:
-        CheckpointError: if there is no tokenizer where one should be, or transformers refuses to write one of them.
+        CheckpointError: if a tokenizer was requested and does not exist, or transformers refuses to
+            write the configuration.
     """
     config = copy.deepcopy(model.config)
     config.dtype = name_of(dtype)
@@ -48,7 +55,7 @@ def write_description(
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
     except ValueError as error:
-        # The first line says that there is something, the second what.
+        # The first line reports that there is an error, the second one describes it.
         reason = [line.strip() for line in str(error).splitlines()[:2]]
         raise CheckpointError(
             f"transformers refuses to write the configuration of this model: {' '.join(reason)}"
@@ -57,7 +64,7 @@ def write_description(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a number format, as a configuration has it."""
+    """Return the name of a number format, as it is written in a configuration."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -66,14 +73,14 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None
 
     Args:
         directory: exists.
-        tokenizer: what to write; None: what lies in `origin`, if anything.
-        origin: where the model came from.
+        tokenizer: to write. None: the one in `origin`, if there is one.
+        origin: directory that the model came from.
 
     Raises:
-        CheckpointError: if there is no tokenizer where one should be.
+        CheckpointError: if `tokenizer` is a path without a tokenizer.
     """
     if tokenizer is None:
-        # Path("") is the current directory.
+        # An empty name in the configuration becomes Path(""), which is the current directory.
         if origin != Path() and origin.is_dir():
             _copy_tokenizer(origin, directory)
     elif isinstance(tokenizer, str | Path):
@@ -86,7 +93,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> bool:
-    """Copy the files of a tokenizer; return whether there are any."""
+    """Copy the files of a tokenizer, and return whether there were any."""
     if (source / HUGGINGFACE_NAME).is_dir():
         source /= HUGGINGFACE_NAME
     files = [source / name for name in TOKENIZER_FILE_NAMES if (source / name).is_file()]

@@ -1,4 +1,4 @@
-"""From a checkpoint to an ordinary Hugging Face model: one CPU process, one tensor in memory at a time."""
+"""Export a checkpoint as a Hugging Face model: one CPU process, one tensor in memory at a time."""
 
 import json
 import shutil
@@ -53,16 +53,18 @@ def export_checkpoint(
     """Write a checkpoint's weights, configuration and tokenizer as a Hugging Face model.
 
     Args:
-        checkpoint: a step-N directory; or a run directory, whose newest checkpoint is taken.
-        folder: where the model goes; appears when it is complete.
-        dtype: number format of the weights, by name; "original": what the model's configuration said before the
-            training, or that of the training if it said nothing.
-        max_shard_size: of a safetensors file, in bytes or as in "5GB"; a larger tensor has a file of its own. Peak
-            memory is the largest tensor, twice where the hub keeps it in another form.
+        checkpoint: a step-N directory, or a run directory, whose newest checkpoint is taken.
+        folder: receives the model. It appears when it is complete.
+        dtype: number format of the weights, by name. "original": the one in the model's
+            configuration before the training, or that of the training if there was none.
+        max_shard_size: of a safetensors file, in bytes or as in "5GB". A larger tensor has its own
+            file. Peak memory is the size of the largest tensor, or twice that where the hub keeps
+            it in another form.
 
     Raises:
-        CheckpointError: if there is no whole checkpoint, it lacks a tensor of the model or holds others, the folder
-            has something in it or another process writes into it, or the disk is full.
+        CheckpointError: if no intact checkpoint is found, the checkpoint lacks a tensor of the
+            model or holds others, the folder is not empty or another process writes into it, or the
+            disk is full.
     """
     check_new(folder)
     source = find_checkpoint(checkpoint)
@@ -73,10 +75,12 @@ def export_checkpoint(
 
 
 def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    """Turn what `save_parallelized` wrote into a Hugging Face model; arguments and errors as for `export_checkpoint`.
+    """Convert the output of `save_parallelized` to a Hugging Face model.
+
+    Arguments and errors are those of `export_checkpoint`.
 
     Args:
-        source: the folder that was given to `save_parallelized`, or any checkpoint.
+        source: the folder that `save_parallelized` wrote, or any checkpoint.
     """
     check_new(folder)
     if not is_checkpoint(source):
@@ -89,7 +93,7 @@ def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_si
 
 
 def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest) -> dict[str, StockTensor]:
-    """Return the tensors of the stock model by name, in an order that does not depend on the mesh that saved them.
+    """Return stock name -> tensor of the stock model, in an order that does not depend on the mesh.
 
     Raises:
         CheckpointError: if the checkpoint does not hold what its manifest names.
@@ -141,12 +145,12 @@ def _chosen_dtype(dtype: str, description: Path, manifest: Manifest) -> torch.dt
         return FLOATS[dtype]
     values = json.loads((description / "config.json").read_text())
     original = values.get("dtype") or values.get("torch_dtype")
-    # Training and file may both be in other formats than these; then the training's is kept.
+    # Both formats may be missing from `FLOATS`; then the one of the training is kept.
     return FLOATS.get(original, FLOATS[manifest.dtype])
 
 
 def _stock_model(description: Path, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Return the model on meta; None for a class that comes with its own code, which is not run here."""
+    """Return the model on meta, or None for a class with its own code, which is not run here."""
     kind = stock_class_named(manifest.architecture)
     if kind is None:
         return None
@@ -155,7 +159,10 @@ def _stock_model(description: Path, manifest: Manifest, dtype: torch.dtype) -> P
 
 
 def _module_layout(metadata: Metadata, tensors: dict[str, StockTensor], dtype: torch.dtype) -> HubLayout:
-    """Return the layout of a class with its own code: transformers knows no other for it than that of its modules."""
+    """Return the layout of a class with its own code.
+
+    transformers has no conversion for such a class, so the layout is that of its modules.
+    """
     saved = tensor_entries(metadata, MODEL_PREFIX)
     formats = {name: saved[f"{MODEL_PREFIX}{tensor.parts[0]}"].properties.dtype for name, tensor in tensors.items()}
     return plain_layout(

@@ -1,7 +1,7 @@
-"""Whole tensors on one process, one after the other, from the blocks that lie on many.
+"""Gather one full tensor at a time on one process, from the blocks that many processes hold.
 
-The blocks travel in host memory from process to process, and only to the process that wants the whole: a device has no
-room to spare for it, and DTensor's own `full_tensor` gives it to all.
+The blocks are sent in host memory, and only to the process that needs the full tensor. A device may
+not have enough memory for it, and DTensor's own `full_tensor` returns it on all processes.
 """
 
 import torch
@@ -17,14 +17,15 @@ from meshtrain.models.layout import holders_of, local_tensor
 def gather_block_by_block(
     tensor: Tensor, whole: Tensor | None, *, dtype: torch.dtype, leader: int, group: ProcessGroup
 ) -> None:
-    """Fill `whole` on the leader from the blocks of a tensor. All processes of its mesh call it together.
+    """Fill `whole` on the leader from the blocks of a tensor. All processes of its mesh call it.
 
     Args:
-        tensor: what lies here, on any device.
-        whole: (as `tensor`) on the CPU, on the leader; None elsewhere.
-        dtype: the number format of `whole`; blocks are cast before they travel.
-        leader: the rank that wants it; of processes on whose mesh it is not, nothing is asked.
-        group: of all processes, over gloo.
+        tensor: the block of this process, on any device.
+        whole: (shape of `tensor`) full tensor on the CPU, on the leader; None elsewhere.
+        dtype: number format of `whole`. Blocks are cast before they are sent.
+        leader: the rank that gathers the tensor. Processes whose mesh does not contain it send
+            nothing.
+        group: all processes, over gloo.
     """
     rank = dist.get_rank()
     for holder, ranges in _holders(tensor, leader):
@@ -44,7 +45,7 @@ def send(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
 
 
 def receive(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
-    """Fill a tensor on the CPU, which need not be contiguous, with what is sent."""
+    """Receive into a tensor on the CPU, which need not be contiguous."""
     if tensor.is_contiguous():
         dist.recv(_bytes(tensor), rank, group)
         return
@@ -55,7 +56,7 @@ def receive(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
 
 def _holders(tensor: Tensor, leader: int) -> list[tuple[int, list[slice]]]:
     if isinstance(tensor, DTensor):
-        # Copies of the model hold the same blocks.
+        # Copies of the model hold the same blocks, so only the mesh of the leader is needed.
         return holders_of(tensor) if leader in tensor.device_mesh.mesh else []
     return [(leader, [slice(0, size) for size in tensor.shape])]
 

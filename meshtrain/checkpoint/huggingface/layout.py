@@ -1,8 +1,9 @@
-"""How a model lies in a Hugging Face folder: names, shapes and number formats, as stock `save_pretrained` writes them.
+"""How a model is stored in a Hugging Face folder, as stock `save_pretrained` writes it.
 
-The hub may keep a model in another form than its modules: experts one by one, other names. transformers knows the way
-back (`revert_weight_conversion`), for a whole model at once. Here it is taken group by group: tensors that become, or
-come from, one another belong to a group, and no more than a group is in memory.
+The layout is names, shapes and number formats. The hub may store a model in another form than its
+modules: experts one by one, or other names. transformers converts modules to that form
+(`revert_weight_conversion`), for a full model at once. Here the conversion runs group by group. A
+group holds the tensors that are made of one another, and only one group is in memory at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ class Group:
 
     Attributes:
         stock: names in the stock model.
-        hub: names in the folder, of what is made of them.
+        hub: names in the folder of the tensors that are made of them.
     """
 
     stock: tuple[str, ...]
@@ -53,8 +54,8 @@ class HubLayout:
         tensors: hub name -> tensor on meta, in the order of the files.
         dtypes: stock name -> number format in which it is written.
         groups: in the order of the files.
-        convert: from the whole tensors of a group, by stock name, to those of the folder.
-        num_parameters: of the model, for the index; None: the index does not say.
+        convert: from the full tensors of a group, by stock name, to those of the folder.
+        num_parameters: of the model, for the index. None: the index does not contain it.
     """
 
     tensors: Tensors
@@ -68,17 +69,18 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
     """Return how a stock model on meta is written in the number format that it was built in.
 
     Args:
-        dtypes: stock name -> number format, of tensors that have another.
+        dtypes: stock name -> number format, of tensors that have another one.
     """
     stock = saved_tensors_of(model)
     stock |= {name: stock[name].to(dtype) for name, dtype in (dtypes or {}).items()}
     conversions = [
         entry
         for entry in get_model_conversion_mapping(model, add_legacy=False)
-        # Of files of the bare model, as transformers decides it for a model that was not loaded.
+        # Prefix changes are for files of the bare model. transformers also leaves them out for a
+        # model that was not loaded.
         if not isinstance(entry, PrefixChange)
     ]
-    # Once, and not for every group.
+    # The conversions are set once, instead of for every group.
     set_weight_conversions(model, conversions)
     convert = (lambda whole: revert_weight_conversion(model, whole)) if conversions else dict
     reverse = [entry.reverse_transform() for entry in reversed(conversions)]
@@ -93,7 +95,7 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
         written = convert({name: stock[name] for name in names})
         groups.append(Group(tuple(names), tuple(written)))
         tensors |= {name: _alone(tensor) for name, tensor in written.items()}
-    # In the order of the whole, in which transformers splits it into files.
+    # transformers splits the tensors into files in the order of the full model.
     order = list(convert(stock))
     places = {name: place for place, name in enumerate(order)}
     groups.sort(key=lambda group: min(places[name] for name in group.hub))
@@ -107,7 +109,7 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
 
 
 def plain_layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> HubLayout:
-    """Return the layout of tensors that are written as they are.
+    """Return the layout of tensors that are written unchanged.
 
     Args:
         shapes: name -> shape and number format in which it is written.
@@ -118,10 +120,10 @@ def plain_layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> H
 
 
 def saved_tensors_of(model: PreTrainedModel) -> Tensors:
-    """Return what stock `save_pretrained` saves of a stock model on meta, before the layout of the hub.
+    """Return what stock `save_pretrained` saves of a stock model on meta, before conversion.
 
-    Persistent buffers count; a tied weight is there once. The number formats are those in which stock
-    `from_pretrained` holds the model, which keeps some parameters in float32.
+    Persistent buffers are included, and a tied weight is included once. The number formats are
+    those in which stock `from_pretrained` holds the model, which keeps some parameters in float32.
     """
     left_out = {*model.all_tied_weights_keys, *never_saved(model)}
     saved = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
@@ -135,14 +137,15 @@ def saved_tensors_of(model: PreTrainedModel) -> Tensors:
 
 
 def check_names(where: object, found: Mapping[str, tuple[int, ...]], model: PreTrainedModel) -> None:
-    """Compare tensors by name and shape with those of a stock model on meta.
+    """Check that tensors have the names and shapes of those of a stock model on meta.
 
     Args:
         where: what holds the tensors, for the message.
         found: stock name -> shape.
 
     Raises:
-        CheckpointError: listing what is missing, what the model does not have, and what has another shape.
+        CheckpointError: listing missing tensors, tensors that the model does not have, and other
+            shapes.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in saved_tensors_of(model).items()}
     findings = {
@@ -162,16 +165,16 @@ def check_names(where: object, found: Mapping[str, tuple[int, ...]], model: PreT
 
 
 def stock_class_named(architecture: str) -> type[PreTrainedModel] | None:
-    """Return a class of transformers; None for one that comes with its own code."""
+    """Return a class of transformers, or None for a class that comes with its own code."""
     return getattr(transformers, architecture, None)
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Which tensor is in which file.
+    """Which file holds which tensors.
 
     Attributes:
-        files: file name -> hub names in it.
+        files: file name -> hub names of its tensors.
         file_of: hub name -> file name.
         total_bytes: of all tensors.
     """
@@ -185,11 +188,11 @@ def plan_files(layout: HubLayout, max_shard_size: int | str, pattern: str = WEIG
     """Split a layout into files, as stock `save_pretrained` does.
 
     Args:
-        max_shard_size: of a file, in bytes, or as in "5GB"; a larger tensor has a file of its own.
-        pattern: of the names of the files.
+        max_shard_size: of a file, in bytes or as in "5GB". A larger tensor has its own file.
+        pattern: of the file names.
 
     Raises:
-        CheckpointError: for a size that is none.
+        CheckpointError: if `max_shard_size` is not a size.
     """
     try:
         split = split_torch_state_dict_into_shards(
@@ -203,5 +206,5 @@ def plan_files(layout: HubLayout, max_shard_size: int | str, pattern: str = WEIG
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor on meta that is no view: the size of a file counts storages."""
+    """Return a tensor on meta that is not a view, because the size of a file counts storages."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

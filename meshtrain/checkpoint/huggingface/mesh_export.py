@@ -1,4 +1,4 @@
-"""Write a folder from tensors that lie on a mesh, all processes together."""
+"""Write a Hugging Face folder from tensors that are sharded on a mesh, all processes together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +36,13 @@ class LiveTensors:
     """The tensors of a model on its mesh.
 
     Attributes:
-        held: our name -> what lies on this process.
-        stock: stock name -> how it is made of ours, for what lies on this process.
-        shapes: stock name -> shape, of the whole model.
-        owners: stock name -> the rank that gathers it: the first process of a pipeline stage that holds it.
+        held: our name -> the part of the tensor that this process holds.
+        stock: stock name -> how it is made of ours, for tensors that this process holds.
+        shapes: stock name -> shape, of the full model.
+        owners: stock name -> the rank that gathers it: the first process of a pipeline stage that
+            holds it.
         groups: of all processes.
-        merging: the adapters that are added to what lies on this process.
+        merging: adapters that are added to the tensors of this process.
     """
 
     held: Mapping[str, Tensor]
@@ -54,10 +55,13 @@ class LiveTensors:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of all processes that work in host memory, whatever the training uses, and wait as long as a disk takes.
+    """Groups of all processes over gloo, whose timeout is long enough for a slow disk.
+
+    They work in host memory, whatever backend the training uses.
 
     Attributes:
-        messages: from one process to another; collectives must not be counted with them.
+        messages: from one process to another. Collectives have their own group, so that the two are
+            not counted together.
         agreement: for collectives.
     """
 
@@ -67,7 +71,7 @@ class Groups:
 
 @contextmanager
 def groups_for_saving() -> Iterator[Groups]:
-    """Create groups for as long as a save takes. Collective."""
+    """Create groups that exist while the block runs. Collective."""
     messages, agreement = (dist.new_group(backend="gloo", timeout=LONGEST_COLLECTIVE) for _ in range(2))
     try:
         yield Groups(messages, agreement)
@@ -83,14 +87,14 @@ def find_live_tensors(
     groups: Groups,
     merging: Merging,
 ) -> LiveTensors:
-    """Let all processes know what there is. Collective.
+    """Exchange names, shapes and owners of the tensors of all processes. Collective.
 
     Args:
-        held: our name -> what lies on this process.
-        stock: stock name -> how it is made of ours, for what lies on this process.
-        leader: the rank that gathers what lies here.
+        held: our name -> the part of the tensor that this process holds.
+        stock: stock name -> how it is made of ours, for tensors that this process holds.
+        leader: the rank that gathers the tensors of this process.
         groups: of all processes.
-        merging: adapters on what lies on this process.
+        merging: adapters of the tensors that this process holds.
     """
     mine = {name: tensor.shape for name, tensor in stock.items()} if leader == dist.get_rank() else {}
     shapes: dict[str, Shape] = {}
@@ -108,13 +112,13 @@ def write_live_folder(
     """Write a folder. Collective.
 
     Args:
-        folder: appears when it is complete; every machine must see the same one.
+        folder: appears when it is complete. Every machine must see the same one.
         layout: of the files, made of the stock tensors of `live`.
         plan: of the files.
-        describe: writes what lies beside the weights; called on the first process.
+        describe: writes the files beside the weights. Called on the first process.
 
     Raises:
-        CheckpointError: the same on all processes: the folder has something in it, or cannot be written.
+        CheckpointError: the same on all processes, if the folder is not empty or cannot be written.
     """
     agreement = live.groups.agreement
     with locked_together(folder, agreement):
@@ -159,10 +163,11 @@ def _unseen() -> Iterator[Callable[[int], None]]:
 class _Writing:
     """One process's part in writing all groups of tensors.
 
-    The owner of a group gathers it and makes of it what the files hold. A file is written by the owner of its first
-    tensor; where a stage ends within a file, the next owner sends what belongs to it. Every message waits for its
-    receiver, so all processes go through the groups in the same order: first those that stay with their owner, for
-    otherwise one stage would wait for all of the stage before.
+    The owner of a group gathers it and converts it to the tensors of the files. The owner of a
+    file's first tensor writes that file. Where a file holds tensors of two stages, the owner of the
+    later ones sends them to the writer. Every message waits for its receiver, so all processes
+    handle the groups in the same order. Groups that stay with their owner come first; otherwise one
+    stage would wait for all of the previous stage.
     """
 
     def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors) -> None:
@@ -174,13 +179,13 @@ class _Writing:
         self._error: OSError | None = None
 
     def run(self, folder: Path) -> str | None:
-        """Take part, to the end; return what went wrong on this process.
+        """Take part in writing until the end, and return what went wrong on this process.
 
-        A process that cannot write goes on to receive, for others would wait for it.
+        A process that cannot write continues to receive, because others would wait for it.
         """
         mine = [name for name, file in self._plan.file_of.items() if self._writers[file] == self._rank]
         total_bytes = sum(self._layout.tensors[name].nbytes for name in mine)
-        # In a script of one's own every process might print.
+        # In a user's own script, every process might print.
         shown = console.progress("save", max(1, total_bytes), unit="MB") if is_first_rank() else _unseen()
         with shown as advance:
             for group in sorted(self._layout.groups, key=self._leaves_its_owner):
@@ -220,7 +225,7 @@ class _Writing:
         adapters = merging.adapters.get(name)
         if adapters is None:
             return self._gather_one(tensor, dtype, owner)
-        # Added before anything is rounded.
+        # Adapters are added before the weights are rounded to the number format of the files.
         whole = self._gather_own(tensor, owner)
         for adapter in adapters:
             factors = [self._gather_own(merging.factors[factor], owner) for factor in adapter.factors]

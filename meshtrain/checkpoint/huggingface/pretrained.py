@@ -1,4 +1,4 @@
-"""From the mesh as it stands to an ordinary Hugging Face folder."""
+"""Write the model of a pipeline as an ordinary Hugging Face folder."""
 
 from functools import partial
 from pathlib import Path
@@ -37,22 +37,25 @@ def save_pretrained(
     tokenizer: Tokenizer = None,
     origin: Path | None = None,
 ) -> None:
-    """Write the model as a folder that stock `from_pretrained` loads, LoRA adapters merged into it. Collective.
+    """Write the model as a folder that stock `from_pretrained` loads. Collective.
 
-    The files are those of stock `save_pretrained`, whatever the mesh. The first process of every pipeline stage writes
-    what lies on that stage, tensor by tensor, and holds one of them whole; the others hold a copy of their part of it.
+    LoRA adapters are merged into the weights. The files are those of stock `save_pretrained`,
+    whatever the mesh. The first process of every pipeline stage writes the tensors of that stage
+    one by one, and holds one full tensor at a time. The other processes hold a copy of their part
+    of it.
 
     Args:
         pipeline: with values.
-        folder: appears when it is complete; every machine must see the same one.
-        dtype: number format of the weights; None: that of `model.config.dtype`.
-        max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
-        tokenizer: to write beside the weights; None: what lies in the directory that the model came from.
-        origin: that directory; None: what the configuration says.
+        folder: appears when it is complete. Every machine must see the same one.
+        dtype: number format of the weights. None: that of `model.config.dtype`.
+        max_shard_size: of a file, in bytes or as in "5GB". A larger tensor has its own file.
+        tokenizer: written beside the weights. None: the one in the directory that the model came
+            from.
+        origin: that directory. None: the one that the configuration names.
 
     Raises:
-        CheckpointError: the same on all processes: `dtype` is no format for weights, the folder has something in it
-            or cannot be written, or the tensors are not those of the model.
+        CheckpointError: the same on all processes, if `dtype` is not a format for weights, the
+            folder is not empty or cannot be written, or the tensors are not those of the model.
     """
     model = pipeline.stages[0].model
     chosen = dtype or original_dtype(pipeline)
@@ -68,7 +71,7 @@ def save_pretrained(
         asked = {"dtype": name_of(chosen), "max_shard_size": max_shard_size, "folder": folder}
         check_alike("save_pretrained", asked, CheckpointError, groups.agreement)
         live = live_tensors(pipeline, groups)
-        # The same on all processes, as the tensors are.
+        # All processes raise the same error, because `live.shapes` is the same on all.
         check_names("the parallel model", live.shapes, stock)
         describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
         write_live_folder(folder, layout, plan, live, describe=describe)
@@ -85,9 +88,10 @@ def original_dtype(pipeline: Pipeline) -> torch.dtype:
 
 
 def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
-    """Return the tensors of a pipeline under their stock names, with adapters to be merged into them. Collective."""
+    """Return the tensors of a pipeline by stock name, with the adapters to merge. Collective."""
     for stage in pipeline.stages:
-        # After a forward pass without a backward pass they would be gathered over dp_shard.
+        # After a forward pass without a backward pass, parameters would still be gathered over
+        # dp_shard.
         reshard(stage.model)
     held = owned_tensors(pipeline)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
@@ -100,12 +104,15 @@ def live_tensors(pipeline: Pipeline, groups: Groups) -> LiveTensors:
 
 
 def owned_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return our FQN -> parameter or persistent buffer: over all processes, all that belongs to the weights."""
+    """Return our FQN -> parameter or persistent buffer. All processes together hold all weights."""
     return {**pipeline.owned_parameters(), **dict(pipeline.saved_buffers())}
 
 
 def leader_of(pipeline: Pipeline) -> int:
-    """Return the rank that gathers what lies on this process: the first of its place on the pp axis."""
+    """Return the rank that gathers the tensors of this process.
+
+    It is the first rank with this process's coordinate on the pp axis.
+    """
     ranks = pipeline.mesh.mesh[pipeline.mesh.get_local_rank(PP)]
     assert dist.get_rank() in ranks
     return int(ranks.flatten()[0])

@@ -1,4 +1,4 @@
-"""The tensors of the stock model, and the parts in which we keep some of them."""
+"""The tensors of the stock model, and the parts in which some of them are kept."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -17,12 +17,12 @@ class StockTensor:
     """A tensor of the stock model.
 
     Attributes:
-        name: its FQN.
-        parts: our names of what makes it up, in order.
-        dim: along which they are joined.
-        sizes: of the parts along `dim`; empty: there is one.
-        shape: of the whole.
-        kept_as: the shape that we keep it in, where it is another: a stack of parts.
+        name: FQN of the tensor.
+        parts: our names of its parts, in order.
+        dim: dimension along which the parts are joined.
+        sizes: of the parts along `dim`. Empty: there is one part.
+        shape: of the full tensor.
+        kept_as: the shape in which we keep it, where that is another one: a stack of parts.
     """
 
     name: str
@@ -33,7 +33,7 @@ class StockTensor:
     kept_as: Shape = ()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return our name -> view of the part in the whole tensor."""
+        """Return our name -> view of the part in the full tensor."""
         pieces = (
             torch.split(whole, list(self.sizes), self.dim) if self.sizes else [whole.view(self.kept_as or self.shape)]
         )
@@ -46,9 +46,10 @@ def stock_tensors(
     """Return the tensors of the stock model by name, in an order that does not depend on the mesh.
 
     Args:
-        shapes: our name -> shape of the whole tensor; all parts of a fused parameter are there, or none.
-        fused: which stock parameters are kept in parts.
-        left_out: our names of what has no place in the stock model: tied heads.
+        shapes: our name -> shape of the full tensor. It holds all parts of a fused parameter, or
+            none.
+        fused: stock parameters that are kept in parts.
+        left_out: our names of tensors that the stock model does not have: tied heads.
     """
     entries = {entry.name: entry for entry in fused if entry.parts[0] in shapes}
     in_parts = {part for entry in entries.values() for part in entry.parts}

@@ -1,7 +1,8 @@
-"""Write the safetensors files of a folder tensor by tensor: no more than one of them is in memory.
+"""Write the safetensors files of a folder tensor by tensor, with one tensor in memory at a time.
 
-The library writes a file from all of its tensors at once. The format allows more: a header names every tensor with its
-place in the file, and shapes and number formats are known before. Format: github.com/huggingface/safetensors, README.
+The library writes a file from all of its tensors at once. The format allows more: its header gives
+the position of every tensor in the file, and shapes and number formats are known in advance.
+Format: github.com/huggingface/safetensors, README.
 """
 
 import json
@@ -17,7 +18,8 @@ from torch import Tensor
 from meshtrain.checkpoint.huggingface.layout import FilePlan, HubLayout
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
 
-# In the order in which the library sorts them: large ones first, so that every tensor is aligned.
+# In the order in which the library sorts them: large formats first, so that every tensor is
+# aligned.
 _NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -34,7 +36,7 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 
 def write_index(draft: Path, layout: HubLayout, plan: FilePlan) -> None:
-    """Write which tensor is in which file, if there are several."""
+    """Write which tensor is in which file, if there are several files."""
     if len(plan.files) < 2:
         return
     counted = {} if layout.num_parameters is None else {"total_parameters": layout.num_parameters}
@@ -43,7 +45,7 @@ def write_index(draft: Path, layout: HubLayout, plan: FilePlan) -> None:
 
 
 def find_lost_files(draft: Path, layout: HubLayout, plan: FilePlan) -> list[str]:
-    """Say which files this process does not see as they were written by others, one line for each."""
+    """Return one line for each file that this process does not see as other processes wrote it."""
     problems = []
     for name, members in plan.files.items():
         tensors = {hub: layout.tensors[hub] for hub in members}
@@ -60,9 +62,9 @@ class FileWriter:
     """Writes tensors into the files of a folder, in any order.
 
     Args:
-        draft: the folder.
-        layout: says what every tensor is.
-        plan: says in which file it is.
+        draft: the temporary directory of the folder.
+        layout: shape and number format of every tensor.
+        plan: the file of every tensor.
     """
 
     def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan) -> None:
@@ -76,17 +78,17 @@ class FileWriter:
         """Write a tensor of the folder.
 
         Args:
-            tensor: on the CPU, of the shape and number format that the layout says.
+            tensor: on the CPU, in the shape and number format of the layout.
         """
         wanted = self._layout.tensors[name]
         assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype), f"{name} is not what its layout says"
         stream = self._open(self._plan.file_of[name])
         stream.seek(self._offsets[name])
-        # In a view of bytes: there are number formats that numpy does not know.
+        # The tensor is written as bytes, because numpy does not know all of its number formats.
         stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Finish the last file: it is on the disk."""
+        """Flush the last file to the disk, and close it."""
         if self._stream is not None:
             with self._stream as stream:
                 self._stream = None
@@ -110,7 +112,7 @@ class FileWriter:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the start of a file, and name -> where the tensor begins in it."""
+    """Return the start of a file, and name -> offset of each tensor in the file, in bytes."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name in _order(tensors):

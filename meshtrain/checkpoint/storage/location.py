@@ -152,7 +152,10 @@ def file_names(directory: Location) -> set[str]:
 
 
 def files_below(directory: Location) -> Iterator[tuple[str, Location]]:
-    """Yield every file under a directory with its name relative to it, as in `huggingface/config.json`."""
+    """Yield every file under a directory, with its relative name.
+
+    Names have the form of `huggingface/config.json`.
+    """
     for child, is_directory in _entries(directory):
         if is_directory:
             for name, file in files_below(child):
