@@ -1,4 +1,4 @@
-"""Where a process is in its work: a few words that the training writes in passing, and that other threads read."""
+"""What a process is doing: the training records it, and other threads read it."""
 
 import statistics
 import time
@@ -11,12 +11,12 @@ STEPS_TO_JUDGE_BY = 3
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long the parts of a run may take before somebody is called stuck.
+    """How long the parts of a run may take before the watchdog reports a hang.
 
     Attributes:
-        first_step_seconds: start-up, the first steps, an evaluation, a checkpoint.
-        minimum_seconds: any other step, at least.
-        factor: or so many times the median of the latest steps, if that is longer.
+        first_step_seconds: for start-up, the first steps, an evaluation, a checkpoint.
+        minimum_seconds: for any other step, at least.
+        factor: the limit is this multiple of the median of the latest steps, if that is longer.
     """
 
     first_step_seconds: float
@@ -26,14 +26,15 @@ class HangLimits:
 
 @dataclass
 class Activity:
-    """The place of this process's main thread.
+    """What the main thread of this process is doing.
 
-    A part is what a limit applies to: a step, an evaluation, a checkpoint. A phase lies within a part.
+    A limit applies to a part: a step, an evaluation or a checkpoint. A phase is a section of a
+    part.
 
     Attributes:
         step: the optimizer step, counted from 1; None before training.
-        phase: in a word.
-        stage: the stage of the pipeline, while one computes.
+        phase: name of the phase.
+        stage: the pipeline stage that is computing, if any.
         microbatch: the microbatch that it computes, counted from 0.
     """
 
@@ -46,17 +47,17 @@ class Activity:
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
 
     def begin(self, part: str) -> None:
-        """Begin what is no step: an evaluation, a checkpoint."""
+        """Begin a part that is not a step: an evaluation or a checkpoint."""
         self._is_step, self._began = False, time.monotonic()
         self.enter(part)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, with waiting for its data."""
+        """Begin a step. Its first phase is waiting for data."""
         self.step, self._is_step, self._began = step, True, time.monotonic()
         self.enter("data")
 
     def end_step(self) -> None:
-        """Remember how long the step took."""
+        """Record how long the step took."""
         self._step_seconds.append(time.monotonic() - self._began)
         self.begin("between steps")
 
@@ -65,20 +66,20 @@ class Activity:
         self.phase, self.stage, self.microbatch = phase, stage, microbatch
 
     def seconds_in_part(self) -> float:
-        """Return how long the present part has lasted."""
+        """Return how long the current part has lasted."""
         return time.monotonic() - self._began
 
     def limit_seconds(self, limits: HangLimits) -> float:
-        """Return how long the present part may last."""
+        """Return how long the current part may last."""
         if not self._is_step or len(self._step_seconds) < STEPS_TO_JUDGE_BY:
             return limits.first_step_seconds
         return max(limits.minimum_seconds, limits.factor * statistics.median(self._step_seconds))
 
     def excuse(self, seconds: float) -> None:
-        """Leave out of account time in which the whole process stood still."""
+        """Exclude time in which the process was suspended from the current part."""
         self._began += seconds
 
     def words(self) -> str:
-        """Say it: `step 5, stage 0, microbatch 2, forward`."""
+        """Return the activity in words: `step 5, stage 0, microbatch 2, forward`."""
         parts = {"step": self.step, "stage": self.stage, "microbatch": self.microbatch}
         return ", ".join([*(f"{name} {value}" for name, value in parts.items() if value is not None), self.phase])

@@ -1,4 +1,4 @@
-"""Processes that learn of each other's problems, so that they fail together and with the same words."""
+"""Processes that exchange their problems, so that they fail together with the same message."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +11,17 @@ from meshtrain.errors import Problem, UserError
 
 T = TypeVar("T")
 SHOWN, BEFORE = 120, 40
-"""Of a long value so many characters are shown, so many of them before the place where it differs."""
+"""Characters shown of a long value, and how many of them precede the first difference."""
 
 
 def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Return the `value` of every rank of a group in its order. Collective; a process without any group is alone.
+    """Return the `value` of every rank of a group, in rank order. Collective.
+
+    Without a process group, a process is alone.
 
     Args:
-        group: of all ranks, unless told otherwise; another than the default one, if two threads talk at once.
+        group: all ranks by default. It must not be the default group if two threads communicate at
+            once.
     """
     if not dist.is_initialized():
         return [value]
@@ -31,12 +34,14 @@ def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
 def failing_together(
     kind: type[UserError], group: ProcessGroup | None = None, *, except_for: tuple[type[UserError], ...] = ()
 ) -> Iterator[None]:
-    """Raise `kind` on all ranks if the body raises a `UserError` on any of them. Collective at the end of the body.
+    """Raise `kind` on all ranks if the block raises a `UserError` on any of them.
+
+    The end of the block is collective.
 
     Args:
         kind: of the error that all ranks raise, with the problems of all of them.
         group: as for `gather_objects`.
-        except_for: errors that every rank raises by itself; they pass through unchanged.
+        except_for: errors that every rank raises by itself. They pass through unchanged.
     """
     problems: tuple[Problem, ...] = ()
     try:
@@ -49,7 +54,7 @@ def failing_together(
 
 
 def raise_together(problems: Iterable[str | Problem], kind: type[UserError], group: ProcessGroup | None = None) -> None:
-    """Raise `kind` on all ranks if any rank has a problem, each problem named once. Collective."""
+    """Raise `kind` on all ranks if any rank has a problem, naming each problem once. Collective."""
     found = dict.fromkeys(problem for answer in gather_objects(list(problems), group) for problem in answer)
     if found:
         raise kind(found)
@@ -58,16 +63,16 @@ def raise_together(problems: Iterable[str | Problem], kind: type[UserError], gro
 def check_alike(
     call: str, given: Mapping[str, object], kind: type[UserError], group: ProcessGroup | None = None
 ) -> None:
-    """Check that a function which all ranks call is given the same on each. Collective.
+    """Check that all ranks call a function with the same arguments. Collective.
 
     Args:
-        call: its name.
-        given: name -> argument that shows what it is.
+        call: name of the function.
+        given: name -> argument. Arguments are compared as text.
         kind: of the error.
         group: as for `gather_objects`.
 
     Raises:
-        kind: on all ranks alike, naming the first argument that differs.
+        kind: the same on all ranks, naming the first argument that differs.
     """
     answers = gather_objects({name: str(value) for name, value in given.items()}, group)
     for rank, answer in enumerate(answers):
@@ -82,7 +87,7 @@ def check_alike(
 
 
 def _differing_parts(one: str, other: str) -> tuple[str, str]:
-    """Shorten texts that differ to what a line has room for, from a little before the first difference on."""
+    """Shorten two texts to fit in one line, from shortly before their first difference."""
     if max(len(one), len(other)) <= SHOWN:
         return one, other
     alike = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
@@ -96,5 +101,5 @@ def _part(text: str, start: int) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that does what is done once."""
+    """Return whether this process does the work that is done once."""
     return not dist.is_initialized() or dist.get_rank() == 0

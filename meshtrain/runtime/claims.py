@@ -1,10 +1,11 @@
-"""The files of a lock: one per process that wants to write into a folder, in the folder or beside it.
+"""The files of a lock: one per process that requests or holds it, in the folder or beside it.
 
 FOLDER/.lock-TOKEN         if the folder exists, and behind a URL
-PARENT/.FOLDER.lock-TOKEN  if it does not exist yet: whoever asks must not make it
+PARENT/.FOLDER.lock-TOKEN  if it does not exist yet, because a request must not create it
 
-Every process writes and renews its own file, under a name that no other has, so that nothing has to be atomic but the
-listing: NFS and object stores can do no more. A file may be removed by whoever knows that its process is dead.
+Every process writes and renews its own file, under a unique name. So nothing has to be atomic
+except the listing; NFS and object stores guarantee no more. Any process that knows that the process
+of a file is dead may remove the file.
 """
 
 import errno
@@ -20,19 +21,19 @@ Place = Path | UPath
 
 
 def is_claim(path: Path) -> bool:
-    """Whether a file in a folder belongs to its lock."""
+    """Return whether a file in a folder belongs to the folder's lock."""
     return path.name.startswith(MARK)
 
 
 def token_of(claim: Place) -> str:
-    """Return the part of a file's name that no other has."""
+    """Return the unique part of a file's name."""
     return claim.name.rpartition(MARK)[2]
 
 
 def list_claims(folder: Place) -> list[Place]:
-    """Return the files of all that want to write into a folder, or do."""
+    """Return the files of all processes that request or hold the lock of a folder."""
     if isinstance(folder, UPath):
-        # Some file systems remember what they have listed before.
+        # Some file systems cache what they have listed before.
         folder.fs.invalidate_cache()
         try:
             names = [PurePosixPath(entry["name"]).name for entry in folder.fs.ls(folder.path, detail=True)]
@@ -40,7 +41,8 @@ def list_claims(folder: Place) -> list[Place]:
             return []
         return [folder / name for name in sorted(names) if name.startswith(MARK)]
     found = _named(folder, MARK)
-    # Whoever may not list the folder above, as above a mount point, cannot have written there.
+    # A process that may not list the parent folder, as above a mount point, cannot have written
+    # there.
     if os.access(folder.parent, os.R_OK):
         found += _named(folder.parent, f".{folder.name}{MARK}")
     return found
@@ -53,7 +55,7 @@ def _named(directory: Path, start: str) -> list[Place]:
 
 
 def read_claim(claim: Place) -> bytes | None:
-    """Return what a file holds; None if it is gone."""
+    """Return the content of a file, or None if the file is gone."""
     if isinstance(claim, UPath):
         claim.fs.invalidate_cache()
     try:
@@ -63,17 +65,18 @@ def read_claim(claim: Place) -> bytes | None:
 
 
 def renew_claim(claim: Place, content: bytes) -> None:
-    """Replace what a file holds by as many bytes.
+    """Replace the content of a file by the same number of bytes.
 
     Raises:
-        FileNotFoundError: if it is gone: who removed it took this process for dead.
+        FileNotFoundError: if the file is gone, because another process took this one for dead.
     """
     if isinstance(claim, UPath):
         if read_claim(claim) is None:
             raise FileNotFoundError(claim.path)
         claim.write_bytes(content)
         return
-    # Not replaced by another file: that would make it anew where it was removed a moment ago.
+    # The file is written in place. Replacing it would create it again if it was removed a moment
+    # ago.
     descriptor = os.open(claim, os.O_WRONLY)
     try:
         os.pwrite(descriptor, content, 0)
@@ -82,7 +85,7 @@ def renew_claim(claim: Place, content: bytes) -> None:
 
 
 def remove_claim(claim: Place) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     claim.unlink(missing_ok=True)
 
 
@@ -90,8 +93,8 @@ class ClaimFile:
     """The file of this process.
 
     Args:
-        folder: what is to be locked, without links.
-        token: a name that no other process has.
+        folder: to be locked, with links resolved.
+        token: unique among all processes.
         content: of the file.
     """
 
@@ -111,7 +114,7 @@ class ClaimFile:
         self.path.write_bytes(content)
 
     def remove(self) -> None:
-        """Remove the file, and the folders that were made for it, if nothing else has come into them."""
+        """Remove the file, and the folders that were created for it, if they are empty."""
         remove_claim(self.path)
         for place in self._made:
             try:

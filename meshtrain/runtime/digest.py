@@ -1,4 +1,4 @@
-"""Few bytes that tell whether two processes hold the same."""
+"""Short hashes that show whether two processes hold the same tensor."""
 
 import torch
 import xxhash
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def tensor_digest(tensor: Tensor, *, most_elements: int | None = None) -> str:
-    """Return what differs if shape, number format or any element of two tensors differs, 16 hexadecimal digits.
+    """Return 16 hexadecimal digits that depend on shape, number format and every element.
 
     Args:
-        tensor: on any device; of one on meta only shape and format count.
-        most_elements: look at so many of them, evenly spaced, instead of all.
+        tensor: on any device. On meta, only shape and number format count.
+        most_elements: hash about this number of evenly spaced elements instead of all.
     """
     hasher = xxhash.xxh3_64(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if not tensor.is_meta:

@@ -1,4 +1,4 @@
-"""What is on the disk and not only on its way there."""
+"""Wait until files are on the disk."""
 
 import os
 from pathlib import Path

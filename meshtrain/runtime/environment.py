@@ -1,4 +1,7 @@
-"""What torchrun says about this process; the only readers of its variables, and without torch."""
+"""The environment variables that torchrun, Slurm and `meshtrain train --processes` set.
+
+This module does not import torch.
+"""
 
 import os
 
@@ -7,58 +10,59 @@ LAUNCHER = "MESHTRAIN_LAUNCHER"
 
 
 def rank_from_environment() -> int:
-    """Return this process's number in the run; 0 when not started by torchrun."""
+    """Return this process's rank in the run; 0 when it was not started by torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size_from_environment() -> int:
-    """Return the number of processes in the run; 1 when not started by torchrun."""
+    """Return the number of processes in the run; 1 when this one was not started by torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank_from_environment() -> int:
-    """Return this process's number on its machine; 0 when not started by torchrun."""
+    """Return this process's rank on its machine; 0 when it was not started by torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size_from_environment() -> int:
-    """Return the number of processes of the run on this machine; 1 when not started by torchrun."""
+    """Return the run's number of processes on this machine; 1 when not started by torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or something that does as it does, started this process."""
+    """Return whether torchrun, or a launcher that works like it, started this process."""
     return "RANK" in os.environ
 
 
 def store_address_from_environment() -> tuple[str, int]:
-    """Return host and port of the store of the run."""
+    """Return host and port of the run's store."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def attempt_from_environment() -> str:
-    """Return the name of this start of the workers: another one after every restart by torchrun."""
+    """Return the name of this start of the workers. It changes after every restart by torchrun."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def agent_hosts_store() -> bool:
-    """Whether torchrun's agent keeps the store, so that it outlives the workers."""
+    """Return whether torchrun's agent hosts the store, so that it outlives the workers."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_under_torchrun() -> bool:
-    """Whether an agent of torchrun watches over this process, and hands signals on to it."""
+    """Return whether an agent of torchrun watches this process and forwards signals to it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def job_from_environment() -> str | None:
-    """Return what names the job of this process over its restarts; None if nothing does.
+    """Return the name of this process's job, which stays the same over restarts; None if unknown.
 
-    The name that torchrun was given may be another job's too, because a person or a launch script made it up.
+    The name that torchrun was given may also be another job's, because a user or a launch script
+    chose it.
     """
     if "SLURM_JOB_ID" in os.environ:
         return f"Slurm job {os.environ['SLURM_JOB_ID']}"
-    # "none" is what torchrun calls a run that was given no name.
+    # torchrun uses "none" for a run without a name.
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else f"torchrun job {name}"
 
@@ -69,17 +73,20 @@ def requeues_from_environment() -> int:
 
 
 def must_end_with_0() -> bool:
-    """Whether any other exit code is taken for a failure: by torchrun, but not by `meshtrain train --processes`."""
+    """Return whether the launcher takes any exit code other than 0 for a failure.
+
+    torchrun does, but `meshtrain train --processes` does not.
+    """
     return is_under_torchrun() and LAUNCHER not in os.environ
 
 
 def num_hosts_from_environment() -> int:
-    """Return the number of machines of the run; 1 where nothing is said of machines."""
+    """Return the number of machines of the run; 1 if the environment does not name machines."""
     if "GROUP_WORLD_SIZE" in os.environ:
         return int(os.environ["GROUP_WORLD_SIZE"])
     return world_size_from_environment() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
 
 
 def host_number_from_environment() -> int:
-    """Return this machine's number among them."""
+    """Return this machine's number among the machines of the run."""
     return int(os.environ.get("GROUP_RANK", "0"))

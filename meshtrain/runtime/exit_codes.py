@@ -1,8 +1,8 @@
-"""What exit codes mean; `meshtrain.cli` describes each."""
+"""Exit codes. `meshtrain.cli` describes each of them."""
 
 BUG = NOT_PROVEN = 1
 USER_MISTAKE = 2
 PEER_FAILED = 3
-"""Of a process that stops because of another one."""
+"""Exit code of a process that stops because another process failed."""
 COME_AGAIN = 75
 INTERRUPTED = 130

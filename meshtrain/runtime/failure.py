@@ -1,4 +1,4 @@
-"""Why a run failed: one reason, the same in the words of every process and in RUN/failure.json."""
+"""Why a run failed: one reason, which every process reports and RUN/failure.json holds."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ECHOES = (
     "NCCL communicator was aborted",
     f"exit code {PEER_FAILED}",
 )
-"""What a process says whose peer is gone; never a cause."""
+"""Messages of a process whose peer is gone. They are never the cause."""
 MOST_REPORTS_SHOWN = 16
 
 Kind = Literal["exception", "mistake", "interrupted", "gone", "stuck"]
@@ -29,12 +29,13 @@ Kind = Literal["exception", "mistake", "interrupted", "gone", "stuck"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a process was doing when all were asked.
+    """What a process was doing when a hang was investigated.
 
     Attributes:
         place: its step, stage, microbatch and phase, in words.
-        frames: the innermost functions of its main thread, innermost first; none if it did not answer.
-        is_waiting: whether it waits for others there.
+        frames: the innermost functions of its main thread, innermost first. Empty if it did not
+            answer.
+        is_waiting: whether it was waiting for other processes.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class Report:
     is_waiting: bool
 
     def sentence(self) -> str:
-        """Say it in a line."""
+        """Return the report in one line."""
         where = f"at {self.frames[0]}" if self.frames else "does not answer"
         return f"rank {self.rank} on {self.host}: {self.place}{', waiting' if self.is_waiting else ''}, {where}"
 
@@ -54,14 +55,14 @@ class Failure:
     """The reason why all processes stop.
 
     Attributes:
-        kind: a process raised an `exception` or met a `mistake` of the user, was `interrupted` by ctrl-C, is `gone`, or
-            is `stuck`.
+        kind: a process raised an `exception`, met a `mistake` of the user, was `interrupted` by
+            ctrl-C, is `gone`, or is `stuck`.
         rank: of the process that is the cause.
         host: its machine.
         place: its step, stage, microbatch and phase, in words; empty if unknown.
-        message: what happened, in a line.
+        message: what happened, in one line.
         trace: of the exception.
-        reports: what all were doing, if they were asked.
+        reports: what all processes were doing, if a hang was investigated.
     """
 
     kind: Kind
@@ -79,28 +80,28 @@ class Failure:
 
     @property
     def is_told_by_its_rank(self) -> bool:
-        """Whether the cause speaks for itself, so that the others need not."""
+        """Return whether the process that is the cause reports it, so that the others need not."""
         return self.kind in ("mistake", "interrupted")
 
     def sentence(self) -> str:
-        """Say who failed where and why, in a line."""
+        """Return in one line which process failed, where and why."""
         who = f"rank {self.rank} on {self.host}"
         if self.kind == "exception":
             return f"{who} failed in {self.place}: {self.message}"
         return f"{who} {self.message}"
 
     def lines(self) -> list[str]:
-        """Say it, and what every process was doing."""
+        """Return the sentence of the failure, followed by what the processes were doing."""
         shown = [f"  {report.sentence()}" for report in self.reports[:MOST_REPORTS_SHOWN]]
         more = len(self.reports) - len(shown)
         return [self.sentence(), *shown, *([f"  and {more} more, in {FAILURE_NAME}"] if more else [])]
 
     def to_json(self) -> str:
-        """Write it as JSON."""
+        """Return the failure as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def write(self, directory: Path) -> None:
-        """Write it into a run directory, whole or not at all."""
+        """Write the failure into a run directory, completely or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
         draft = directory / f".{FAILURE_NAME}.{os.getpid()}"
         draft.write_text(self.to_json() + "\n")
@@ -108,31 +109,31 @@ class Failure:
 
 
 def failure_from_json(text: str | bytes) -> Failure:
-    """Read what `Failure.to_json` wrote."""
+    """Return the failure that `Failure.to_json` wrote."""
     values = json.loads(text)
     reports = tuple(Report(**{**report, "frames": tuple(report["frames"])}) for report in values["reports"])
     return Failure(**{**values, "reports": reports})
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Say what an exception means for the run."""
+    """Return the kind of failure that an exception is."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "mistake" if isinstance(error, UserError) else "exception"
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception only says that a peer is gone."""
+    """Return whether an exception only reports that a peer is gone."""
     return any(has_echo(str(cause)) for cause in chain(error))
 
 
 def has_echo(text: str) -> bool:
-    """Whether a text says that a peer is gone."""
+    """Return whether a text reports that a peer is gone."""
     return any(echo in text for echo in ECHOES)
 
 
 def chain(error: BaseException) -> Iterable[BaseException]:
-    """Yield an exception and what caused it."""
+    """Yield an exception, its cause, the cause of that, and so on."""
     current: BaseException | None = error
     while current is not None:
         yield current
@@ -140,7 +141,7 @@ def chain(error: BaseException) -> Iterable[BaseException]:
 
 
 def message_of(error: BaseException) -> str:
-    """Return `ValueError: ...` of the first cause, in a line."""
+    """Return `ValueError: ...` of the first cause, in one line."""
     *_, cause = chain(error)
     return f"{type(cause).__name__}: {' '.join(str(cause).split())}".removesuffix(": ")
 

@@ -1,4 +1,4 @@
-"""torch's flight recorder: the latest collectives of this process, for who wants to know which one never ended."""
+"""torch's flight recorder: the latest collectives of this process, to find the one that hangs."""
 
 import os
 import shutil
@@ -11,12 +11,16 @@ COLLECTIVES_KEPT = "2000"
 
 
 def switch_on_recorder() -> None:
-    """Let torch keep the latest collectives, unless the environment says how many; before any process group."""
+    """Make torch record the latest collectives.
+
+    It must be called before any process group is created. If the environment sets the number of
+    collectives, that is kept.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", COLLECTIVES_KEPT)
 
 
 def write_recorder(directory: Path, rank: int) -> None:
-    """Write what was kept as RUN/flight_recorder/rank_N, which torch's `torchfrtrace` reads."""
+    """Write the record as RUN/flight_recorder/rank_N, which torch's `torchfrtrace` reads."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return
     folder = directory / FLIGHT_NAME
@@ -25,6 +29,6 @@ def write_recorder(directory: Path, rank: int) -> None:
 
 
 def forget_recorders(directory: Path) -> None:
-    """Remove what an earlier failure left."""
+    """Remove the records of an earlier failure."""
     if (directory / FLIGHT_NAME).exists():
         shutil.rmtree(directory / FLIGHT_NAME)

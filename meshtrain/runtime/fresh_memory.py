@@ -1,7 +1,7 @@
-"""Pages of fresh memory: asked for many at once, where the system can.
+"""Allocate the pages of new memory many at once, where the system can.
 
-Memory that nobody has written to is not there yet. The first write to each of its pages (4 KiB) interrupts the
-process, and that takes longer than to copy something there.
+New memory has no pages until it is written to. The first write to each page (4 KiB) interrupts the
+process. This takes longer than copying data into the page.
 """
 
 import ctypes
@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-# Of Linux 5.14; Python has no name for it. Source: madvise(2).
+# Available since Linux 5.14. Python has no name for it. Source: madvise(2).
 MADV_POPULATE_WRITE = 23
 
 
 def populate_pages(tensor: Tensor) -> None:
-    """Have the memory of a contiguous tensor on the CPU there before it is written to; its values stay.
+    """Allocate the pages of a contiguous tensor on the CPU before it is written to.
 
-    It is a hint: a system that does not know it brings the pages one by one, when they are written to.
+    The values of the tensor do not change. This is a hint: a system that does not support it
+    allocates the pages one by one, when they are written to.
     """
     if (advise := _advise()) is not None and tensor.nbytes:
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,8 +1,10 @@
-"""Python's garbage collector walks through all objects there are, and a training creates hundreds of thousands that
-stay. It would take a fifth of the time of every start, and a quarter of a second of a step now and then, on each rank
-in another one, for which all others wait.
+"""Run Python's garbage collector rarely.
 
-Source: what mypy does at its start; `gc.freeze` of Python's manual.
+The collector walks through all existing objects, and a training creates hundreds of thousands that
+stay. It would take a fifth of the time of every start. It would also take a quarter of a second of
+some steps, in a different step on each rank, and all other ranks would wait.
+
+Source: what mypy does at its start; `gc.freeze` in Python's manual.
 """
 
 import gc
@@ -10,16 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARELY = 100_000
-"""So many more objects than before let the collector look; it would be 700."""
+"""Number of new objects that triggers a garbage collection. Python's default is 700."""
 NEVER = 0
 
 
 @contextmanager
 def rare_collections(threshold: int = RARELY) -> Iterator[None]:
-    """Collect garbage rarely: for a block that mostly creates what stays.
+    """Run garbage collections rarely, for a block that mostly creates objects that stay.
 
     Args:
-        threshold: so many more objects than before let the collector look; NEVER is for an import alone.
+        threshold: number of new objects that triggers a garbage collection. NEVER is for an import
+            alone.
     """
     before = gc.get_threshold()
     gc.set_threshold(threshold, *before[1:])
@@ -31,14 +34,17 @@ def rare_collections(threshold: int = RARELY) -> Iterator[None]:
 
 
 def _take_for_old() -> None:
-    """Let what there is now count as looked at: there is so much new that the next look would be at everything."""
-    # Who has frozen objects wants them to stay so.
+    """Move all existing objects into the collector's oldest generation.
+
+    There are so many new objects that the next collection would otherwise inspect all of them.
+    """
+    # `gc.unfreeze` would also release objects that the caller has frozen.
     if gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()
 
 
 def freeze_objects() -> None:
-    """Let the collector never again look at what there is now; `gc.unfreeze` lets it."""
+    """Exclude all existing objects from garbage collection; `gc.unfreeze` includes them again."""
     gc.collect()
     gc.freeze()

@@ -1,9 +1,10 @@
-"""One process fails, all stop within seconds, and every one of them says the cause.
+"""When one process fails, all processes stop within seconds and report the same cause.
 
-A thread in every process looks into the store twice a second, through a connection of its own: the main thread may be
-blocked in a collective, or in the store. There it finds the reason why all must stop, if there is one; the first that
-is written counts. It also writes that its process is alive, watches that its neighbour does so too, and, when its own
-main thread takes too long, asks all processes where they are.
+A thread in every process polls the store twice a second, through its own connection, because the
+main thread may be blocked in a collective or in the store. If the store holds a reason to stop, the
+process stops; the first reason that is written counts. The thread also writes that its process is
+alive, and checks that its neighbor does the same. When its own main thread takes too long, it asks
+all processes what they are doing.
 """
 
 import json
@@ -42,23 +43,35 @@ from meshtrain.runtime.lifetime import do_last_acts
 POLL_SECONDS = 0.5
 STORE_SECONDS = 10.0
 ECHO_SECONDS = 3.0
-"""A process whose peer is gone waits so long for a cause before it looks who is missing."""
+"""A process whose peer is gone waits this long for a cause, then finds out which one is missing."""
 TELLER_SECONDS = 3.0
-"""A process that meets a mistake waits so long for rank 0 to meet it too and say it."""
+"""A process that meets a mistake waits this long for rank 0 to meet it too and report it."""
 LINGER_SECONDS = 3.0
-# Longer than that: to say why this process ends.
+"""The process that hosts the store waits this long for the others to read the cause."""
 SECONDS_TO_SAY = 6.0
-"""The process that hosts the store waits so long for the others to read the cause."""
+"""Time after which an ending process exits, even if it could not report why.
+
+It is longer than LINGER_SECONDS.
+"""
 REPORT_SECONDS = 3.0
 PAUSE_SECONDS = 10.0
-"""If so much has passed between two polls, this process stood still, and its main thread did too."""
+"""If more time passes between two polls, the process and its main thread were suspended."""
 SILENT_POLLS = 14
-"""So often a neighbour's pulse may stand still. Polls, not seconds: a machine that sleeps stops both."""
+"""Polls without a new pulse after which a neighbor is gone.
+
+Polls are counted instead of seconds, because a machine that sleeps stops both.
+"""
 SILENT_POLLS_WHEN_STOPPING = 6
-"""torchrun sends SIGTERM to all others when one is gone, and the process waits for no step then."""
+"""Fewer polls, when this process was asked to stop.
+
+torchrun sends SIGTERM to all others when one process is gone, and the process then waits for no
+step.
+"""
 LOST_POLLS = 30
-"""So long may an answer of the store take. A cut link closes no connection: until the kernel gives up it takes 15
-minutes."""
+"""Polls that the store may take to answer.
+
+A broken link closes no connection: the kernel takes 15 minutes to give up.
+"""
 EXIT_CODES = {"mistake": 2, "interrupted": 130}
 
 REASON, ASK = "reason", "ask"
@@ -66,7 +79,7 @@ REASON, ASK = "reason", "ask"
 
 @dataclass
 class _Neighbour:
-    """The next process: when its pulse was seen last to change, in polls."""
+    """The process with the next rank, its last pulse, and the polls since the pulse changed."""
 
     rank: int
     pulse: bytes = b""
@@ -74,16 +87,16 @@ class _Neighbour:
 
 
 class Guard:
-    """Watches over this process on behalf of all others, and over them on behalf of this one.
+    """Watches this process on behalf of all others, and the others on behalf of this one.
 
     Args:
-        store: a connection that nobody else uses.
+        store: a connection that nothing else uses.
         rank: of this process.
-        world_size: the number of processes.
-        directory: of the run, where failure.json goes.
-        limits: how long things may take.
+        world_size: number of processes.
+        directory: of the run, where failure.json is written.
+        limits: how long the parts of the run may take.
         hosts_store: whether the store ends with this process.
-        is_stopping: whether this process was asked to stop.
+        is_stopping: returns whether this process was asked to stop.
     """
 
     def __init__(
@@ -115,7 +128,7 @@ class Guard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs; what it raises is told to all processes before it goes on its way."""
+        """Watch while the block runs, and report an exception of the block to all processes."""
         self._thread.start()
         threading.Thread(target=self._watch_store, name="guard of the store", daemon=True).start()
         try:
@@ -128,18 +141,22 @@ class Guard:
             self._thread.join(STORE_SECONDS)
 
     def follow(self, place: Activity) -> None:
-        """Take from now on another place for that of the main thread; what an earlier failure left is removed."""
+        """Use another activity for the main thread, and remove what an earlier failure left."""
         self.place = place
         if self._rank == 0:
             (self._directory / FAILURE_NAME).unlink(missing_ok=True)
             forget_recorders(self._directory)
 
     def expect_end(self) -> None:
-        """Take it no longer for a failure if the store is gone: the block is about to end well, and so are others."""
+        """Stop treating a lost store as a failure: the block is about to end well on all ranks."""
         self._is_ending.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Find out the reason together with the others; return only if this process's own exception is it."""
+        """Agree on the reason with the other processes, and end this process if it is another's.
+
+        Return if this process's own exception is the reason. Also return if the reason is a mistake
+        or ctrl-C on another rank, and this process met a mistake or ctrl-C too.
+        """
         self._is_failing.set()
         try:
             reason = self._agreed_reason(error)
@@ -214,7 +231,7 @@ class Guard:
         before = time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
             if (pause := time.monotonic() - before) > PAUSE_SECONDS:
-                # Stopped by ctrl-Z, say, and gone on.
+                # The process was suspended, for example by ctrl-Z, and has resumed.
                 self.place.excuse(pause)
             before = time.monotonic()
             try:
@@ -237,7 +254,7 @@ class Guard:
         self._beat()
         reason = self._read_reason()
         if self._is_failing.is_set():
-            # The main thread is about to say it.
+            # The main thread is about to report the reason.
             return
         if reason is not None:
             self._end(reason)
@@ -289,7 +306,7 @@ class Guard:
         return self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else "an unknown host"
 
     def _last_place_of(self, rank: int) -> str:
-        """Return what the last sign of life of another process said."""
+        """Return the place that another process wrote last."""
         alive = f"alive/{rank}"
         return self._store.get(alive).decode().partition(" ")[2] if self._store.check([alive]) else "unknown place"
 
@@ -302,7 +319,7 @@ class Guard:
         return failure_from_json(self._store.get(REASON)) if self._store.check([REASON]) else None
 
     def _publish(self, failure: Failure) -> Failure:
-        """Offer a reason, and return the one that counts: the first."""
+        """Offer a reason, and return the reason that counts: the first one."""
         text = failure.to_json()
         counts = self._store.compare_set(REASON, "", text).decode()
         if counts == text:
@@ -312,9 +329,10 @@ class Guard:
     def _write_failure(self, failure: Failure) -> None:
         is_mistake = failure.kind == "mistake"
         if is_mistake and not self._directory.exists():
-            # Nothing has begun, and nothing should be left.
+            # The run has not begun, so no directory should be created.
             return
-        # Of a mistake the screen says all; that it cannot be written is most likely the mistake itself.
+        # A mistake is printed in full. If it cannot be written, that is probably the mistake
+        # itself.
         self._write(failure.write, tells_problem=not is_mistake)
 
     def _write(self, write: Callable[[Path], None], *, tells_problem: bool = True) -> None:
@@ -325,9 +343,10 @@ class Guard:
                 sys.stderr.write(f"rank {self._rank} cannot write into {self._directory}: {error.strerror}\n")
 
     def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
-        """End this process because of another one, and say why."""
+        """End this process at once, and report why the run stops."""
         code = EXIT_CODES.get(reason.kind, PEER_FAILED)
-        # Whoever reads what is said here may be stuck himself, and the main thread waits for one that is gone.
+        # The reader of this output may hang, and the main thread may wait for a process that is
+        # gone.
         threading.Timer(SECONDS_TO_SAY, os._exit, [code]).start()
         try:
             if not reason.is_told_by_its_rank:
@@ -343,7 +362,10 @@ class Guard:
             os._exit(code)
 
     def _let_read(self, reason: Failure) -> None:
-        """Note that the reason is known here; with the store in this process, let the others read it too."""
+        """Record that this process has read the reason.
+
+        If this process hosts the store, wait until the others have read it too.
+        """
         self._store.set(f"told/{self._rank}", "")
         if not self._hosts_store:
             return

@@ -1,4 +1,4 @@
-"""Who is stuck: of processes that wait for each other, the one that waits for nobody."""
+"""Find which process hangs: of processes that wait for each other, the one that does not wait."""
 
 import linecache
 import sys
@@ -11,21 +11,25 @@ from meshtrain.runtime.failure import Failure, Report
 
 FRAMES_KEPT = 8
 SAVING_THREAD = "checkpoint"
-"""The name of the thread that writes a checkpoint while training goes on."""
-# A wait shows its own function, a wrapper or two, and who called it.
+"""Name of the thread that writes a checkpoint while training continues."""
+# A wait consists of its own function, one or two wrappers, and its caller.
 FRAMES_OF_A_WAIT = 3
 WAITING_PLACES = ("torch/distributed/", "torch/cuda/")
-# There the files of checkpoints are written.
+# Processes in these files are writing a checkpoint, so they do not wait for others.
 WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/storage/location.py")
-# Where a process with a GPU waits for what it has queued.
+# Calls in which a process with a GPU waits for the work it has queued.
 WAITING_CALLS = (".item()", ".synchronize()", ".tolist()", ".wait()")
 
 
 def innermost_frames() -> list[FrameType]:
-    """Return the functions that the main thread is in, or the one that saves if it waits for that, innermost first."""
+    """Return the functions that the main thread is in, innermost first.
+
+    If the main thread waits for the thread that saves a checkpoint, those of that thread are
+    returned.
+    """
     main = threading.main_thread()
     saving = next((thread for thread in threading.enumerate() if thread.name == SAVING_THREAD), None)
-    # While training goes on beside a save, it is not the save that keeps the others.
+    # While training continues beside a save, the save does not delay the others.
     thread = saving if saving is not None and _joins(main) else main
     frame = sys._current_frames().get(thread.ident or 0)
     frames: list[FrameType] = []
@@ -45,13 +49,16 @@ def _joins(thread: threading.Thread) -> bool:
 
 
 def describe(frame: FrameType) -> str:
-    """Return `file.py:12 in function`, with as much of the path as tells where it is."""
+    """Return `file.py:12 in function`, with enough of the path to identify the file."""
     path = PurePath(frame.f_code.co_filename)
     return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def is_waiting(frames: list[FrameType]) -> bool:
-    """Whether a main thread that is there waits for other processes, as far as one can tell from outside."""
+    """Return whether a main thread seems to wait for other processes.
+
+    It is judged by its innermost functions and its current line.
+    """
     if any(place in frame.f_code.co_filename for frame in frames for place in WORKING_PLACES):
         return False
     if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_PLACES):
@@ -61,20 +68,23 @@ def is_waiting(frames: list[FrameType]) -> bool:
 
 
 def find_hang(reports: Iterable[Report]) -> list[Report]:
-    """Return those that keep the others waiting: who does not answer; else who waits for nobody; else all."""
+    """Return the reports of the processes that keep the others waiting.
+
+    These are the processes that do not answer; else those that do not wait for others; else all.
+    """
     known = list(reports)
     silent = [report for report in known if not report.frames]
     return silent or [report for report in known if not report.is_waiting] or known
 
 
 def hang_failure(reports: list[Report], asker: Report, seconds: float, limit: float) -> Failure:
-    """Say who is stuck.
+    """Return the failure that names the process that hangs.
 
     Args:
         reports: of all processes.
-        asker: whose time was over.
-        seconds: how long its present part has lasted.
-        limit: how long it might.
+        asker: report of the process that exceeded its limit.
+        seconds: how long its current part has lasted.
+        limit: how long that part may last.
     """
     found = find_hang(reports)
     first, others = found[0], [f"rank {report.rank} on {report.host}" for report in found[1:]]

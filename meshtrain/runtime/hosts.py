@@ -1,7 +1,8 @@
-"""Before the first collective: does every machine of the run see every other? The one that is not seen is named.
+"""Check before the first collective that all machines of a run reach each other.
 
-One process per machine listens on the address that it uses towards the others, and connects to all others; who answers
-says who he is. gloo and NCCL would wait for minutes, and name nobody.
+One process per machine listens on the address that it uses to reach the others, and connects to all
+others. Each listener answers with the number of its machine. The error names the machine that is
+not reached. gloo and NCCL would wait for minutes and name none.
 """
 
 import fcntl
@@ -31,16 +32,17 @@ ATTEMPTS = 2
 GLANCE_SECONDS = 0.1
 CONNECTIONS_AT_ONCE = 32
 SIOCGIFADDR = 0x8915
-# Reserved for documentation: nothing is sent, the system only says which of its addresses it would use.
+# An address reserved for documentation. Nothing is sent to it; the system only selects which of its
+# own addresses it would use.
 ELSEWHERE = ("192.0.2.1", 9)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of the run, as it presents itself.
+    """A machine of the run, as it describes itself.
 
     Attributes:
-        number: its place among the machines.
+        number: its number among the machines.
         name: its hostname.
         address: where it listens.
         port: where it listens.
@@ -52,17 +54,23 @@ class Host:
     port: int
 
     def words(self) -> str:
-        """Name it."""
+        """Return name and address for a message."""
         return f"{self.name} ({self.address})"
 
 
 def check_hosts(store: dist.Store, patience_seconds: float) -> None:
-    """Check that all machines of a run reach each other; with a single one there is nothing to check.
+    """Check that all machines of a run reach each other. With one machine, do nothing.
 
-    Also tells gloo which interface to take, where it would take the loopback, which nobody reaches.
+    Also make gloo use this machine's interface where it would use the loopback, which other
+    machines cannot reach.
+
+    Args:
+        store: of the run.
+        patience_seconds: how long to wait for all machines to start.
 
     Raises:
-        HostError: on all machines alike: who never came, or who cannot reach whom.
+        HostError: the same on all machines, naming those that never came or cannot reach each
+            other.
     """
     num_hosts = num_hosts_from_environment()
     if num_hosts == 1:
@@ -85,7 +93,7 @@ def _check_as_leader(store: dist.Store, address: str, num_hosts: int, patience_s
         with ThreadPoolExecutor(CONNECTIONS_AT_ONCE) as pool:
             problems += filter(None, pool.map(lambda other: _problem_with(here, other), others))
         store.set(f"seen/{number}", json.dumps(problems))
-        # Whoever is done must stay until all others have called.
+        # A machine that is done must stay until all others have connected.
         answers = _wait_for(store, "seen", num_hosts, 2 * ATTEMPTS * CONNECT_SECONDS)
     found = dict.fromkeys(problem for text in answers.values() for problem in json.loads(text))
     if found:
@@ -95,7 +103,7 @@ def _check_as_leader(store: dist.Store, address: str, num_hosts: int, patience_s
 
 
 def _wait_for(store: dist.Store, prefix: str, num_hosts: int, seconds: float) -> dict[int, bytes]:
-    """Return number -> value of all machines that wrote something in time."""
+    """Return number -> value of all machines that wrote a value in time."""
     keys = {number: f"{prefix}/{number}" for number in range(num_hosts)}
     end = time.monotonic() + seconds
     while not store.check(list(keys.values())) and time.monotonic() < end:
@@ -109,19 +117,19 @@ def _missing(hosts: Iterable[int], num_hosts: int, what: str) -> list[str]:
 
 
 def _answer(server: socket.socket, number: int) -> None:
-    """Say to everybody who connects which machine this is."""
+    """Send the number of this machine over every connection."""
     while True:
         try:
             connection, _ = server.accept()
         except OSError:
-            # Closed: all have called.
+            # The socket was closed, because all machines have connected.
             return
         with connection:
             connection.sendall(f"{number}\n".encode())
 
 
 def _problem_with(here: Host, other: Host) -> str | None:
-    """Say why another machine cannot be reached, if so."""
+    """Return why another machine cannot be reached, or None if it can."""
     for attempt in range(ATTEMPTS):
         try:
             with socket.create_connection((other.address, other.port), timeout=CONNECT_SECONDS) as connection:
@@ -141,14 +149,17 @@ def _problem_with(here: Host, other: Host) -> str | None:
 
 
 def address_towards(store: tuple[str, int]) -> str:
-    """Return this machine's address towards the host of the store; never the loopback, if it has another."""
+    """Return this machine's address towards the host of the store.
+
+    It is the loopback only if the machine has no other address.
+    """
     address = _own_address(store)
     if not ipaddress.ip_address(address).is_loopback:
         return address
     try:
         return _own_address(ELSEWHERE)
     except OSError:
-        # Not connected to anything: all the "machines" are this one.
+        # The machine has no network, so all "machines" of the run are this one.
         return address
 
 
@@ -159,7 +170,10 @@ def _own_address(target: tuple[str, int]) -> str:
 
 
 def _choose_interface(address: str) -> None:
-    """Set GLOO_SOCKET_IFNAME where gloo would take the loopback: it goes by the address of the hostname."""
+    """Set GLOO_SOCKET_IFNAME where gloo would use the loopback.
+
+    gloo uses the interface that has the address of the hostname.
+    """
     is_chosen = "GLOO_SOCKET_IFNAME" in os.environ or ipaddress.ip_address(address).is_loopback
     if not is_chosen and _hostname_is_loopback() and (name := interface_of(address)) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -169,18 +183,18 @@ def _hostname_is_loopback() -> bool:
     try:
         return ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback
     except OSError:
-        # gloo takes the loopback then too.
+        # gloo also uses the loopback in this case.
         return True
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address, such as eth0."""
+    """Return the name of the interface that has an IPv4 address, such as eth0, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                # It has no address.
+                # The interface has no address.
                 continue
             if socket.inet_ntoa(packed[20:24]) == address:
                 return name

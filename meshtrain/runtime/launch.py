@@ -1,10 +1,11 @@
-"""Start the processes of a run on this machine as torchrun does, and end with their exit code.
+"""Start the processes of a run on this machine as torchrun does, and return their exit code.
 
-The agent is torchrun's own, without its logs. It gets no restarts, because it restarts after everything but exit code
-0: also after a mistake of the user. Here the exit codes decide.
+The agent is torchrun's own, without its logs. Its own restarts are disabled, because it restarts
+after every exit code other than 0, also after a mistake of the user. Here the exit codes decide.
 
-`python -m meshtrain.runtime.launch ARGUMENTS` is torchrun itself, which the scripts for several machines use: torchrun
-restarts as always, but its summary is left out, and its exit code is that of the processes.
+`python -m meshtrain.runtime.launch ARGUMENTS` is torchrun itself, for the scripts that use several
+machines. torchrun restarts as always, but its summary is left out, and its exit code is that of the
+processes.
 """
 
 import logging
@@ -35,29 +36,32 @@ FORWARDED = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
 }
-"""Signal to this process -> signal to every worker. After ctrl-C they save and stop, as after SIGTERM."""
+"""Signal to this process -> signal to every worker.
+
+After ctrl-C the workers save and stop, as after SIGTERM.
+"""
 FINAL = (USER_MISTAKE, INTERRUPTED, COME_AGAIN)
 """Exit codes after which the processes are not started again."""
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def run_workers(command: Sequence[str], processes: int, *, max_restarts: int) -> int:
-    """Run a command in several processes of one run, until all have ended.
+    """Run a command in several processes of one run, until all of them have ended.
 
     Args:
         command: the program and its arguments.
-        processes: how many.
-        max_restarts: how often all are started again after one was lost or has failed.
+        processes: number of processes.
+        max_restarts: how often all processes are started again after one was lost or has failed.
 
     Returns:
         The exit code of the run, see `exit_code`.
     """
     logging.disable(logging.CRITICAL)
     os.environ[LAUNCHER] = "1"
-    # The agent takes over this signal only. All others are forwarded here.
+    # The agent handles this signal only. All others are forwarded here.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     if processes > 1:
-        # One thread per process, as torchrun has it: the processes are the parallelism.
+        # One thread per process, as in torchrun, because the processes already use all cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     run_id = str(uuid.uuid4())
     restarts = 0
@@ -77,15 +81,15 @@ def run_workers(command: Sequence[str], processes: int, *, max_restarts: int) ->
 
 
 def exit_code(codes: Collection[int], asked: signal.Signals | None = None) -> int:
-    """Return the exit code of a run whose processes ended with these, other than 0.
+    """Return the exit code of a run from those of its processes.
 
     Args:
-        codes: of the processes; negative: ended by that signal.
+        codes: of the processes that did not end with 0. Negative: ended by that signal.
         asked: the signal that asked the run to stop.
     """
     if COME_AGAIN in codes and asked == signal.SIGINT:
         return INTERRUPTED
-    # One process may be the cause and the others only follow. So the order counts.
+    # One process may be the cause while the others only follow, so the order of codes counts.
     for code in (USER_MISTAKE, INTERRUPTED, COME_AGAIN, BUG):
         if code in codes:
             return code
@@ -95,15 +99,15 @@ def exit_code(codes: Collection[int], asked: signal.Signals | None = None) -> in
 
 
 def _losses(codes: Mapping[int, int]) -> str:
-    """Say which processes ended in a way that no process may have said."""
-    # The agent sends SIGTERM to all others.
+    """Return which processes ended without being able to report why."""
+    # -SIGTERM is left out, because the agent sends it to all other processes.
     lost = {rank: code for rank, code in codes.items() if code not in (BUG, PEER_FAILED, -signal.SIGTERM)}
     ways = {rank: signal.Signals(-code).name if code < 0 else f"exit code {code}" for rank, code in lost.items()}
     return ", ".join(f"rank {rank} ended with {way}" for rank, way in sorted(ways.items()))
 
 
 def _agent(command: Sequence[str], processes: int, run_id: str) -> LocalElasticAgent:
-    """Return an agent of torchrun, as `torchrun --standalone` makes it."""
+    """Return an agent of torchrun, created as by `torchrun --standalone`."""
     program, *arguments = command
     meeting = RendezvousParameters(
         backend="c10d", endpoint="localhost:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr="localhost"
@@ -118,12 +122,16 @@ def _agent(command: Sequence[str], processes: int, run_id: str) -> LocalElasticA
         monitor_interval=SECONDS_BETWEEN_LOOKS,
         local_addr="localhost",
     )
-    # Without a directory of logs: what the processes write goes where this process writes.
+    # Without a directory for logs, the output of the processes goes where that of this process
+    # goes.
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
 
 
 class _Forwarder(threading.Thread):
-    """Forwards the signals of this process to all workers. A worker that is being started gets them afterwards."""
+    """Forwards the signals of this process to all workers.
+
+    A worker that is being started receives them afterwards.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="signals", daemon=True)
@@ -133,28 +141,28 @@ class _Forwarder(threading.Thread):
         self._is_over = threading.Event()
 
     def take(self, number: int, frame: object) -> None:
-        """Note a signal; in the main thread, as Python calls it."""
+        """Record a signal. Python calls this in the main thread."""
         self.first = self.first or signal.Signals(number)
         self._numbers.put(number)
 
     def run(self) -> None:
-        """Forward until the end."""
+        """Forward signals until `end` is called."""
         while (number := self._numbers.get()) is not None:
             while not (pids := self._pids()) and not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
                 pass
             for pid in pids:
-                # It may have ended.
+                # The process may have ended.
                 with suppress(ProcessLookupError):
                     os.kill(pid, FORWARDED[signal.Signals(number)])
 
     def end(self) -> None:
-        """Forward nothing more."""
+        """Stop forwarding."""
         self._is_over.set()
         self._numbers.put(None)
         self.join()
 
     def _pids(self) -> list[int]:
-        """Return the workers, once all are there."""
+        """Return the process ids of the workers once all of them exist, and nothing before."""
         workers = [] if self.agent is None else self.agent.get_worker_group().workers
         pids = [worker.id for worker in workers]
         return [] if None in pids else pids
@@ -165,7 +173,7 @@ def _forwarding() -> Iterator[_Forwarder]:
     forwarder = _Forwarder()
     forwarder.start()
     for number in FORWARDED:
-        # What was ignored stays ignored, as `nohup` wants it.
+        # A signal that was ignored stays ignored, as `nohup` requires.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forwarder.take)
     try:
@@ -177,14 +185,14 @@ def _forwarding() -> Iterator[_Forwarder]:
 
 
 def main() -> None:
-    """Be torchrun without its logs and its summary."""
+    """Run torchrun without its logs and its summary."""
     logging.disable(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args(sys.argv[1:]))
     except ChildFailedError as error:
         sys.exit(exit_code([failure.exitcode for failure in error.failures.values()]))
     except SignalException as stopped:
-        # It has waited for the processes, but their exit codes are lost.
+        # torchrun has waited for the processes, but their exit codes are lost.
         sys.exit(128 + stopped.sigval)
 
 

@@ -1,6 +1,6 @@
-"""Whether processes live, and processes that end with the one that started them, even if it is killed.
+"""Find out whether processes are alive, and end processes with their parent, even if it is killed.
 
-A process that outlives its parent would write beside its successor.
+A process that outlives its parent would write to the same files as its successor.
 """
 
 import ctypes
@@ -22,16 +22,17 @@ from meshtrain.runtime.failure import PEER_FAILED
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_SECONDS = 0.5
 SECONDS_TO_LEAVE = 3.0
-"""A process without its parent has so long to say so and to release its locks."""
+"""Time in which a process without its parent reports that and releases its locks."""
 _children_die = False
 _last_acts: list[Callable[[], None]] = []
 
 
 @cache
 def machine() -> str | None:
-    """Return what tells process numbers of this machine from others: its boot and its PID namespace.
+    """Return an identifier of this machine's boot and PID namespace, or None without /proc.
 
-    Host names are no help: containers on one machine may share one, and so may two machines. None without /proc.
+    Process numbers are unique within them. Host names are not sufficient: containers on one machine
+    may share one, and so may two machines.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -41,21 +42,25 @@ def machine() -> str | None:
 
 
 def started_at(pid: int) -> str | None:
-    """Return when a process of this machine was started, in the kernel's ticks; None if it has ended.
+    """Return when a process of this machine was started, in the kernel's ticks.
 
-    With the number of the process it tells it from a later one of the same number. None without /proc, too.
+    Together with the process number, this distinguishes a process from a later one with the same
+    number.
+
+    Returns:
+        None if the process has ended, or without /proc.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name of the program stands in brackets, and may hold anything.
+    # The name of the program is in parentheses and may contain any character.
     state, *fields = status.rpartition(") ")[2].split()
     return None if state in "ZX" else fields[18]
 
 
 def is_hidden(pid: int) -> bool:
-    """Whether a process lives that /proc does not show to this user."""
+    """Return whether a process is alive that /proc does not show to this user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -66,24 +71,25 @@ def is_hidden(pid: int) -> bool:
 
 
 def before_sudden_end(act: Callable[[], None]) -> None:
-    """Have something called before this process ends itself without unwinding, as the guard does."""
+    """Register a function to call before this process ends without unwinding, as the guard does."""
     if act not in _last_acts:
         _last_acts.append(act)
 
 
 def do_last_acts() -> None:
-    """Call what `before_sudden_end` was given."""
+    """Call the functions registered with `before_sudden_end`."""
     for act in _last_acts:
         act()
 
 
 @cache
 def end_with_torchrun() -> None:
-    """End this process soon after the torchrun that started it, if one did.
+    """End this process soon after the torchrun that started it, if there is one.
 
-    torchrun kills its workers when it ends by itself; when it is killed, they would go on, and meet those of the next
-    start. A thread watches the number of the parent. The kernel's signal for the purpose (PR_SET_PDEATHSIG) would come
-    as soon as the thread ends that started this process, and torchrun may have started it from any.
+    torchrun kills its workers when it ends by itself. When torchrun is killed, they would continue,
+    and run beside those of the next start. A thread polls the number of the parent process. The
+    kernel's signal for this purpose (PR_SET_PDEATHSIG) is not used: it is sent as soon as the
+    thread ends that started this process, and torchrun may have used any thread.
     """
     if is_under_torchrun():
         threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
@@ -92,7 +98,7 @@ def end_with_torchrun() -> None:
 def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
-    # Standard error may be a pipe that nobody reads, and a file system may hang.
+    # Standard error may be a pipe that no process reads, and a file system may hang.
     threading.Timer(SECONDS_TO_LEAVE, os._exit, [PEER_FAILED]).start()
     try:
         do_last_acts()
@@ -102,7 +108,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. Linux only; elsewhere nothing happens."""
+    """Make the kernel kill this process when its parent ends. Does nothing except on Linux."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
@@ -113,14 +119,14 @@ def die_with_parent() -> None:
 
 @cache
 def hold_until_death(path: Path) -> int:
-    """Hold a lock file, with others, as long as this process lives; return its descriptor."""
+    """Hold a shared lock on a file as long as this process lives, and return its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def wait_for_holders(path: Path) -> None:
-    """Wait until every process that holds a lock file is gone."""
+    """Wait until every process that holds a lock file has ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -128,7 +134,7 @@ def wait_for_holders(path: Path) -> None:
 
 @contextmanager
 def children_die_with_parent() -> Iterator[None]:
-    """Let processes that are forked meanwhile end with this one."""
+    """Make processes that are forked during the block end with this process."""
     global _children_die
     _watch_forks()
     _children_die = True

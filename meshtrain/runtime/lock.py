@@ -1,18 +1,23 @@
-"""One process at a time writes into a folder, whichever machines see it, over NFS and in object stores too.
+"""A lock with which one process at a time writes into a folder, across machines.
 
-A process writes a file of its own into the folder (see `meshtrain.runtime.claims`), then lists those of others. Of two
-that come at different times, the later one sees the earlier one and is refused. Of two that come at once, both may see
-each other; then the larger token gives way.
+It also works over NFS and in object stores. A process writes a file of its own into the folder (see
+`meshtrain.runtime.claims`), then lists the files of others. Of two processes that come at different
+times, the later one finds the file of the earlier one and is refused. Two that come at once may
+both find each other; then the one with the larger token is refused.
 
-The file says who holds the lock, and is renewed every BEAT_SECONDS. A process that was killed leaves its file behind:
-- On this machine a process is dead if none has its number and was started when it was.
-- On another machine it is dead if its file does not change for LEASE_SECONDS, or for SAME_JOB_SECONDS if it belongs to
-  the job of this process. What counts is what this process sees: the clocks of two machines need not agree.
-- What a Slurm job left before it was put back into the queue is dead at once.
+The file names the process, and is renewed every BEAT_SECONDS. A process that was killed leaves its
+file behind:
+- On this machine, a process is dead if no process has its number and its start time.
+- On another machine, it is dead if its file does not change for LEASE_SECONDS, or for
+  SAME_JOB_SECONDS if it belongs to the job of this process. Time is measured by this process, so
+  the clocks of two machines need not agree.
+- A process of the same Slurm job from before it was put back into the queue is dead at once.
 
-A process that stood still for so long that another took its lock finds its file gone when it goes on.
+A process may be suspended for so long that another one takes its lock. When it resumes, it finds
+that its file is gone.
 
-The token cache has locks of another kind, flock: there all ranks of all runs wait for the one that builds.
+The token cache has another kind of lock, flock: there all ranks of all runs wait for the one that
+builds.
 """
 
 import json
@@ -34,27 +39,27 @@ from meshtrain.runtime.environment import job_from_environment, requeues_from_en
 from meshtrain.runtime.lifetime import before_sudden_end, is_hidden, machine, started_at
 
 BEAT_SECONDS = 5.0
-"""A holder renews its file so often."""
+"""Interval at which a holder renews its file."""
 SAME_JOB_SECONDS = 15.0
 LEASE_SECONDS = 60.0
 GLANCE_SECONDS = 0.5
-"""A process that does not know yet whether another one lives looks so often."""
+"""Interval at which a process polls while it does not know whether another one is alive."""
 
 _locks: "set[Lock]" = set()
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that writes into a folder, or is about to, in its own words.
+    """A process that holds or requests a lock, as it describes itself.
 
     Attributes:
         host: its hostname.
-        pid: its number there.
-        started: when it was started, in the kernel's ticks; None where that cannot be known.
-        machine: what tells its number from those of other machines; None where that cannot be known.
-        job: what names its job over restarts.
+        pid: its process number there.
+        started: when it was started, in the kernel's ticks; None if unknown.
+        machine: identifies the machine to which the process number belongs; None if unknown.
+        job: name of its job, which stays the same over restarts; None if there is none.
         requeues: how often Slurm had put that job back into its queue.
-        since: when it came, by its own clock; to be shown, not compared.
+        since: when it requested the lock, by its own clock. It is shown, never compared.
     """
 
     host: str
@@ -66,13 +71,13 @@ class Holder:
     since: str
 
     def words(self) -> str:
-        """Name it in a message."""
+        """Return the description of the process for a message."""
         job = f" of {self.job}" if self.job is not None else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
 
 def this_process() -> Holder:
-    """Return what this process says of itself."""
+    """Return the description of this process."""
     return Holder(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -85,12 +90,15 @@ def this_process() -> Holder:
 
 
 def content_of(holder: Holder, *, holds: bool, beat: int) -> bytes:
-    """Return what the file of a process holds: for one process always as many bytes."""
+    """Return the content of a process's file. Its length stays the same for one process."""
     return json.dumps({**asdict(holder), "holds": int(holds), "beat": f"{beat:012}"}, indent=1).encode()
 
 
 def _read(content: bytes) -> tuple[Holder | None, bool]:
-    """Return who wrote a file, and whether it has the lock already; None for who is just writing it."""
+    """Return the process that wrote a file, and whether it has the lock already.
+
+    The process is None while it is still writing the file.
+    """
     try:
         values = json.loads(content)
         holds = bool(values.pop("holds"))
@@ -102,7 +110,7 @@ def _read(content: bytes) -> tuple[Holder | None, bool]:
 
 @dataclass
 class _Sight:
-    """What was seen of another process's file: its first content, and when that was."""
+    """The first content that was read from another process's file, and when that was."""
 
     content: bytes
     since: float
@@ -113,13 +121,13 @@ def locked(folder: Place, what: str, advice: str, kind: type[UserError]) -> Iter
     """Hold the lock of a folder, which need not exist, while the block runs.
 
     Args:
-        folder: what nobody else may write into.
-        what: names it in messages, as the user does: "run_directory = out".
-        advice: what to do if another process holds it: "choose another run_directory".
+        folder: no other process may write into it.
+        what: names the folder in messages, as the user does: "run_directory = out".
+        advice: what to do if another process holds the lock: "choose another run_directory".
         kind: of the error.
 
     Raises:
-        kind: if another process holds it, or the lock cannot be written.
+        kind: if another process holds the lock, or the lock cannot be written.
     """
     lock = Lock(folder, what, advice, kind)
     lock.acquire()
@@ -130,12 +138,12 @@ def locked(folder: Place, what: str, advice: str, kind: type[UserError]) -> Iter
 
 
 class Lock:
-    """The lock of a folder; see `locked`."""
+    """The lock of a folder, see `locked`."""
 
     def __init__(self, folder: Place, what: str, advice: str, kind: type[UserError]) -> None:
         self._folder = folder.resolve() if isinstance(folder, Path) else folder
         self._what, self._advice, self._kind = what, advice, kind
-        # What the libraries behind URLs raise is their own.
+        # The libraries behind URLs raise exceptions of their own.
         self._errors = (OSError,) if isinstance(folder, Path) else (Exception,)
         self._holder, self._token = this_process(), secrets.token_hex(8)
         self._file: ClaimFile | None = None
@@ -145,10 +153,11 @@ class Lock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock, once.
+        """Take the lock. It can be called once.
 
         Raises:
-            UserError: of the kind that was asked for: another process holds it, or it cannot be written.
+            UserError: of the requested kind, if another process holds the lock or it cannot be
+                written.
         """
         try:
             content = content_of(self._holder, holds=False, beat=0)
@@ -172,14 +181,14 @@ class Lock:
             raise
 
     def release(self) -> None:
-        """Let others take the lock; nothing happens if it is not held."""
+        """Release the lock. Do nothing if it is not held."""
         _locks.discard(self)
         self._is_over.set()
         file, self._file = self._file, None
         if file is None:
             return
         if self._thread is not None:
-            # Otherwise what it writes just now would appear after the file is gone.
+            # Without this, a write of the thread could create the file again after it is removed.
             self._thread.join(BEAT_SECONDS)
         try:
             file.remove()
@@ -190,7 +199,7 @@ class Lock:
             )
 
     def loss(self) -> str | None:
-        """Return why this process may no longer write; None if it may."""
+        """Return why this process may no longer write, or None if it may."""
         if not self._is_lost:
             return None
         holders = [_read(content)[0] for content in self._others().values()]
@@ -201,7 +210,7 @@ class Lock:
         )
 
     def check(self) -> str | None:
-        """Look whether this process still holds the lock; return why not."""
+        """Check whether this process still holds the lock. Return why not, or None if it does."""
         assert self._file is not None
         try:
             self._is_lost = self._is_lost or read_claim(self._file.path) is None
@@ -226,7 +235,8 @@ class Lock:
                     self._buried.append(claim)
                     break
                 seconds = time.monotonic() - sight.since
-                # Who has not got it yet gives way if its token is the larger one, unless it stands still.
+                # Of two processes without the lock, the one with the larger token is refused. If
+                # that one is suspended and does not withdraw in time, this one is refused.
                 if is_alive and (holds or token_of(claim) < self._token or seconds >= SAME_JOB_SECONDS):
                     raise self._kind(
                         f"{self._what} is in use by {_words(holder)}; wait until it ends, end it, or {self._advice}"
@@ -241,7 +251,7 @@ class Lock:
                 time.sleep(GLANCE_SECONDS)
 
     def _is_alive(self, holder: Holder | None, sight: _Sight, content: bytes) -> bool | None:
-        """Return whether another process lives; None if that cannot be known yet."""
+        """Return whether another process is alive, or None if that is not known yet."""
         if holder is not None:
             here = self._holder.machine is not None and holder.machine == self._holder.machine
             if here and not (started_at(holder.pid) is None and is_hidden(holder.pid)):
@@ -267,14 +277,16 @@ class Lock:
         while not self._is_over.wait(BEAT_SECONDS):
             try:
                 self._write(file)
-                # An object store has no write that fails if the file is gone: it may have come back just so.
+                # An object store has no write that fails if the file is gone, so a removed file may
+                # have come back.
                 for claim in self._buried:
                     remove_claim(claim)
             except FileNotFoundError:
                 self._is_lost = True
                 return
             except self._errors:
-                # The next beat tries again. If none succeeds, another process takes over, and `check` finds it out.
+                # The next beat tries again. If none succeeds, another process takes over, and
+                # `check` finds that.
                 continue
 
 
@@ -287,6 +299,6 @@ def _words(holder: Holder | None) -> str:
 
 
 def release_all() -> None:
-    """Release what this process holds; for a process that ends without unwinding."""
+    """Release all locks of this process, before it ends without unwinding."""
     for lock in list(_locks):
         lock.release()

@@ -12,7 +12,7 @@ from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, Mesh
 
 
 def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """Lay the processes out along `AXES`; axes of size 1 are kept.
+    """Arrange the processes along `AXES`. Axes of size 1 are kept.
 
     Args:
         plan: resolved degrees, whose product is the world size.
@@ -22,7 +22,7 @@ def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
 
 
 def axis_size(mesh: DeviceMesh, *axes: str) -> int:
-    """Return the number of processes along one axis, or the product over several."""
+    """Return the number of processes along one axis, or the product over several axes."""
     return math.prod(mesh.size(AXES.index(axis)) for axis in axes)
 
 
@@ -32,13 +32,19 @@ def axis_rank(mesh: DeviceMesh, axis: str) -> int:
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of FSDP2: over the last one parameters are sharded, over one before it they are copied."""
+    """Return the axes of FSDP2.
+
+    Parameters are sharded over the last axis. Over an axis before it, they are copied.
+    """
     replicas = tuple(axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1)
     return mesh[(*replicas, *FSDP_AXES)]
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Return which part of each global batch this process reads, from 0 to the product of the data axes."""
+    """Return which part of each global batch this process reads.
+
+    It is from 0 to the product of the data axes, minus 1.
+    """
     rank = 0
     for axis in DATA_AXES:
         rank = rank * axis_size(mesh, axis) + axis_rank(mesh, axis)
@@ -46,7 +52,9 @@ def data_rank(mesh: DeviceMesh) -> int:
 
 
 def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> ProcessGroup | None:
-    """Create one more group of this process's peers along an axis. Collective over all processes of the mesh.
+    """Create one more group of this process's peers along an axis.
+
+    Collective over all processes of the mesh.
 
     Args:
         ends_only: only the first and the last process of the axis; those between get None.
@@ -54,7 +62,7 @@ def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> 
     columns = mesh.mesh.movedim(AXES.index(axis), 0).flatten(1)
     members = columns[[0, -1]] if ends_only else columns
     mine = None
-    # torch wants every process to create the groups of all.
+    # torch requires every process to create the groups of all processes.
     for ranks in members.T.tolist():
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
@@ -65,7 +73,7 @@ def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> 
 def all_reduce_over(
     tensor: Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType | None = None
 ) -> Tensor:
-    """Reduce `tensor` in place over the given axes, by sum unless told otherwise, and return it."""
+    """Reduce `tensor` in place over the given axes, by sum unless `op` is given, and return it."""
     for axis in axes:
         if axis_size(mesh, axis) > 1:
             dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=mesh.get_group(axis))

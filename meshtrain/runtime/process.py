@@ -35,19 +35,19 @@ JOIN_SECONDS = 1800.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
 _STARTS = itertools.count()
-"""The process groups that this process has joined: all processes of a program join the same ones."""
+"""Number of process groups that this process has joined. All processes join the same ones."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where this process stands.
+    """Rank, device and guard of this process.
 
     Attributes:
         rank: its number in the run.
-        world_size: the number of processes.
-        device: the device it computes on.
-        guard: what watches over it.
-        stop: whether somebody wants it to stop.
+        world_size: number of processes.
+        device: the device on which it computes.
+        guard: watches this process and the others.
+        stop: whether this process was asked to stop.
     """
 
     rank: int
@@ -58,10 +58,10 @@ class Process:
 
 
 def check_devices() -> None:
-    """Check that every process on this machine has a GPU of its own, where there are any.
+    """Check that every process on this machine has its own GPU, if there are GPUs.
 
     Raises:
-        ConfigError: before anything is done.
+        ConfigError: if there are more processes than GPUs.
     """
     gpus, processes = torch.cuda.device_count(), local_world_size_from_environment()
     if torch.cuda.is_available() and processes > gpus:
@@ -75,12 +75,12 @@ def check_devices() -> None:
 def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
     """Join the process group, watch over it, and leave it when the block ends well.
 
-    Tensors on either device can be reduced: gloo serves the CPU, NCCL the GPU. Started without torchrun, the process
-    is alone. A block that raises ends all processes, see `meshtrain.runtime.guard`.
+    Tensors on either device can be reduced: gloo serves the CPU, NCCL the GPU. Without torchrun,
+    the process is alone. If the block raises, all processes end, see `meshtrain.runtime.guard`.
 
     Args:
         directory: of the run, where the reason of a failure is written.
-        limits: how long things may take.
+        limits: how long the parts of the run may take.
 
     Raises:
         HostError: if the machines of the run cannot reach each other.
@@ -89,7 +89,8 @@ def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
     start = next(_STARTS)
     device, store = _join(limits.first_step_seconds, start)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Not before: a process that waits for others to join has nothing to save, and should end at once.
+    # Signals are caught only now: a process that waits for others to join has nothing to save, and
+    # should end at once.
     with catch_stop_signals() as stop:
         guard = Guard(
             open_store(limits.first_step_seconds, start) if is_launched() else store,
@@ -109,7 +110,9 @@ def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join the process group for work that a person waits for, so that nobody watches over it; see `run_process`.
+    """Join the process group while the block runs, without a guard.
+
+    This is for work during which the user waits, so that no guard is needed; see `run_process`.
 
     Raises:
         HostError: if the machines cannot reach each other.
@@ -121,13 +124,14 @@ def process_group() -> Iterator[torch.device]:
 
 
 def join_for_script() -> torch.device:
-    """Join the process group for a program of the user's, unless it has joined by itself, and return its device.
+    """Join the process group for a user's own program, and return its device.
 
-    Whoever joins leaves: a group that was made here is taken down when the program ends.
+    A program that has joined by itself keeps its group, and leaves it by itself. A group that is
+    created here is left when the program ends.
 
     Raises:
         HostError: if the machines cannot reach each other.
-        ConfigError: if the group that is there cannot reduce tensors on both the CPU and the GPU.
+        ConfigError: if an existing group cannot reduce tensors on both the CPU and the GPU.
     """
     if not dist.is_initialized():
         check_devices()
@@ -145,13 +149,15 @@ def join_for_script() -> torch.device:
 
 
 def _leave_at_exit() -> None:
-    # Python sets it for an exception that ended the program: then nobody is there to meet.
+    # Python sets `last_type` when an exception ended the program. Then no other process is there to
+    # meet.
     if not dist.is_initialized() or hasattr(sys, "last_type"):
         return
     store, begin = default_store(), time.monotonic()
     try:
         store.add(LEAVING, 1)
-        # Not a barrier: a process that has ended by `sys.exit` elsewhere would be waited for half an hour.
+        # This is not a barrier, which would wait half an hour for a process that ended elsewhere by
+        # `sys.exit`.
         while store.add(LEAVING, 0) < dist.get_world_size() and time.monotonic() < begin + LEAVE_SECONDS:
             time.sleep(0.02)
         if (missing := dist.get_world_size() - store.add(LEAVING, 0)) > 0:
@@ -160,7 +166,7 @@ def _leave_at_exit() -> None:
                 f"{LEAVE_SECONDS:.0f} s: it leaves, and what they still wait for together fails\n"
             )
     except dist.DistError:
-        # Its host has gone already, so everybody has come.
+        # The host of the store has left already, so all processes have come.
         return
     dist.destroy_process_group()
 
@@ -179,13 +185,13 @@ def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
 
 
 def _meet_at_the_end() -> None:
-    # Without it a rank that is done early is aborted at random by gloo's threads, exit code -6. After an exception
-    # nobody is there to meet: the process just ends.
+    # Without the barrier, gloo's threads may abort a rank that is done early, with exit code -6.
+    # After an exception there is no process to meet, so this one just ends.
     dist.barrier()
 
 
 def lift_timeouts() -> None:
-    """Leave it to the guard to say that something takes too long: torch's own timeouts name nobody."""
+    """Disable torch's own timeouts, which name no process. The guard reports hangs instead."""
     set_timeouts(LONGEST_COLLECTIVE)
 
 

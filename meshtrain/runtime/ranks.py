@@ -1,7 +1,8 @@
-"""Run a function on several ranks of this machine: real processes, a real gloo group.
+"""Run a function on several ranks of this machine, with real processes and a real gloo group.
 
-One fork server imports torch and transformers once (seconds); a rank is then a fork of it (milliseconds), fresh for
-every call, so that a rank may be killed and nothing leaks from one call to the next.
+One fork server imports torch and transformers once, which takes seconds. A rank is a fork of the
+server, which takes milliseconds. Every call uses new forks, so that a rank may be killed and
+nothing leaks from one call to the next.
 """
 
 import gc
@@ -34,12 +35,15 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Let the fork server import these modules as well; call it before the first ranks are started."""
+    """Make the fork server import these modules too. Call it before the first ranks are started."""
     _context.set_forkserver_preload([*PRELOAD, *modules])
 
 
 class RankError(AssertionError):
-    """A function raised on a rank; `original` is its exception, where it could be carried over."""
+    """Raised when a function fails on a rank.
+
+    `original` is the exception of the function, if it could be pickled.
+    """
 
     def __init__(self, rank: int, trace: str, original: BaseException | None) -> None:
         super().__init__(f"rank {rank}:\n{trace}")
@@ -47,7 +51,8 @@ class RankError(AssertionError):
 
 
 def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseException | None] | None = None) -> None:
-    # By value: multiprocessing would share the memory of tensors with a process that is about to end.
+    # Values are pickled here, because multiprocessing would share the memory of tensors with a
+    # process that is about to end.
     pipe.send_bytes(pickle.dumps((value, failure)))
 
 
@@ -56,7 +61,8 @@ def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Cal
     die_with_parent()
     os.environ.update(environment)
     tell_of_crashes()
-    # What the fork server has imported stays: to look for garbage in it would copy its pages, a tenth of a second each.
+    # Objects that the fork server has imported are kept out of garbage collection. Collecting them
+    # would copy their pages, which takes a tenth of a second each time.
     gc.freeze()
     try:
         torch.set_num_threads(1)
@@ -79,20 +85,20 @@ def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Cal
 def run_on_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, joins: bool = True, timeout: float = 120.0
 ) -> list[Any]:
-    """Call `fn(*args)` on every rank and return the results in rank order.
+    """Call `fn(*args)` on every rank, and return the results in rank order.
 
     Args:
         world_size: number of processes.
         fn: a module-level function.
         args: must be picklable.
-        joins: whether `fn` finds the default process group initialised; otherwise it finds what torchrun gives it, to
-            join a group itself, once.
+        joins: whether the default process group is initialized before `fn`. Otherwise `fn` finds
+            torchrun's environment variables, and may join a group itself, once.
         timeout: seconds after which the ranks are killed.
 
     Raises:
         RankError: of the first rank that raised, with its traceback.
     """
-    # As torchrun does it: the store lives outside of the ranks.
+    # The store is hosted outside the ranks, as torchrun does it.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(world_size),
@@ -134,7 +140,7 @@ def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args
                 except RankError as failure:
                     failures.append(failure)
         if failures:
-            # A rank that lost its peer only echoes the cause.
+            # A rank that lost its peer only echoes the cause, so other failures come first.
             raise min(failures, key=lambda failure: has_echo(str(failure)))
         for process in processes:
             process.join(timeout)

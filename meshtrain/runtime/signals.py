@@ -1,7 +1,7 @@
-"""Stop signals: the first is a wish, heard at the next step; the second ends the process at once.
+"""Stop signals: the first requests a stop at the next step; the second ends the process at once.
 
-The main thread may be blocked in a collective, where no Python handler runs. What Python does at once, whatever the
-main thread is in, is to write the number of a signal into a pipe; a thread reads it there.
+The main thread may be blocked in a collective, where no Python handler runs. But Python always
+writes the number of a signal into a pipe at once. A thread reads it there.
 """
 
 import faulthandler
@@ -19,7 +19,10 @@ from meshtrain.runtime.environment import is_under_torchrun
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 COPY_SECONDS = 3.0
 TIME_IS_UP, HOOK = 1, 2
-"""As reasons to stop: less than any of the signals' numbers, so that among several reasons the signal is named."""
+"""Reasons to stop.
+
+They are smaller than all signal numbers, so that among several reasons the signal is named.
+"""
 
 
 @dataclass
@@ -27,9 +30,9 @@ class StopRequest:
     """Whether this process was asked to stop.
 
     Attributes:
-        deadline: when it shall stop by itself, on the clock of `time.monotonic`; None: never.
-        copy_seconds: so long after a signal another one is the same: a queue sends it to all processes, torchrun
-            included, and torchrun hands it on.
+        deadline: when the process stops by itself, on the clock of `time.monotonic`; None: never.
+        copy_seconds: for this time after a signal, further signals count as copies of it. A queue
+            sends a signal to all processes including torchrun, which forwards it.
     """
 
     deadline: float | None = None
@@ -39,11 +42,14 @@ class StopRequest:
     _has_hook_asked: bool = False
 
     def is_asked(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal has arrived."""
         return self._signal is not None
 
     def reason(self) -> int:
-        """Return 0, TIME_IS_UP, HOOK or the number of the signal: a number, for processes to agree on the largest."""
+        """Return 0, TIME_IS_UP, HOOK or the number of the signal.
+
+        It is a number, so that the processes can agree on the largest.
+        """
         if self._signal is not None:
             return self._signal
         if self._has_hook_asked:
@@ -51,11 +57,11 @@ class StopRequest:
         return TIME_IS_UP if self.deadline is not None and time.monotonic() >= self.deadline else 0
 
     def ask(self) -> None:
-        """Note the wish of a hook."""
+        """Record that a hook requests a stop."""
         self._has_hook_asked = True
 
     def take(self, number: int) -> None:
-        """Note a signal; the second one ends the process."""
+        """Record a signal. The second one ends the process."""
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._taken = number, now
@@ -66,23 +72,25 @@ class StopRequest:
 
 
 def describe_reason(reason: int) -> str:
-    """Say what `StopRequest.reason` returned."""
+    """Return the name of a reason that `StopRequest.reason` returned."""
     return {TIME_IS_UP: "stop_after", HOOK: "a hook"}.get(reason) or signal.Signals(reason).name
 
 
 def tell_of_crashes() -> None:
-    """Let a signal that ends this process at once, as a crash in C++ does, leave the Python stacks on stderr.
+    """Make a signal that ends this process at once leave the Python stacks on stderr.
 
-    torch's libraries abort from their own threads, with a line that names no caller, if any.
+    A crash in C++ is such a signal. torch's libraries abort from their own threads, with at most
+    one line, which names no caller.
     """
-    # A notebook or a service may have put something without a file there: what the interpreter began with has one.
+    # A notebook or a service may have replaced stderr by an object without a file. The original one
+    # has a file.
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
 
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Let SIGTERM and SIGUSR1 be requests while the block runs. In the main thread only."""
+    """Turn SIGTERM and SIGUSR1 into requests while the block runs. For the main thread only."""
     request = StopRequest(copy_seconds=COPY_SECONDS if is_under_torchrun() else 0.0)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -99,11 +107,11 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """Stand in for the default action, which would end the process."""
+    """Replace the default action, which would end the process."""
 
 
 def _listen(pipe: int, request: StopRequest) -> None:
-    # Empty: the other end is closed.
+    # An empty read means that the other end is closed.
     while numbers := os.read(pipe, 64):
         for number in numbers:
             if number in STOP_SIGNALS:

@@ -19,20 +19,21 @@ CONNECT_SECONDS = 60.0
 
 
 def open_store(patience_seconds: float, start: int = 0) -> dist.Store:
-    """Connect to the store of the run once more, and host it if this process is the one that must.
+    """Open a connection to the store of the run, and host the store if this process must.
 
-    What is written belongs to this start of the workers: where torchrun keeps its store over a restart, the addresses
-    of the workers before would be found in it, and nobody answers there. A store that is new needs no name for the
-    start, and must have none: the count of restarts is torchrun's own on each machine, and one that has come back
-    begins anew. What a program has left there in which the same workers trained before is no answer either.
+    Values belong to one start of the workers. If torchrun keeps its store over a restart, the store
+    still holds the addresses of the previous workers, which no longer answer. A new store needs no
+    name for the start and must have none: torchrun counts restarts on each machine, and a machine
+    that came back counts from the beginning. Values are also separate for each time that the same
+    workers meet in one program.
 
     Args:
-        patience_seconds: how long a read waits for what others write, and a connection for a store that is hosted by a
-            process of the run, which may come late.
+        patience_seconds: how long a read waits for what others write. Also how long a connection
+            waits for a store that a process of the run hosts, because that process may come late.
         start: how often these workers have met before.
 
     Raises:
-        HostError: if it cannot be reached.
+        HostError: if the store cannot be reached.
     """
     host, port = store_address_from_environment()
     connect_seconds = CONNECT_SECONDS if agent_hosts_store() else patience_seconds
@@ -67,5 +68,5 @@ def _problem(error: dist.DistError, host: str, port: int, seconds: float) -> str
 
 
 def hosts_store() -> bool:
-    """Whether the store ends with this process."""
+    """Return whether this process hosts the store, so that the store ends with it."""
     return is_launched() and not agent_hosts_store() and rank_from_environment() == 0
