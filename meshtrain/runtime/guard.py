@@ -306,7 +306,7 @@ class Guard:
         return self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else "an unknown host"
 
     def _last_place_of(self, rank: int) -> str:
-        """Return the place that another process wrote last."""
+        """Return what another process last wrote about its step and phase."""
         alive = f"alive/{rank}"
         return self._store.get(alive).decode().partition(" ")[2] if self._store.check([alive]) else "unknown place"
 

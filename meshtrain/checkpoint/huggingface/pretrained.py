@@ -41,8 +41,8 @@ def save_pretrained(
 
     LoRA adapters are merged into the weights. The files are those of stock `save_pretrained`,
     whatever the mesh. The first process of every pipeline stage writes the tensors of that stage
-    one by one, and holds one full tensor at a time. The other processes hold a copy of their part
-    of it.
+    one by one, and holds one full tensor at a time. The other processes hold a copy of their own
+    part of the tensor.
 
     Args:
         pipeline: with values.
