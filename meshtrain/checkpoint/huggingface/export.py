@@ -145,7 +145,7 @@ def _chosen_dtype(dtype: str, description: Path, manifest: Manifest) -> torch.dt
         return FLOATS[dtype]
     values = json.loads((description / "config.json").read_text())
     original = values.get("dtype") or values.get("torch_dtype")
-    # Both formats may be missing from `FLOATS`; then the one of the training is kept.
+    # If the configuration names no format or one outside `FLOATS`, that of the training is kept.
     return FLOATS.get(original, FLOATS[manifest.dtype])
 
 

@@ -164,10 +164,10 @@ class _Writing:
     """One process's part in writing all groups of tensors.
 
     The owner of a group gathers it and converts it to the tensors of the files. The owner of a
-    file's first tensor writes that file. Where a file holds tensors of two stages, the owner of the
-    later ones sends them to the writer. Every message waits for its receiver, so all processes
-    handle the groups in the same order. Groups that stay with their owner come first; otherwise one
-    stage would wait for all of the previous stage.
+    file's first tensor writes that file. Where a file holds tensors of several stages, their other
+    owners send theirs to the writer. Every message waits for its receiver, so all processes handle
+    the groups in the same order. Groups that stay with their owner come first; otherwise one stage
+    would wait for all of the previous stage.
     """
 
     def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors) -> None:
