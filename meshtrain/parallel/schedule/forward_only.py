@@ -1,4 +1,4 @@
-"""What passes from stage to stage in a forward pass without a backward pass."""
+"""Pass hidden states from stage to stage in a forward pass without a backward pass."""
 
 from collections import defaultdict, deque
 
@@ -11,50 +11,52 @@ from meshtrain.parallel.schedule.schedules import stage_owners
 
 
 class ForwardMessages:
-    """Receives and hands on hidden states while a process runs its stages one after the other, in ascending order.
+    """The messages of a process that runs its stages one after the other, in ascending order.
 
-    Between any two processes the messages come in an order that both have, so nothing waits for itself: NCCL works off
-    what two processes send each other strictly in turn.
+    Any two processes exchange their messages in the same order, because NCCL handles the messages
+    between two processes strictly one after another. So no process waits for a message that it
+    blocks itself.
 
     Args:
-        plan: says which process holds which stage.
-        peers: the processes of this pipeline; None without one.
-        pp: how many there are.
+        plan: defines which process holds which stage.
+        peers: the processes of this pipeline; None without a pipeline.
+        pp: the number of these processes.
     """
 
     def __init__(self, plan: PipelinePlan, peers: ProcessGroup | None, pp: int) -> None:
         self._owners, self._peers = stage_owners(plan, pp), peers
         self._here: dict[int, deque[Tensor]] = defaultdict(deque)
         self._held_back: list[tuple[Tensor, int]] = []
-        # The tensor is kept beside the work: it must live until it is sent.
+        # The tensor is stored with its work, because it must exist until it is sent.
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, stage: int, buffer: Tensor) -> Tensor:
-        """Return the next input of a stage, in `buffer` if it comes from another process."""
+        """Return the next input of a stage; it is in `buffer` if it comes from another process."""
         if self._owners[stage - 1] == self._owners[stage]:
             return self._here[stage].popleft()
         dist.recv(buffer, group=self._peers, group_src=self._owners[stage - 1])
         return buffer
 
     def hand_on(self, stage: int, output: Tensor) -> None:
-        """Give the output of a stage to the next."""
+        """Pass the output of a stage to the next stage."""
         to = self._owners[stage + 1]
         if to == self._owners[stage]:
             self._here[stage + 1].append(output)
         elif stage > 0 and to == self._owners[stage - 1]:
-            # It still sends this stage its inputs, and takes nothing before the last of them is gone.
+            # That process still sends inputs to this stage, and receives nothing before the last
+            # of them is sent.
             self._held_back.append((output.contiguous(), to))
         else:
             self._send(output.contiguous(), to)
 
     def end_stage(self) -> None:
-        """Send what had to wait until a stage had all its inputs."""
+        """Send the outputs that had to wait until a stage had received all its inputs."""
         for output, to in self._held_back:
             self._send(output, to)
         self._held_back.clear()
 
     def wait(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all outputs are sent."""
         for work, _ in self._sends:
             work.wait()
 

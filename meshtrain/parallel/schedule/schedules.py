@@ -1,4 +1,7 @@
-"""What torch's pipeline schedules ask for: the only place that knows them apart."""
+"""The requirements of torch's pipeline schedules.
+
+Only this module distinguishes between the schedules.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,11 +16,13 @@ class Schedule:
     """Facts of one schedule.
 
     Attributes:
-        stages_per_rank: how many stages a process must hold; None: any number.
-        is_v: the stages go down the processes and up again, so the first process also holds the last stage. Otherwise
-            they go round and round.
-        splits_backward: the gradients of the input and those of the weights are computed apart (zero bubble).
-        microbatches: what a step must have: `one per stage` or more, or `equal rounds` of pp or more each.
+        stages_per_rank: the number of stages that a process must hold; None: any number.
+        is_v: whether the stages run from the first process to the last and back, so that the first
+            process also holds the last stage. Otherwise stage i is on process i modulo pp.
+        splits_backward: whether the gradients of the input and those of the weights are computed
+            separately (zero bubble).
+        microbatches: what a step must have: `one per stage` or more, or `equal rounds` of at least
+            pp microbatches each.
     """
 
     stages_per_rank: int | None = None
@@ -38,7 +43,7 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
 
 
 def stage_owners(plan: PipelinePlan, pp: int) -> list[int]:
-    """Return the pp rank that holds each stage, of a pp axis of the given size."""
+    """Return the pp rank of each stage on a pp axis of size `pp`."""
     num_stages = pp * plan.stages_per_rank
     if SCHEDULES[plan.schedule].is_v and pp > 1:
         return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
