@@ -1,4 +1,23 @@
-"""From a stock model to a parallel one. The order is the correctness; it is all on this page."""
+"""The parallel model: this file builds it from a stock model, in the one order that is correct.
+
+account: stages, layers, parameters and bytes of every process under a plan.
+check: whether a plan fits the model, the batches and the number of processes.
+compile: torch.compile for the decoder layers.
+cut: pipeline stages of an unmodified model.
+local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
+pipeline: the parallel model as the training step uses it.
+pretrained: pretrained weights for the shards of a pipeline.
+randomness: random streams for dropout.
+recompute: activation recomputation.
+replicas: sums of gradients over full copies of the model.
+rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
+router_loss: the auxiliary loss of the routers of a mixture of experts.
+schedule: pipeline schedules, and forward passes without a backward pass.
+shard: FSDP2 over the data-parallel axes.
+tensor: tensor and sequence parallelism.
+tied: tied embeddings on two stages.
+tokens: a check of token ids.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -50,25 +69,27 @@ def parallelize(
     stock_loss: bool = False,
     adapters: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Pipeline:
-    """Make a pipeline of a stock model, with memory for its parameters but no values yet.
+    """Build a pipeline from a stock model, with memory for its parameters but without values.
 
     Args:
-        model: on the meta device; not usable afterwards.
-        mesh: all processes, as `build_mesh` lays them out.
-        plan: resolved: nothing is `auto`, `balanced` or -1.
+        model: on the meta device. It cannot be used afterwards.
+        mesh: all processes, as arranged by `build_mesh`.
+        plan: resolved, so that no value is `auto`, `balanced` or -1.
         micro_batch_size: in sequences.
         seed: of the run, for dropout.
-        device: where to compute.
-        stock_loss: whether the loss is that of the model's own forward pass, which then has the auxiliary one of its
-            routers in it; only without a pipeline.
-        adapters: LoRA layers that `take_off_adapters` has taken off the model; without a pipeline they go on it again.
+        device: the device that computes.
+        stock_loss: whether the loss is computed by the model's own forward pass. That loss then
+            includes the auxiliary loss of the routers. Only without a pipeline.
+        adapters: LoRA layers that `take_off_adapters` removed from the model. Without a pipeline
+            the same layers are put back on it; with one, each stage gets copies.
 
     Returns:
-        The stages of this process. Follow with `initialize` or `load_weights`.
+        The stages of this process. Call `initialize` or `load_weights` next.
 
     Raises:
         PlanError: for a rule that does not fit the model.
-        ModelError: for a model that cannot be cut.
+        ModelError: for a model that cannot be cut, or whose trained parameters have several number
+            formats where FSDP2 is needed.
     """
     tp = axis_size(mesh, TP)
     tied = dict(model.all_tied_weights_keys)
@@ -160,7 +181,10 @@ def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied
 
 
 def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
-    """Return what a stage holds of the ties that span two stages, not of those within one, as a head and its bias."""
+    """Return the parameters of a stage that are tied to a parameter of another stage.
+
+    A tie within one stage does not count, such as one between a head and its bias.
+    """
     held = dict(stage.named_parameters(remove_duplicate=False))
     spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
     return [held[source if source_is_here else copy] for copy, source in spanning]

@@ -1,4 +1,7 @@
-"""Who holds what under a plan: stages, layers, parameters and bytes of every process, counted without any of them."""
+"""Count the stages, layers, parameters and bytes of every process under a plan.
+
+The counts need no running process.
+"""
 
 import copy
 import math
@@ -24,20 +27,20 @@ ADAM_STATES = 2
 
 @dataclass(frozen=True)
 class StageShare:
-    """One stage, and what each of the processes that hold it keeps of it.
+    """One stage, and the share of it that each of its processes holds.
 
     Attributes:
-        stage: its index.
+        stage: index of the stage.
         pp_rank: the coordinate of its processes on the pp axis.
-        ranks: their numbers.
-        layers: first layer, and the one behind the last.
-        has_embedding: whether it takes input ids.
-        has_head: whether it gives logits.
-        num_parameters: of the whole stage; a tied head copy counts.
-        num_local_parameters: at most so many on one process.
+        ranks: the ranks of its processes.
+        layers: index of the first layer, and of the layer after the last.
+        has_embedding: whether the stage takes input ids.
+        has_head: whether the stage returns logits.
+        num_parameters: of the full stage. The copy of a tied head counts.
+        num_local_parameters: the largest number of parameters that one process holds.
         parameter_bytes: on one process.
-        gradient_bytes: on one process, sharded as the parameters are.
-        optimizer_bytes: on one process, two AdamW moments.
+        gradient_bytes: on one process, sharded like the parameters.
+        optimizer_bytes: on one process, for the two moments of AdamW.
     """
 
     stage: int
@@ -54,10 +57,10 @@ class StageShare:
 
 
 def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
-    """Return what every stage is made of.
+    """Return the share of every stage, in the order of the stages.
 
     Args:
-        model: the stock model on meta; it is not changed.
+        model: the stock model on meta. It is not changed.
         plan: resolved.
     """
     whole = copy.deepcopy(model)
@@ -71,15 +74,18 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
 
 
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
-    """Return the FLOPs of the whole model, forward and backward, per token, without what recomputation adds."""
+    """Return the FLOPs per token of the full model, forward and backward.
+
+    The FLOPs of recomputation are not included.
+    """
     _, layers = find_layers(model)
     return sum(flops_around_layers(model)) + sum(flops_of_layers(layers, model.config, sequence_length))
 
 
 def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
-    """Return the FLOPs before and after the layers, forward and backward, per token.
+    """Return the FLOPs per token before and after the layers, forward and backward.
 
-    Of a model that cannot be cut only the head is known.
+    For a model that cannot be cut, only the head is counted.
     """
     try:
         anatomy = probe_structure(model)
@@ -110,11 +116,14 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
 
 
 def _local_shape(model: nn.Module, name: str, plan: ParallelPlan, dims: Mapping[str, int]) -> list[int]:
-    """Return the shape of the largest piece of a parameter: the pieces are equal, but the last ones may be smaller."""
+    """Return the shape of the largest shard of a parameter.
+
+    The shards are equal, but the last ones may be smaller.
+    """
     shape = list(model.get_parameter(name).shape)
     dim = dims.get(name)
     if dim is not None:
         shape[dim] = -(-shape[dim] // plan.mesh.tp)
-    # FSDP2 shards the first dimension of what tensor parallelism has left.
+    # FSDP2 splits the first dimension of the shard that tensor parallelism makes.
     shape[:1] = [-(-rows // plan.mesh.fsdp_degree) for rows in shape[:1]]
     return shape

@@ -1,4 +1,4 @@
-"""torch.compile, layer by layer and in place, so that every name stays."""
+"""Apply torch.compile to each layer in place, so that no name changes."""
 
 from torch import nn
 
@@ -9,8 +9,8 @@ from meshtrain.parallel.cut.stage import Stage
 def apply_compile(stage: Stage, plan: ParallelPlan) -> None:
     """Compile the decoder layers of a stage.
 
-    With tensor parallelism and recomputation together, attention and MLP are compiled one by one: torch cannot save a
-    DTensor for the recomputation of a compiled block.
+    With tensor parallelism and recomputation together, attention and MLP are compiled separately.
+    The reason is that torch cannot save a DTensor for the recomputation of a compiled block.
     """
     if not plan.compile.enabled:
         return

@@ -1,8 +1,8 @@
-"""Parameters as a stock optimizer wants them: plain tensors over the local parts of DTensors.
+"""Parameters for a stock optimizer: plain tensors in the memory of the local parts of DTensors.
 
-Elementwise arithmetic needs no layout: each process updates what lies on it, the optimizer's state is plain tensors of
-the local shape, and torch's fused and foreach kernels apply, which take no mixture of plain tensors and DTensors. The
-layout of a state is that of the whole parameter.
+An elementwise update needs no layout, so each process updates its own part. The optimizer's state
+consists of plain tensors of the local shape, laid out as the full parameter is. torch's fused and
+foreach kernels can be used. They do not accept a mixture of plain tensors and DTensors.
 """
 
 import sys
@@ -19,7 +19,8 @@ from meshtrain.compat.dtensor import local_part, tensor_like
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
 
-# What in torch decides by all gradients together, and would see those of this process only: module -> name, advice.
+# Functions and classes of torch that need all gradients, but would see only those of this process:
+# module -> name, advice.
 _SEES_A_PART = {
     "torch.nn.utils.clip_grad": (
         "clip_grad_norm_",
@@ -35,14 +36,15 @@ _SEES_A_PART = {
 
 
 class LocalParameter(nn.Parameter):
-    """A parameter over the same memory as the local part of `whole`, whose gradient is the local part of `whole`'s.
+    """A parameter in the memory of the local part of a DTensor, whose gradient is a local part too.
 
-    It never has a gradient of its own, so nothing has to be carried from one to the other. Gradient hooks belong on
-    `whole`: autograd does not see this tensor. It is not shown to torch's `clip_grad_norm_` and `GradScaler`, which
-    must decide alike on all processes.
+    It stores no gradient of its own, so no gradient has to be copied between the two. Gradient
+    hooks must be registered on `whole`, because autograd does not use this tensor. torch's
+    `clip_grad_norm_` and `GradScaler` must decide the same on all processes, so they cannot read
+    its gradient.
 
     Args:
-        whole: its local part must stay where it is in memory.
+        whole: the parameter of the model. Its local part must keep its address in memory.
 
     Attributes:
         whole: the parameter of the model.
@@ -51,13 +53,13 @@ class LocalParameter(nn.Parameter):
     whole: DTensor
 
     def __new__(cls, whole: DTensor) -> Self:
-        """Make it share the memory of `whole`."""
+        """Create a parameter that shares the memory of `whole`."""
         local = tensor_over(cls, local_tensor(whole.detach()), requires_grad=whole.requires_grad)
         local.whole = whole
         return local
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Refuse: a copy would be a part of no model.
+        """Refuse to copy, because a copy would belong to no model.
 
         Raises:
             ModelError: always.
@@ -69,10 +71,10 @@ class LocalParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The local part of the whole parameter's gradient; it shares its memory.
+        """Return the local part of the full parameter's gradient, which shares its memory.
 
         Raises:
-            ModelError: if a function of torch asks that must see all gradients.
+            ModelError: if the caller is a function of torch that needs all gradients.
         """
         gradient, whole = self.whole.grad, self.whole
         if gradient is None:
@@ -80,8 +82,9 @@ class LocalParameter(nn.Parameter):
         _check_reader(sys._getframe(1))
         assert isinstance(gradient, DTensor)
         if gradient.placements != whole.placements:
-            # Autograd may leave it in the layout of what was computed with the parameter: whole, or yet to be summed.
-            # Kept, so that what is done to the local part in place is done to the gradient.
+            # Autograd may leave the gradient in the layout of the computation: replicated, or not
+            # yet summed. The new layout is stored, so that a change of the local part in place
+            # changes the gradient.
             with torch.no_grad():
                 gradient = whole.grad = gradient.redistribute(placements=whole.placements)
         return local_part(gradient)
@@ -106,31 +109,39 @@ class LocalParameter(nn.Parameter):
 
 
 def _check_reader(frame: FrameType) -> None:
-    # A mistake that nothing else would show: what torch computes of parts are numbers like any others.
+    # Nothing else would show this mistake, because what torch computes from parts looks valid.
     reader, advice = _SEES_A_PART.get(frame.f_globals.get("__name__", ""), ("", ""))
     if reader and frame.f_code.co_qualname.startswith(reader):
         raise ModelError(advice)
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the local part of a parameter as an optimizer wants it; the parameter itself if it is no DTensor."""
+    """Return the local part of a parameter for an optimizer; a plain one is returned itself."""
     return LocalParameter(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    """Return the model's parameter that an optimizer's parameter is a part of; itself if it is no LocalParameter."""
+    """Return the model's parameter to which an optimizer's parameter belongs.
+
+    A tensor that is not a LocalParameter is returned itself.
+    """
     return parameter.whole if isinstance(parameter, LocalParameter) else parameter
 
 
 def laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor over the memory of `local`, laid out as `parameter`, of whose local part it has the shape."""
+    """Return a tensor that shares the memory of `local` and has the layout of `parameter`.
+
+    Args:
+        local: has the shape of the local part of `parameter`.
+        parameter: plain or DTensor.
+    """
     return tensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 
 def choose_kernels(optimizer: Optimizer) -> None:
-    """Give a torch optimizer the kernels that torch chooses by itself for parameters that are no LocalParameter.
+    """Set the kernels of a torch optimizer to those that torch chooses for ordinary parameters.
 
-    On an accelerator that is `foreach`, and torch does not choose it for a subclass of Parameter.
+    On an accelerator that is `foreach`. torch does not choose it for a subclass of Parameter.
     """
     for group in optimizer.param_groups:
         is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")

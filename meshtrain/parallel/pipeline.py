@@ -1,4 +1,4 @@
-"""The parallel model as the training step sees it: one interface, with or without a pipeline schedule."""
+"""The parallel model for the training step: one interface, with or without a pipeline schedule."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,30 +34,37 @@ from meshtrain.runtime.mesh import axis_size
 
 NOTHING_TRAINS = "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some"
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""From the logits and the labels (batch, seq) of a microbatch to a () loss; the losses of a step are summed."""
+"""Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
+
+The losses of a step are summed.
+"""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages that this process holds, and how they work together with those of the others.
+    """The stages that this process holds, and their connections to the other processes.
 
     Attributes:
-        stages: ascending; one, unless the schedule has several per process.
+        stages: in ascending order; one, unless the schedule has several per process.
         mesh: all processes.
         plan: resolved.
         micro_batch_size: in sequences.
-        parameter_names: FQNs of the whole model, each tied weight once and each fused one as its parts.
+        parameter_names: FQNs of the full model. A tied weight appears once, and a fused one as its
+            parts.
         fused: the stock parameters that are kept in parts.
         summed_over_tp: names of the parameters whose gradients are partial over tp.
-        logits_are_sharded: whether the last stage gives each process of a tp group its part of the vocabulary only.
-        tied_copies: the tied weights whose two ends lie on different stages.
-        replicas: sums gradients over whole copies of the model.
+        logits_are_sharded: whether the last stage returns to each process of a tp group only its
+            part of the vocabulary.
+        tied_copies: the tied weights whose two ends are on different stages.
+        replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
         router_loss: the auxiliary loss of routers, if the model has one.
-        longest: the longest sequence of a batch, if rotary frequencies go by it.
-        peers: the processes of this pipeline, for what passes between stages; None without a pipeline. Not the group
-            of the pp axis: its collectives must not queue behind, nor be counted with, messages between two of them.
-        place: where this process is, for who asks from outside.
+        longest: the longest sequence of a batch, if rotary frequencies depend on it.
+        peers: the processes of this pipeline, for the messages between stages; None without a
+            pipeline. It is a separate group from that of the pp axis, because the collectives of
+            that axis must not queue behind messages between two processes, nor be counted with
+            them.
+        place: what this process computes at present, for readers outside the pipeline.
     """
 
     stages: tuple[Stage, ...]
@@ -79,32 +86,36 @@ class Pipeline:
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this process holds the embedding."""
+        """Return whether this process holds the embedding."""
         return self.stages[0].is_first
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this process computes the loss."""
+        """Return whether this process computes the loss."""
         return self.stages[-1].is_last
 
     @property
     def num_stages(self) -> int:
-        """Number of stages on the whole pp axis."""
+        """Return the number of stages on the full pp axis."""
         return self.stages[0].num_stages
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter of this process once, under its FQN; the far copy of a tied weight under its own."""
+        """Yield every parameter of this process once, with its FQN.
+
+        The copy of a tied weight on another stage has an FQN of its own.
+        """
         for stage in self.stages:
             yield from stage.named_parameters()
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield of `named_parameters` those that are not frozen."""
+        """Yield the entries of `named_parameters` that are not frozen."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield of the buffers of this process those that belong to the weights, such as the bias of a router.
+        """Yield the buffers of this process that belong to the weights, such as a router's bias.
 
-        One outside of the layers is there on every stage, and comes once for each that this process holds.
+        A buffer outside of the layers exists on every stage. It is yielded once for each stage that
+        this process holds.
         """
         for stage in self.stages:
             for owner, module in stage.model.named_modules():
@@ -112,22 +123,28 @@ class Pipeline:
                     yield f"{owner}.{name}" if owner else name, buffer
 
     def set_generation_config(self, config: GenerationConfig) -> None:
-        """Say how `generate` writes where it is not told."""
+        """Set the defaults that `generate` uses."""
         for stage in self.stages:
             stage.model.generation_config = config
 
     def canonical_names(self) -> dict[str, str]:
-        """Return name -> FQN that the checkpoint knows: they differ for the far copy of a tied weight only."""
+        """Return name -> FQN in the checkpoint.
+
+        The two differ only for the copy of a tied weight on another stage.
+        """
         tied = {copy: source for stage in self.stages for copy, source in stage.tied.items()}
         return {name: tied.get(name, name) for name, _ in self.named_parameters()}
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """Return FQN -> parameter without the far copies of tied weights: over all processes, each exactly once."""
+        """Return FQN -> parameter, without the copies of tied weights on other stages.
+
+        Over all stages, each parameter of the model appears exactly once.
+        """
         owned = {}
         for stage in self.stages:
             held = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
             for name, parameter in stage.named_parameters():
-                # Both ends of a tie may lie on this stage, and the copy may come first.
+                # Both ends of a tie may be on this stage, and the copy may come first.
                 fqn = stage.tied.get(name, name)
                 if fqn in held:
                     owned[fqn] = parameter
@@ -141,13 +158,15 @@ class Pipeline:
         Gradients are summed over microbatches and over the data-parallel axes.
 
         Args:
-            batch: `input_ids` and `labels` (local_batch, seq), and further inputs of the model with the
-                same first dimension. Every process of a pipeline passes the same one.
-            loss_function: of this step; it divides by the number of tokens and applies the loss scale.
-            loss_scale: that scale, which the auxiliary loss of routers needs too.
+            batch: `input_ids` and `labels` (local_batch, seq), and further inputs of the model with
+                the same first dimension. Every process of a pipeline passes the same batch.
+            loss_function: of this step. It divides by the number of tokens and applies the loss
+                scale.
+            loss_scale: the same scale, which the auxiliary loss of routers also needs.
 
         Returns:
-            () the sum of the losses of this process's microbatches; zero where it holds no last stage.
+            () the sum of the losses of this process's microbatches; zero if this process does not
+            hold the last stage.
 
         Raises:
             ModelError: if every parameter is frozen.
@@ -163,7 +182,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor], loss_function: LossFunction) -> Tensor:
-        """Run all microbatches forward only, in evaluation mode; arguments and result as for `forward_backward`."""
+        """Run all microbatches forward only, in evaluation mode.
+
+        Arguments and result are those of `forward_backward`.
+        """
         inputs, labels = _split_off_labels(batch)
         self._set_sequence_length(labels)
         modes = [stage.model.training for stage in self.stages]
@@ -221,9 +243,10 @@ def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor,
 
 
 class _LossOfStep:
-    """Calls the loss function of the present step.
+    """A function that calls the loss function of the present step.
 
-    A torch schedule is given one loss function for all steps; `step(loss_kwargs=...)` needs torch 2.13.
+    A torch schedule takes one loss function for all steps, and `step(loss_kwargs=...)` needs
+    torch 2.13.
     """
 
     function: LossFunction
@@ -233,14 +256,14 @@ class _LossOfStep:
 
 
 class _Schedule(NamedTuple):
-    """The schedule of torch for one shape of a batch, and the loss that it calls."""
+    """The torch schedule for one shape of a batch, and the loss that it calls."""
 
     torch_schedule: Schedule
     loss: _LossOfStep
 
 
 def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
-    # A torch stage takes one static shape, so there is a schedule for each shape.
+    # A torch stage has one static shape, so each shape of a batch needs its own schedule.
     shape = tuple(labels.shape)
     if shape not in pipeline._schedules:
         loss = _LossOfStep()
@@ -249,7 +272,8 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
 
 
 def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> Schedule:
-    # A stage takes its input for something to train, even where nothing before it does: it cannot see that alone.
+    # A stage assumes that its input needs a gradient, even if no earlier stage trains. So one stage
+    # alone cannot detect that nothing trains.
     trains = [False] * axis_size(pipeline.mesh, PP)
     dist.all_gather_object(trains, any(True for _ in pipeline.trainable_parameters()), group=pipeline.peers)
     if not any(trains):
@@ -260,13 +284,13 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
         stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
         n_microbatches=labels.shape[0] // pipeline.micro_batch_size,
         loss_fn=loss_function,
-        # torch would divide what is already divided by the global token count.
+        # The loss is already divided by the global token count, and torch would divide again.
         scale_grads=False,
     )
 
 
 class _WatchedStage(StaticStage):
-    """A stage that says what it computes."""
+    """A torch stage that records what it computes in the activity of the process."""
 
     def __init__(self, place: Activity, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -308,7 +332,16 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
 
 
 def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> Tensor:
-    """Return an empty hidden state, as it crosses a stage border, for tokens (batch, seq)."""
+    """Return uninitialized hidden states of the shape that is sent between stages.
+
+    Args:
+        pipeline: defines their width, their number format and whether tp splits the sequence.
+        ids: tokens (batch, seq).
+        device: of the result.
+
+    Returns:
+        (batch, seq, hidden), or (batch, seq/tp, hidden) with sequence parallelism.
+    """
     config = pipeline.stages[0].model.config.get_text_config()
     tp = axis_size(pipeline.mesh, TP)
     in_parts = pipeline.plan.tensor.sequence_parallel and stream_in_parts()
@@ -318,7 +351,7 @@ def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> 
 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
-    """Return the logits of one microbatch on meta, as the last stage gives them."""
+    """Return the logits of one microbatch on meta, in the shape that the last stage returns."""
     config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
     width = config.vocab_size
     if pipeline.logits_are_sharded:
@@ -329,9 +362,10 @@ def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
 
 
 def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
-    """Run stage by stage and, within a stage, microbatch by microbatch, for every schedule alike.
+    """Run stage by stage and, within a stage, microbatch by microbatch, for every schedule.
 
-    torch's own `schedule.eval` divides gradients that are there, keeps all logits, and does not know every schedule.
+    torch's own `schedule.eval` divides existing gradients, keeps all logits and does not support
+    every schedule.
     """
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
@@ -360,5 +394,5 @@ def _microbatches(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a parameter or gradient whole, on every process of its own mesh."""
+    """Gather a full parameter or gradient on every process of its own mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

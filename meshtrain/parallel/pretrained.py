@@ -1,4 +1,4 @@
-"""Pretrained weights into the shards of a pipeline."""
+"""Load pretrained weights into the shards of a pipeline."""
 
 from pathlib import Path
 
@@ -12,15 +12,18 @@ from meshtrain.parallel.pipeline import Pipeline
 
 
 def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: bool = False) -> None:
-    """Fill the parameters and buffers of a pipeline from a local Hugging Face directory. Collective.
+    """Fill parameters and buffers of a pipeline from a local Hugging Face directory. Collective.
 
     Args:
-        pipeline: with memory for its parameters, on any mesh; those of LoRA adapters are left alone.
-        source: a directory with safetensors files, in any layout that transformers' `from_pretrained` reads.
-        enlarge_vocabulary: new rows of embedding and head become the mean of those in the files.
+        pipeline: with memory for its parameters, on any mesh. The parameters of LoRA adapters are
+            not changed.
+        source: a directory with safetensors files, in any layout that transformers'
+            `from_pretrained` reads.
+        enlarge_vocabulary: set new rows of embedding and head to the mean of the rows in the files.
 
     Raises:
-        ModelError: the same on all ranks: files are missing or broken, or they hold another model.
+        ModelError: on all ranks, with the same message, if files are missing or broken, or hold
+            another model.
     """
     for stage in pipeline.stages:
         restore_buffers(stage.model)
@@ -33,7 +36,7 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
         enlarge_vocabulary=enlarge_vocabulary,
     )
     for name, buffer in pipeline.saved_buffers():
-        # One outside of the layers is on every stage.
+        # A buffer outside of the layers is on every stage, so several buffers may share a name.
         buffer.copy_(buffers[name])
 
 

@@ -1,9 +1,10 @@
-"""Random streams without state: every draw is a function of (seed, step, microbatch, stage, data rank).
+"""Random streams without state: a draw depends on (seed, step, microbatch, stage, data rank) only.
 
-A resumed run draws what the uninterrupted one draws, with nothing saved. The processes of a tp group share one stream.
-What is whole on all of them is dropped by the shared stream, so it stays the same on all. What is cut (attention heads,
-parts of the sequence) is dropped by a stream of each process, which is derived from the shared one. Seeding by rank
-would make replicated weights drift apart, silently.
+A resumed run draws the same numbers as an uninterrupted one, although no state is saved. The
+processes of a tp group share one stream. Dropout uses the shared stream for tensors that all of
+them hold in full, so these stay equal. For tensors that are cut (attention heads, parts of the
+sequence), each process uses its own stream, which is derived from the shared one. Seeds by rank
+would make replicated weights drift apart without an error.
 """
 
 import hashlib
@@ -23,11 +24,11 @@ def stream_key(*parts: int | str) -> int:
 
 
 class ForwardStreams:
-    """Seeds torch's generators at the start of every forward pass of a stage.
+    """Seeds for torch's generators, set at the start of every forward pass of a stage.
 
     Args:
         seed: of the run.
-        data_rank: which part of the global batch this process reads.
+        data_rank: the part of the global batch that this process reads.
     """
 
     def __init__(self, seed: int, data_rank: int) -> None:
@@ -36,12 +37,15 @@ class ForwardStreams:
         self.microbatches: dict[int, int] = {}
 
     def begin_step(self, step: int) -> None:
-        """Forget the microbatches of the step before."""
+        """Set the step, and forget the microbatches of the previous one."""
         self.step = step
         self.microbatches.clear()
 
     def watch(self, model: nn.Module, stage: int) -> None:
-        """Seed before each training forward of `model`; schedules run the microbatches of a stage in order."""
+        """Seed the generators before each forward pass of `model` in training mode.
+
+        Passes are counted, because schedules run the microbatches of a stage in order.
+        """
 
         def seed_forward(module: nn.Module, _: Any) -> None:
             if module.training:
@@ -53,10 +57,11 @@ class ForwardStreams:
 
 
 class Streams:
-    """The two random streams of a process under tensor parallelism: the shared one, and its own.
+    """The two random streams of a process under tensor parallelism: the shared one and its own.
 
-    torch's generators hold one of them, and the state of the other is kept here. A recomputation must replay both:
-    checkpointing restores what the generators held, and `replayed` the rest.
+    torch's generators hold one of them, and this class holds the state of the other. A
+    recomputation must replay both: checkpointing restores the state of the generators, and
+    `replayed` restores the rest.
 
     Args:
         coordinate: of the process in its tp group.
@@ -69,15 +74,16 @@ class Streams:
         self._outer: list[_States | None] = []
 
     def begin(self) -> None:
-        """Take what torch's generators hold for the shared stream, as it is at the start of a model.
+        """Treat the state of torch's generators as the shared stream, at the start of a model.
 
-        A recomputation may have ended in the middle of a layer, and left the other.
+        The reason is that a recomputation may have ended in the middle of a layer, with the
+        process's own stream active.
         """
         self._is_own = False
         self._outer.clear()
 
     def replayed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that computes `forward` with the streams of now, whenever it is called."""
+        """Return a function that runs `forward` with the streams as they are at this moment."""
         is_own, shared, outer = self._is_own, self._shared, [*self._outer]
 
         def replay(*args: Any, **kwargs: Any) -> Any:
@@ -87,14 +93,19 @@ class Streams:
         return replay
 
     def enter(self, *, is_cut: bool) -> None:
-        """Draw for what is cut (from the own stream), or for what is whole (from the shared one), until `leave`."""
+        """Choose the stream to draw from until `leave` is called.
+
+        Args:
+            is_cut: whether the values are cut over tp, and so drawn from the process's own stream.
+                Full ones are drawn from the shared stream.
+        """
         if is_cut == self._is_own:
             self._outer.append(None)
             return
         self._outer.append(_get_states())
         self._is_own = is_cut
         if is_cut:
-            # All processes draw the key, so the shared stream moves on equally.
+            # All processes draw the key, so the shared stream advances equally on all of them.
             key = int(torch.randint(2**62, ()))
             self._shared = _get_states()
             torch.manual_seed(stream_key(key, self._coordinate))
@@ -102,12 +113,12 @@ class Streams:
             _set_states(self._shared)
 
     def leave(self) -> None:
-        """Go back to the stream before the last `enter`."""
+        """Return to the stream that was active before the last `enter`."""
         before = self._outer.pop()
         if before is None:
             return
         if self._is_own:
-            # What was whole inside has moved the shared stream on.
+            # Draws for full values inside this section have advanced the shared stream.
             before = self._shared
         else:
             self._shared = _get_states()
@@ -116,7 +127,7 @@ class Streams:
 
     @contextmanager
     def of(self, *, is_cut: bool) -> Iterator[None]:
-        """Draw for what is cut, or for what is whole, inside the block."""
+        """Draw for values that are cut, or for full ones, inside the block."""
         self.enter(is_cut=is_cut)
         try:
             yield
@@ -140,9 +151,9 @@ def _set_states(states: _States) -> None:
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
-    """Return whether anything random happens in training, as far as configuration and modules say."""
+    """Return whether configuration or modules of a model show random operations in training."""
     values = _with_nested(model.config.get_text_config().to_dict())
-    # Routers add noise to what they see ("jitter").
+    # Routers may add noise ("jitter") to their input.
     names = [name for name, value in values if isinstance(value, float) and value > 0]
     return any("drop" in name or "jitter" in name for name in names) or any(
         module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)
@@ -150,7 +161,10 @@ def has_dropout(model: PreTrainedModel) -> bool:
 
 
 def _with_nested(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a table and of the tables in it: MPT keeps its attention dropout one deeper."""
+    """Yield the values of a table and of the tables inside it.
+
+    MPT stores its attention dropout in an inner table.
+    """
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _with_nested({str(key): inner for key, inner in value.items()})

@@ -1,4 +1,4 @@
-"""Activation recomputation through Hugging Face's own path, which leaves every name alone."""
+"""Recompute activations by Hugging Face's own mechanism, which changes no names."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,12 @@ from meshtrain.parallel.randomness import Streams
 
 
 def apply_recompute(stage: Stage, plan: RecomputePlan, streams: Streams | None = None) -> None:
-    """Let every k-th decoder layer keep only what its mode says, and compute the rest again in the backward pass.
+    """Make every k-th decoder layer recompute activations in the backward pass.
 
     Args:
-        streams: random streams of this process, which draw again what was drawn, if there are any.
+        stage: changed in place.
+        plan: `mode` decides what these layers keep from the forward pass, and `every` is k.
+        streams: the random streams of this process, if it has any. Recomputation replays them.
     """
     if plan.mode == "none":
         return

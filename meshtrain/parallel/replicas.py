@@ -1,4 +1,4 @@
-"""Whole copies of the model that see different samples: their gradients are summed while the backward pass runs."""
+"""Sum the gradients of full copies of the model on different samples, during the backward pass."""
 
 from collections.abc import Iterable
 
@@ -9,22 +9,24 @@ from torch.distributed import ProcessGroup
 
 from meshtrain.models.layout import local_tensor
 
-# Elements from which a message is worth sending alone.
+# Number of elements from which a gradient is sent in a message of its own.
 LARGE = 2**18
 
 
 class Replicas:
-    """Sums gradients over the dp_replicate axis, where FSDP2 does not do it.
+    """The sums of gradients over the dp_replicate axis, where FSDP2 does not compute them.
 
-    A large gradient is on its way as soon as the last microbatch has added to it; all small ones follow in one message.
-    A schedule that computes the gradients of the weights apart adds them past autograd's hooks, so there the large ones
-    are not seen to be complete: they go with the small ones, at the end.
+    A large gradient is sent as soon as the last microbatch has added to it. All small gradients
+    follow in one message. Some schedules compute the gradients of the weights separately and add
+    them without autograd's hooks. There nothing shows that a large gradient is complete, so the
+    large ones are sent at the end, when the small ones are.
 
-    All processes send in the same order, the reverse of the model's: one that lacks a gradient (an expert that got no
-    token) would otherwise add its next one to another parameter.
+    All processes send in the same order, which is the reverse of the model's. Otherwise a process
+    that lacks a gradient (of an expert that got no token) would add its next gradient to that of
+    another parameter.
 
     Args:
-        parameters: of this process; frozen ones are left out, as long as they are.
+        parameters: of this process. Those that are frozen at the time are left out.
         group: the processes that hold the same part of the model; None if there are no copies.
     """
 
@@ -41,18 +43,21 @@ class Replicas:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are copies whose gradients nothing else sums."""
+        """Return whether there are copies whose gradients nothing else sums."""
         return self._group is not None
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Say after how many backward passes a gradient is complete."""
+        """Set the number of backward passes after which a gradient is complete."""
         self._num_microbatches = num_microbatches
         self._additions.clear()
-        # Again and again: parameters may be frozen and thawed between steps.
+        # Repeated for every step, because parameters may be frozen and unfrozen between steps.
         self._find_trained()
 
     def reduce_gradients(self) -> None:
-        """Sum what is not yet on its way, and wait for all; every parameter must have a gradient."""
+        """Sum the gradients that are not yet sent, and wait for all sums.
+
+        Every parameter must have a gradient.
+        """
         if self._group is None:
             return
         while len(self._works) < len(self._large):
@@ -63,7 +68,7 @@ class Replicas:
         self._works.clear()
 
     def abandon_step(self) -> None:
-        """Wait for what is on its way after a backward pass that has failed, and forget it."""
+        """Wait for the messages of a backward pass that has failed, and forget them."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -111,6 +116,6 @@ def _is_large(parameter: nn.Parameter) -> bool:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the part of a parameter's gradient that lies on this process."""
+    """Return the part of a parameter's gradient that this process holds."""
     assert parameter.grad is not None, "a parameter has no gradient"
     return local_tensor(parameter.grad)

@@ -1,7 +1,7 @@
-"""The longest sequence of a batch, by which the frequencies of some rotary modules go.
+"""The longest sequence of a batch, on which the frequencies of some rotary modules depend.
 
-They look at the positions of a forward pass, to which one process gives the whole batch. So a row must find the
-frequencies of the whole batch in whatever microbatch, and on whatever data rank, it is.
+Such a module reads the positions of a forward pass, and a single process passes the full batch. So
+every row must get the frequencies of the full batch, in any microbatch and on any data rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,15 +21,15 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 class RotaryLength:
-    """Shows the rotary modules of all stages how long the longest sequence of the whole batch is.
+    """The length of a batch's longest sequence, passed to the rotary modules of all stages.
 
-    In every forward pass of a batch they are given one position more, its last one, and its row of their tables is
-    taken out again.
+    In every forward pass of a batch, the modules receive one additional position: the last position
+    of the longest sequence. The row of that position is then removed from their tables.
 
     Args:
         stages: of this process.
         mesh: all processes.
-        device: where to compute.
+        device: the device that computes.
     """
 
     def __init__(self, stages: tuple[Stage, ...], mesh: DeviceMesh, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class RotaryLength:
 
     @contextmanager
     def of(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Surround the forward passes over the parts of a batch; see `begin`."""
+        """Call `begin` before the forward passes over parts of a batch, and `end` after them."""
         self.begin(batch)
         try:
             yield
@@ -51,36 +51,39 @@ class RotaryLength:
             self.end()
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Look for the longest sequence. Collective over the dp axes, if anything depends on it.
+        """Find the longest sequence. Collective over the dp axes, if anything depends on it.
 
         Args:
-            batch: what this data rank has of it: `input_ids` (rows, seq), or `inputs_embeds`, and perhaps
-                `position_ids`.
+            batch: the part of this data rank: `input_ids` (rows, seq) or `inputs_embeds`, and
+                optionally `position_ids`.
         """
         positions = batch.get("position_ids")
         tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
         is_alone = axis_size(self._mesh, *DATA_AXES) == 1
         if not self._modules or tokens is None or (is_alone and positions is None):
-            # In the last case every forward pass sees all columns of the batch by itself.
+            # In the last case every forward pass has all columns of the batch anyway.
             return
         length = tokens.shape[1] if positions is None else int(positions.max()) + 1
-        # A data rank may have computed something longer in between by itself, without gradients.
+        # Since then, a data rank alone may have computed a longer sequence, without gradients.
         longest, grown = self._largest(length, grown_length(self._models[0]))
         self._see(grown)
         self._last_position = longest - 1
 
     def end(self) -> None:
-        """Let every forward pass go by its own positions again."""
+        """Let every forward pass use its own positions again."""
         self._last_position = None
 
     def grown(self) -> int:
-        """Return for how many tokens dynamic frequencies have been made on any data rank. Collective."""
+        """Return the largest length of dynamic frequencies on any data rank, in tokens. Collective.
+
+        The result is 0 if the frequencies have not grown.
+        """
         return self._largest(grown_length(self._models[0]))[0] if self._modules else 0
 
     def restore(self, grown: int) -> None:
-        """Make the frequencies what they were when `grown` returned that."""
+        """Restore the frequencies that were used when `grown` returned this value."""
         for model in self._models:
-            # A short sequence makes them begin anew.
+            # A short sequence resets the frequencies.
             see_sequence(model, 1)
         self._see(grown)
 

@@ -1,14 +1,19 @@
-"""The auxiliary loss of the routers of a mixture of experts, which keeps the experts evenly used.
+"""The auxiliary loss of the routers of a mixture of experts, which balances the use of the experts.
 
-It is asked for by the Hugging Face configuration: `output_router_logits = True`, times `router_aux_loss_coef`.
+The Hugging Face configuration enables it by `output_router_logits = True`. The loss is multiplied
+by `router_aux_loss_coef`.
 
-Definition: for every router (one per layer of experts) and every microbatch, `load_balancing_loss_func` of the model's
-own modelling module on the logits of that router alone, padding left out; of these numbers the mean over all routers,
-microbatches and data ranks. transformers itself mixes the layers of a batch before it multiplies the shares of tokens
-and of probability, which would need the logits of all stages on one process, and lets layers balance each other out.
+Definition: for every router (one per layer of experts) and every microbatch, the loss is
+`load_balancing_loss_func` of the model's own modeling module, applied to the logits of that router
+alone without padding. The result is the mean over all routers, microbatches and data ranks.
 
-So every number belongs to one layer on one stage, and nothing more passes between stages: a layer's output carries its
-losses along, and the backward pass through that output starts theirs.
+transformers itself combines the layers of a batch before it multiplies the shares of tokens and of
+probability. That would need the logits of all stages on one process, and it lets layers compensate
+for each other.
+
+Here every loss belongs to one layer on one stage, so stages exchange no additional messages. The
+losses of a layer are attached to its output, and the backward pass through that output starts the
+backward pass of the losses.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,11 +39,11 @@ class RouterFormula:
 
     Attributes:
         function: the model's own `load_balancing_loss_func`.
-        num_experts: of a layer.
-        top_k: how many of them a token goes to.
-        coefficient: what the mean is multiplied by.
-        recorder: says which modules are routers, and where in their output the logits are.
-        num_routers: in the whole model.
+        num_experts: number of experts in a layer.
+        top_k: number of experts that each token goes to.
+        coefficient: factor of the mean.
+        recorder: defines which modules are routers, and the position of the logits in their output.
+        num_routers: number of routers in the full model.
     """
 
     function: Callable[..., Tensor]
@@ -58,15 +63,18 @@ class RouterFormula:
         return self.function((logits,), self.num_experts, self.top_k, mask)
 
     def logits_of(self, output: Any) -> Tensor:
-        """Return the logits in what a router gives."""
+        """Return the logits in the output of a router."""
         return output[self.recorder.index] if isinstance(output, tuple) else output
 
 
 def find_formula(model: PreTrainedModel) -> RouterFormula | None:
-    """Return the formula of a whole model, or None if its configuration does not ask for the loss.
+    """Return the formula of a model, or None if its configuration does not ask for the loss.
+
+    Args:
+        model: the full model.
 
     Raises:
-        ModelError: if it asks for what the class does not have.
+        ModelError: if the configuration asks for the loss, but the class does not support it.
     """
     if not asks_for_router_loss(model):
         return None
@@ -90,7 +98,7 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
 
 
 def find_routers(model: nn.Module, recorder: OutputRecorder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every router inside a module."""
+    """Yield the name and the module of every router inside a module."""
     place = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
     for name, module in model.named_modules():
         if isinstance(module, recorder.target_class) and place in f".{name}.":
@@ -98,12 +106,12 @@ def find_routers(model: nn.Module, recorder: OutputRecorder) -> Iterator[tuple[s
 
 
 class RouterLoss:
-    """Adds the gradient of the auxiliary loss to every training step, and its value up.
+    """The auxiliary loss in training: its gradient joins every step, and its value is summed.
 
     Args:
-        formula: of the whole model; None adds nothing.
-        num_replicas: over how many processes gradients are summed that see different samples.
-        device: where to compute.
+        formula: of the full model; None adds nothing.
+        num_replicas: number of processes that get different samples and sum their gradients.
+        device: the device that computes.
     """
 
     def __init__(self, formula: RouterFormula | None, num_replicas: int, device: torch.device) -> None:
@@ -113,22 +121,27 @@ class RouterLoss:
         self._mask: Tensor | None = None
 
     def begin_step(self, num_microbatches: int, loss_scale: float) -> None:
-        """Reset `total`, which then adds up: its sum over the pp and dp axes is the mean.
+        """Reset `total`, which accumulates the losses of a step.
+
+        After the step, the sum of `total` over the pp and dp axes is the mean.
 
         Args:
             num_microbatches: of this process, in this step.
-            loss_scale: what the gradients of this step are multiplied by; `total` is not.
+            loss_scale: factor of the gradients of this step. `total` is not scaled.
         """
         self.total, self._scale = torch.zeros_like(self.total), loss_scale
         if self.formula is not None:
             self._share = 1.0 / (self.formula.num_routers * num_microbatches * self.num_replicas)
 
     def metrics(self, mean: float) -> dict[str, float]:
-        """Return the mean of a step under its name; nothing if the loss is off."""
+        """Return the mean of a step under its name; an empty table if the loss is off."""
         return {} if self.formula is None else {"router_aux_loss": mean}
 
     def watch(self, stage: Stage) -> None:
-        """Let the layers of a stage carry their losses: behind recomputation, before FSDP2 adds hooks of its own."""
+        """Attach the losses of the layers of a stage to the outputs of the layers.
+
+        Call it after recomputation is applied, and before FSDP2 adds its own hooks.
+        """
         if self.formula is None:
             return
         stage.model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
@@ -163,7 +176,10 @@ class RouterLoss:
         function: Callable[..., Any],
         *args: Any,
     ) -> Any:
-        """Recompute with the mask of the same microbatch: the backward pass comes when others have gone forward."""
+        """Let a layer recompute with the mask of its own microbatch.
+
+        Other microbatches may run forward before the backward pass of this one.
+        """
         mask, runs = self._mask, count()
 
         def run(*args: Any) -> Any:
@@ -172,20 +188,24 @@ class RouterLoss:
                 return function(*args)
             finally:
                 if next(runs) > 0:
-                    # No hook of the layer takes what a recomputation leaves, and it would hold all of it.
+                    # No hook of the layer takes the losses of a recomputation, and they would keep
+                    # the recomputed tensors in memory.
                     losses.clear()
 
         return checkpoint(run, *args)
 
     def start_backward(self, losses: Tensor) -> Tensor:
-        """Add the losses of a layer to `total`, once for each backward pass, and return their gradient."""
+        """Add the losses of a layer to `total`, and return their gradient.
+
+        It is called once for each backward pass.
+        """
         assert self.formula is not None
         self.total += losses.double().sum() * self._share
         return torch.full_like(losses, self.formula.coefficient * self._share * self._scale)
 
 
 class _Carry(torch.autograd.Function):
-    """The identity of a hidden state, whose backward pass starts that of the losses beside it.
+    """The identity of the hidden states, whose backward pass starts that of the attached losses.
 
     Source: Megatron-LM, megatron/core/transformer/moe/moe_utils.py, MoEAuxLossAutoScaler.
     """
@@ -194,9 +214,11 @@ class _Carry(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, losses: Tensor, router_loss: RouterLoss
     ) -> Tensor:
-        # Not saved as the tensors of a graph are: a recomputation would have to run to the end of the layer for it.
+        # save_for_backward is not used, because a recomputation would then have to run to the end
+        # of the layer.
         ctx.losses, ctx.router_loss = losses.detach(), router_loss  # type: ignore[attr-defined]
-        # Not a view: a schedule that splits the backward pass detaches the output of its stage in place.
+        # The result must not be a view, because a schedule that splits the backward pass detaches
+        # the output of its stage in place.
         return hidden.detach()
 
     @staticmethod

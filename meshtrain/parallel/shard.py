@@ -1,4 +1,4 @@
-"""Sharding of parameters, gradients and optimizer state over the dp axes (FSDP2)."""
+"""Shard parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
 from functools import partial
 
@@ -21,9 +21,9 @@ _GATHERED = "meshtrain_gathered"
 
 
 def needs_fsdp(plan: ParallelPlan) -> bool:
-    """Return whether FSDP2 has something to do: parameters to shard or offload, or more than one number format to keep.
+    """Return whether a plan needs FSDP2: to shard, to offload, or for several number formats.
 
-    Otherwise it would only copy every parameter and gradient once more per step.
+    Otherwise FSDP2 would only add a copy of every parameter and gradient per step.
     """
     precision = plan.precision
     several_formats = len({precision.parameters, precision.compute, precision.reduce}) > 1
@@ -31,12 +31,12 @@ def needs_fsdp(plan: ParallelPlan) -> bool:
 
 
 def parameter_device(plan: ParallelPlan, device: torch.device) -> torch.device:
-    """Return where parameters, gradients and optimizer state lie between uses."""
+    """Return the device that holds parameters, gradients and optimizer state between uses."""
     return torch.device("cpu") if plan.shard.offload == "cpu" else device
 
 
 def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    """Shard a stage, layer by layer, in place, where `needs_fsdp`."""
+    """Shard a stage in place, layer by layer, if `needs_fsdp` is true for the plan."""
     if not needs_fsdp(plan):
         return
     policy = MixedPrecisionPolicy(
@@ -49,18 +49,19 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     fully_shard(stage.model, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     for module in fsdp_modules(stage.model):
-        # The loss is divided once, by the token count of all processes: gradients are summed and not averaged. The
-        # forced sum keeps torch from a pre-multiplied reduction, which gloo does not have.
+        # The loss is divided once, by the token count of all processes, so gradients are summed.
+        # Without the forced sum, torch would use a pre-multiplied reduction, which gloo lacks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A parameter may have a gradient on another process only: that of an expert which got a token only there.
+        # A parameter may lack a gradient on this process alone: an expert may get tokens elsewhere
+        # only.
         before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
 
 
 def _offload_policy(plan: ParallelPlan, device_type: str) -> OffloadPolicy:
     if plan.shard.offload == "none":
         return OffloadPolicy()
-    # Memory can be pinned for an accelerator only; without one the same path copies nothing.
+    # Memory can be pinned only for an accelerator. Without one, offloading copies nothing.
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
@@ -73,8 +74,9 @@ def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> 
     """Let gradients add up on this process until the last microbatch of a step.
 
     Args:
+        model: with the modules that FSDP2 manages.
         is_last: whether the next backward pass is that of the last microbatch.
-        keep_gathered: do not free gathered parameters before it either.
+        keep_gathered: keep gathered parameters in memory until that pass as well.
     """
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(is_last, recurse=False)
@@ -83,27 +85,34 @@ def defer_reduction(model: nn.Module, *, is_last: bool, keep_gathered: bool) -> 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward without a backward they would go stale at the next optimizer step."""
+    """Free gathered parameters after a forward pass without a backward pass.
+
+    They would be out of date after the next optimizer step.
+    """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def is_gathered(parameter: nn.Parameter) -> bool:
-    """Whether this is what FSDP2 puts in the place of a parameter while it is gathered, and `mark_gathered` saw it."""
+    """Return whether `mark_gathered` has marked a parameter.
+
+    It marks the parameters that FSDP2 puts in place of the sharded ones while these are gathered.
+    """
     return hasattr(parameter, _GATHERED)
 
 
 def mark_gathered(model: nn.Module) -> None:
-    """Let what is gathered now be recognised for ever."""
+    """Mark the parameters that are gathered now, so that `is_gathered` always recognizes them."""
     for module in fsdp_modules(model):
         for parameter in gathered_parameters(module):
             setattr(parameter, _GATHERED, True)
 
 
 def abandon_backward(model: nn.Module) -> None:
-    """Clear away what a backward pass has left that has ended with an exception; its gradients are lost.
+    """Clear the state that a backward pass has left when it ended with an exception.
 
-    FSDP2 would wait for its end for ever, and reduce no gradient again.
+    Its gradients are lost. Otherwise FSDP2 would wait for the end of that pass for ever, and would
+    not reduce a gradient again.
     """
     for module in fsdp_modules(model):
         forget_gathered_gradients(module)

@@ -1,4 +1,4 @@
-"""Tokens that a model has rows for."""
+"""Check that a model has rows for the tokens of a batch."""
 
 from torch import Tensor
 
@@ -9,18 +9,18 @@ from meshtrain.runtime.mesh import axis_size
 
 
 def check_tokens(pipeline: Pipeline, ids: object, *, what: str = "input_ids") -> None:
-    """Check that the model knows all tokens, where neither its embedding nor its loss would tell.
+    """Check that the model knows all tokens, if neither its embedding nor its loss would fail.
 
-    Split over tp, an embedding gives zeros for a token that no process has a row for, and a loss takes the logit of
-    such a label for 0; under pp the other stages would wait.
+    An embedding that is split over tp returns zeros for a token without a row on any process, and a
+    loss uses 0 as the logit of such a label. Under pp the other stages would wait.
 
     Args:
-        pipeline: that is to compute.
-        ids: token ids; anything else is not looked at.
-        what: the name that they have in the batch.
+        pipeline: the pipeline that will compute.
+        ids: token ids. Anything that is not a tensor is not checked.
+        what: the name of the ids in the batch.
 
     Raises:
-        DataError: if there are others.
+        DataError: if the model does not know some of the tokens.
     """
     if not isinstance(ids, Tensor) or ids.numel() == 0 or axis_size(pipeline.mesh, *MODEL_AXES) == 1:
         return
