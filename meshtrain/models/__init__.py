@@ -1,0 +1,17 @@
+"""Hugging Face models: how to build, check, initialize and load them, and facts about their parts.
+
+adapters: LoRA layers of peft, taken off a model and put back.
+build: the configuration and the stock model on the meta device.
+flops: floating-point operations, counted from the structure of a model.
+fused: fused projections, which are kept in parts.
+initialize: random initialization that is the same on every mesh.
+layer_config: the configuration of a single layer.
+layout: the part of a global tensor that a process holds.
+patterns: module patterns of a plan.
+rotary: rotary modules whose frequencies depend on the sequence length.
+ties: a check of tied weights.
+tiles: random numbers for a sharded tensor.
+undeclared: configuration values that transformers uses without declaring them.
+values: a check of configuration values.
+weights: pretrained weights from safetensors files.
+"""

@@ -1,8 +1,8 @@
-"""LoRA adapters of `peft`: taken off a model, so that it is the stock model again, and put back.
+"""LoRA adapters of `peft`: take them off a model, which leaves the stock model, and put them back.
 
-Whatever names modules (plans, rules, cuts, checkpoints) sees the stock model. The layers of peft themselves compute:
-base(x) + B(A(dropout(x))) * scaling. peft is an optional package and not imported here: its layers are known by what
-they are made of.
+Code that refers to modules by name (plans, rules, cuts, checkpoints) uses the stock model. peft's
+own layers compute base(x) + B(A(dropout(x))) * scaling. peft is an optional package and is not
+imported here, so its layers are recognized by the names of their children.
 
 Source: Low-Rank Adaptation, Hu et al. (arXiv:2106.09685).
 """
@@ -31,16 +31,17 @@ CHANGES = ("merge", "update_layer", "delete_adapter")
 
 
 def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
-    """Put the base layer of every adapted module back in its place, in place.
+    """Replace every adapted module by its base layer, in place.
 
     Args:
-        model: the model that peft has changed, not the PeftModel around it (that is `peft_model.get_base_model()`).
+        model: the model that peft has changed, `peft_model.get_base_model()`. It is not the
+            PeftModel around it.
 
     Returns:
         FQN of the stock module -> peft's layer without its base layer; empty for a stock model.
 
     Raises:
-        ModelError: for adapters that cannot be computed in parallel, one line for each kind.
+        ModelError: for adapters that cannot be computed in parallel, with one line for each kind.
     """
     adapted = {name: module for name, module in model.named_modules() if is_adapted(module)}
     _check_supported(model, adapted)
@@ -58,7 +59,10 @@ def put_on_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def adapters_held_by(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers of the modules that a stage holds: of those of other stages it has stubs without parameters."""
+    """Return the layers of the modules that a stage holds.
+
+    Modules of other stages are recognized as stubs, because they have no parameters.
+    """
     modules = dict(model.named_modules())
     return {
         name: layer
@@ -68,7 +72,10 @@ def adapters_held_by(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[
 
 
 def forbid_changes(layers: Mapping[str, nn.Module]) -> None:
-    """Let peft's functions fail that would compute with shards as if they were whole, or add what is not sharded."""
+    """Make those functions of peft fail that would treat shards as full tensors.
+
+    This includes functions that would add parameters that are not sharded.
+    """
     for layer in layers.values():
         replace_methods(layer, **dict.fromkeys(CHANGES, _refuse_change))
         set_unload(layer, _refuse_change)
@@ -83,7 +90,7 @@ def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """Give the block the stock model, and the layers that were taken off it."""
+    """Turn a model into the stock model inside the block, and yield the layers taken off it."""
     layers = take_off_adapters(model)
     try:
         yield layers
@@ -92,29 +99,32 @@ def without_adapters(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Tell whether a module is one of peft's LoRA layers around a stock module."""
+    """Return whether a module is one of peft's LoRA layers around a stock module."""
     return {BASE, "lora_A", "lora_B"} <= {name for name, _ in module.named_children()}
 
 
 def stock_name(name: str) -> str:
-    """Return the FQN of a parameter of an adapted model: that of the stock model, or peft's own for an adapter."""
+    """Return the FQN that a parameter of an adapted model has in the stock model.
+
+    The name of an adapter's parameter stays as it is.
+    """
     return name.replace(f".{BASE}.", ".")
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Tell from its FQN whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter, by its FQN."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def adapter_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Return FQN -> parameter of layers that are taken off."""
+    """Return FQN -> parameter of layers that were taken off a model."""
     return {
         f"{name}.{kind}": parameter for name, layer in layers.items() for kind, parameter in layer.named_parameters()
     }
 
 
 def adapters_of(layer: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
-    """Return the name, A and B of every adapter of a layer."""
+    """Return the name and the modules A and B of every adapter of a layer."""
     downs, ups = layer.lora_A, _ups(layer)
     assert isinstance(downs, nn.ModuleDict)
     return [(name, downs[name], ups[name]) for name in downs]
@@ -128,12 +138,14 @@ def _ups(layer: nn.Module) -> nn.ModuleDict:
 def unfuse_adapters(
     layers: Mapping[str, nn.Module], model: nn.Module, fused: Iterable[FusedParameter]
 ) -> list[FusedParameter]:
-    """Give B of every adapter of a fused projection the parts that the projection has; A serves them all.
+    """Split B of every adapter of a fused projection into the parts of the projection.
+
+    All parts share A.
 
     Args:
-        layers: taken off `model`; changed in place.
+        layers: taken off `model`. They are changed in place.
         model: with its projections in parts.
-        fused: which parts these are.
+        fused: these parts.
 
     Returns:
         One entry per changed parameter.
@@ -155,17 +167,19 @@ def unfuse_adapters(
 
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, layers: Mapping[str, nn.Module], *, seed: int) -> None:
-    """Fill adapters as peft does: A uniformly or from a normal distribution, B with zeros; alike on every mesh.
+    """Fill adapters as peft does, with the same values on every mesh.
+
+    A is drawn from a uniform or a normal distribution, and B is zero.
 
     Args:
-        model: knows the configuration of its adapters.
-        layers: materialised.
+        model: has the configuration of its adapters.
+        layers: materialized.
         seed: of the run.
 
     Raises:
-        ModelError: for an initialisation that is computed from the weights.
+        ModelError: for an initialization that is computed from the weights.
     """
-    # A parallel model that was never adapted says so to whoever asks it in the usual way.
+    # `model.peft_config` would raise an error for a parallel model without adapters.
     configs: Mapping[str, Any] = vars(model).get("peft_config", {})
     for name, layer in layers.items():
         for adapter, down, up in adapters_of(layer):

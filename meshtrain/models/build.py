@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM on the meta device: all of its structure, none of its bytes."""
+"""Build a Hugging Face causal LM on the meta device: its full structure, but no memory."""
 
 import copy
 import difflib
@@ -38,9 +38,9 @@ from meshtrain.models.rotary import probed
 from meshtrain.models.undeclared import changes_others, names_used
 from meshtrain.models.values import value_problems
 
-# What transformers raises for a value that it does not like: of another type, or one that contradicts another.
+# Errors that transformers raises for a value of the wrong type, or one that contradicts another.
 REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError)
-# What its code, and torch's, raise when they calculate with a value that nothing has checked.
+# Errors of the code of transformers and torch when it computes with a value that nothing checked.
 FAILURES = (ArithmeticError, LookupError, RuntimeError)
 MOST_MODULES, LONGEST_REASON = 500_000, 600
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -53,10 +53,11 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
 
     Args:
         model: from the run file.
-        end_id: token that ends a document, for a new model that does not say its own.
+        end_id: the token that ends a document, for a new model whose configuration sets none.
 
     Raises:
-        ModelError: for an unknown type, a directory that holds no model, or a value that the model does not have.
+        ModelError: for an unknown type, a directory without a model, or a value that the model does
+            not have.
     """
     if model.type is not None:
         build = partial(_config_of_type, model.type)
@@ -80,11 +81,12 @@ def build_model(
     """Build the stock model on the meta device, in training mode.
 
     Args:
-        config: the Hugging Face configuration; it is not changed.
-        dtype: of every parameter, whatever the configuration says (a bfloat16 file trains with float32 parameters).
-        attention: an attention implementation of transformers; None: that of the configuration if it names one, else
-            what transformers takes for this class by itself.
-        trust_remote_code: run Python code that comes with the model.
+        config: the Hugging Face configuration. It is not changed.
+        dtype: of every parameter. It overrides the configuration, so that a bfloat16 model can be
+            trained with float32 parameters.
+        attention: an attention implementation of transformers. None: that of the configuration if
+            it names one, else the default of transformers for this class.
+        trust_remote_code: whether to run Python code that comes with the model.
 
     Raises:
         ModelError: if transformers refuses the configuration.
@@ -113,7 +115,10 @@ def build_model(
 
 @contextmanager
 def _few_modules(model_type: str) -> Iterator[None]:
-    """Stop building a model that would take hours: some value of its configuration is far too large."""
+    """Stop the building of a model with too many modules, which would take hours.
+
+    Some value of its configuration is then far too large.
+    """
     numbers = itertools.count(1)
 
     def count(*_: object) -> None:
@@ -131,7 +136,10 @@ def _few_modules(model_type: str) -> Iterator[None]:
 
 
 def stock_class(model: nn.Module) -> Any:
-    """Return the class of transformers, or of custom code, that a model is of: FSDP2 and meshtrain derive from it."""
+    """Return the class of a model in transformers or in custom code.
+
+    FSDP2 and meshtrain derive their own classes from it.
+    """
     return next(kind for kind in type(model).__mro__ if not any(map(_is_mixed_in, kind.__mro__)))
 
 
@@ -140,36 +148,37 @@ def _is_mixed_in(kind: type) -> bool:
 
 
 def stock_like(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a whole, unchanged model on meta of the class and configuration of one that was cut or sharded.
+    """Return a full, unchanged model on meta for a model that was cut or sharded.
 
     Args:
-        dtype: in which it is built; None: that of `model`.
+        model: defines the class and the configuration.
+        dtype: of the parameters; None: that of `model`.
     """
     return stock_model(stock_class(model), model.config, dtype or model.dtype)
 
 
 def stock_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model of any class of transformers on meta; the configuration is not changed."""
+    """Build a model of any class of transformers on meta, without a change of the configuration."""
     with torch.device("meta"):
         return build(kind, copy.deepcopy(config), dtype)
 
 
 def stored_generation_config(directory: Path) -> GenerationConfig | None:
-    """Return how the model in a directory writes where it is not told; None if the directory does not say it."""
+    """Return the generation defaults of the model in a directory; None if it stores none."""
     inside = _description(directory)
     return GenerationConfig.from_pretrained(inside) if (inside / GENERATION_CONFIG_NAME).is_file() else None
 
 
 def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:
-    """Return where the files of a model lie: a directory, or what the hub's cache holds for a hub id.
+    """Return the directory with the files of a model. For a hub id it is in the hub's cache.
 
     Args:
         path: of the directory, or the hub id.
-        asked: the name under which a person gave it.
+        asked: the name of the setting or argument that the user set, for messages.
 
     Raises:
-        ModelError: if there is no such directory, and it is no hub id, or one that is not in the cache and cannot be
-            fetched.
+        ModelError: if the directory does not exist and `path` is not a hub id, or is a hub id that
+            is not in the cache and cannot be downloaded.
     """
     found, what = Path(path), f"{asked} = {str(path)!r}"
     if str(path) and found.is_dir():
@@ -185,7 +194,10 @@ def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:
 
 
 def _description(directory: Path) -> Path:
-    """Return where the configuration of a local model lies: a checkpoint of meshtrain has a directory for it."""
+    """Return the directory with the configuration of a local model.
+
+    In a checkpoint of meshtrain that is an inner directory.
+    """
     inside = directory / "huggingface"
     return inside if (inside / "config.json").is_file() else directory
 
@@ -196,7 +208,7 @@ def _config_of_type(model_type: str, values: dict) -> PretrainedConfig:
         hint = f"; did you mean {near[0]!r}?" if near else "; see the model types of transformers"
         raise ModelError(f"model.type = {shortened(repr(model_type))}: transformers has no such model type{hint}")
     verbosity = logging.get_verbosity()
-    # It warns that the default end token of the type is outside of a smaller vocabulary.
+    # transformers warns that the default end token of the type is outside of a smaller vocabulary.
     logging.set_verbosity_error()
     try:
         return AutoConfig.for_model(model_type, **values)
@@ -235,10 +247,13 @@ def _refusal(model_type: str, error: Exception) -> ModelError:
 
 
 def _sees_what_comes(model: PreTrainedModel) -> bool:
-    """Whether a model is an encoder unless its configuration says otherwise, and it does not."""
+    """Return whether a model sees later tokens, as its configuration does not make it a decoder.
+
+    That is found by comparing its operators with those of the same model as a decoder.
+    """
     if getattr(model.config, "is_decoder", True):
         return False
-    # Some decoders have the value too, and never ask for it.
+    # Some decoders have the value too, but never use it.
     config = copy.deepcopy(model.config)
     config.is_decoder = True
     with torch.device("meta"):
@@ -246,12 +261,12 @@ def _sees_what_comes(model: PreTrainedModel) -> bool:
     try:
         return _operators_of(model) != _operators_of(decoder)
     except (*REFUSALS, RuntimeError, IndexError, AttributeError):
-        # Nobody knows; as a decoder it does no harm.
+        # The comparison failed, so the result is unknown. is_decoder = true does no harm.
         return True
 
 
 def _operators_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Return the operators that a forward pass on meta runs, each with what it is given besides tensors."""
+    """Return the operators that a forward pass on meta runs, each with its numbers as arguments."""
     ids = torch.ones(1, PROBE_LENGTH, dtype=torch.long, device="meta")
     with _Operators() as operators, torch.no_grad(), probed(model.eval(), PROBE_LENGTH):
         model(input_ids=ids, use_cache=False)
@@ -259,7 +274,7 @@ def _operators_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 
 class _Operators(OperatorMode):
-    """Notes what is run."""
+    """Records the operators that run, with their arguments that are numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,16 +282,16 @@ class _Operators(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ITEMS and args[0].is_meta:
-            # There is no value, and both passes must go on alike.
+            # A meta tensor has no value, and both passes must continue in the same way.
             return 1
-        # Not lists: they may hold tensors.
+        # Lists are left out, because they may hold tensors.
         given = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
         self.found.append((func, *given))
         return func(*args, **(kwargs or {}))
 
 
 def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
-    # A class that comes with its own code is in no list; transformers checks it.
+    # A class from custom code is not in the mapping. transformers checks it.
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not supports_sdpa(model_class):
         raise ModelError(
@@ -292,12 +307,15 @@ def _check_values(config: PretrainedConfig, model: ModelConfig, changes: Callabl
 
 
 def _check_names(config: PretrainedConfig, model: ModelConfig, changes: Callable[[str], bool]) -> None:
-    """Check that every name is declared by the configuration, or used though it is not.
+    """Check that the configuration declares every name, or that transformers uses it undeclared.
 
-    transformers keeps every keyword as an attribute: a typing mistake would train another model.
+    transformers stores every keyword as an attribute, so a misspelled name would train another
+    model without an error.
 
     Args:
-        changes: whether a name that is not declared changes values that are.
+        config: declares names.
+        model: from the run file, with the names to check.
+        changes: returns whether an undeclared name changes declared values.
     """
     declared = {*config.to_dict(), *config.attribute_map}
     unknown = [name for name in model.config if name not in declared]
@@ -313,9 +331,12 @@ def _check_names(config: PretrainedConfig, model: ModelConfig, changes: Callable
 
 
 def refusal_reason(error: Exception) -> str:
-    """Return one line; the checks of a configuration's values hide the reason in the cause."""
+    """Return the reason of an error in one line.
+
+    The checks of configuration values store the reason in the cause of the error.
+    """
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         return shortened(str(error.__cause__), LONGEST_REASON)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # What the first line announces is in the next ones.
+    # A first line that ends with a colon introduces the next ones.
     return shortened(" ".join(lines) if lines[0].endswith(":") else lines[0], LONGEST_REASON)

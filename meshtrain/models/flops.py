@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted from its structure."""
+"""Count the floating-point operations of a model from its structure."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from meshtrain.models.layer_config import config_of_layer
 
 
 def matmul_parameters(module: nn.Module) -> float:
-    """Count the parameters that a token is multiplied with: matrices, but no lookup tables.
+    """Count the parameters that a token is multiplied with: matrices without lookup tables.
 
-    Of experts that are stacked in one parameter it meets those that its router chooses: their share of the parameter.
+    Of experts that are stacked in one parameter, only the share that a router chooses is counted.
     """
     chosen = _chosen_experts(module)
     return sum(
@@ -19,29 +19,32 @@ def matmul_parameters(module: nn.Module) -> float:
         for child in module.modules()
         if not isinstance(child, nn.Embedding)
         for name, parameter in child.named_parameters(recurse=False)
-        # The biases of stacked experts are rows in a matrix too.
+        # The biases of stacked experts form a matrix too, but are only added.
         if parameter.dim() >= 2 and not name.endswith("bias")
     )
 
 
 def _chosen_experts(layer: nn.Module) -> int | None:
-    """Return how many experts a token goes to in a layer, by its router: a configuration may differ between layers."""
+    """Return the number of experts that a token goes to in a layer, or None without experts.
+
+    The number is read from the router, because the configuration may differ between layers.
+    """
     found = (getattr(child, "top_k", None) or _asked(child) for child in layer.modules())
     return next((number for number in found if isinstance(number, int)), None)
 
 
 def _asked(module: nn.Module) -> int | None:
-    # Gemma 4's router asks its configuration each time.
+    # Gemma 4's router has no attribute for it, and reads its configuration each time.
     return getattr(getattr(module, "config", None), "top_k_experts", None)
 
 
 def _is_stack(module: nn.Module, parameter: nn.Parameter) -> bool:
-    # A router has the number too, but no third dimension.
+    # The weight of a router has the same number of rows, but not a third dimension.
     return parameter.dim() > 2 and len(parameter) == getattr(module, "num_experts", None)
 
 
 def flops_of_layers(layers: Iterable[nn.Module], config: PretrainedConfig, sequence_length: int) -> list[float]:
-    """Return the FLOPs of each decoder layer of a model, forward and backward, per token."""
+    """Return the FLOPs per token of each decoder layer of a model, forward and backward."""
     return [
         layer_flops_per_token(layer, config_of_layer(config, index), sequence_length)
         for index, layer in enumerate(layers)
@@ -49,10 +52,10 @@ def flops_of_layers(layers: Iterable[nn.Module], config: PretrainedConfig, seque
 
 
 def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_length: int) -> float:
-    """Return the FLOPs of one decoder layer, forward and backward, per token.
+    """Return the FLOPs per token of one decoder layer, forward and backward.
 
-    6 per matrix parameter that the token meets (2 forward, 4 backward), and 12 * seq * width / 2 for causal attention
-    scores and values, in a model that has attention heads.
+    They are 6 per matrix parameter that the token is multiplied with (2 forward, 4 backward). A
+    model with attention heads adds 12 * seq * width / 2 for causal attention scores and values.
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
@@ -63,5 +66,8 @@ def layer_flops_per_token(layer: nn.Module, config: PretrainedConfig, sequence_l
 
 
 def flops_of_modules(modules: Iterable[nn.Module]) -> float:
-    """Return the FLOPs of modules around the layers (projections, head), forward and backward, per token."""
+    """Return the FLOPs per token of modules around the layers, forward and backward.
+
+    Such modules are projections and the head.
+    """
     return 6.0 * sum(map(matmul_parameters, modules))

@@ -1,9 +1,10 @@
-"""Fused projections: one parameter in the stock model, several in ours.
+"""Fused projections: one parameter in the stock model, several in meshtrain's.
 
-A fused projection (GPT-2's `c_attn`) cannot be sharded as it stands: a contiguous shard of [q | k | v] mixes them, and
-torch's `_StridedShard` is silently wrong for it under FSDP2. So its parts become children of their own, on every mesh,
-tp = 1 included, and this file holds the two-way mapping to the stock names. The stacked weights of experts,
-(experts, gate and up, hidden), only get their parts on a dimension of their own: that costs no copy.
+A fused projection (GPT-2's `c_attn`) cannot be sharded directly, because a contiguous shard of
+[q | k | v] mixes the three. torch's `_StridedShard` computes wrong results for it under FSDP2,
+without an error. So its parts become separate children on every mesh, including tp = 1. This file
+holds the mapping to the stock names and back. In the stacked weights of experts, (experts, gate and
+up, hidden), the parts only get a separate dimension, which needs no copy.
 """
 
 import copy
@@ -24,14 +25,15 @@ KEY = "tensor.fused"
 
 @dataclass(frozen=True)
 class FusedParameter:
-    """A stock parameter that we keep in parts.
+    """A stock parameter that meshtrain keeps in parts.
 
     Attributes:
         name: the stock FQN, such as "transformer.h.0.attn.c_attn.weight".
-        parts: our FQNs in order, such as "transformer.h.0.attn.c_attn.q.weight".
+        parts: the FQNs of the parts in order, such as "transformer.h.0.attn.c_attn.q.weight".
         dim: the tensor dimension along which the parts are joined.
-        sizes: of the parts along it; empty: they are equal.
-        stacked: number of equal parts that stay one parameter, on a dimension of their own before `dim`; else 0.
+        sizes: of the parts along `dim`; empty: they are equal.
+        stacked: number of equal parts that stay one parameter, with a separate dimension for the
+            parts at `dim`; 0 if the parts are separate parameters.
     """
 
     name: str
@@ -41,19 +43,19 @@ class FusedParameter:
     stacked: int = 0
 
     def split(self, stock: Tensor) -> dict[str, Tensor]:
-        """Return our tensors by name."""
+        """Return the tensors of the parts by name."""
         if self.stacked:
             return {self.parts[0]: stock.unflatten(self.dim, (self.stacked, -1))}
         pieces = stock.split(list(self.sizes), self.dim) if self.sizes else stock.chunk(len(self.parts), self.dim)
         return dict(zip(self.parts, pieces, strict=True))
 
     def join(self, ours: Sequence[Tensor]) -> Tensor:
-        """Return the stock tensor from all of our tensors in order."""
+        """Return the stock tensor, joined from the tensors of all parts in order."""
         return ours[0].flatten(self.dim, self.dim + 1) if self.stacked else torch.cat(list(ours), self.dim)
 
 
 class UnfusedProjection(nn.Module):
-    """Stands where a fused projection stood: one child per part, outputs joined as the model expects them."""
+    """The replacement of a fused projection: one child per part, with the outputs joined."""
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -61,23 +63,26 @@ class UnfusedProjection(nn.Module):
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project `x` (batch, seq, hidden) by every part and join the results along the last dimension."""
+        """Project `x` (batch, seq, hidden) by every part, and join the results along the last dim."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
 def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]:
-    """Replace every fused projection by its parts, values included.
+    """Replace every fused projection by its parts, including their values.
 
     Args:
-        model: a stock model; changed in place.
-        fused: pattern of a module, or of a stacked parameter -> names of its equal parts, or part -> its share: a
-            number, or the name of one in the model's configuration.
+        model: a stock model. It is changed in place.
+        fused: pattern of a module or of a stacked parameter -> names of its equal parts, or
+            part -> share. A share is a number, or the name of a number in the model's
+            configuration.
 
     Returns:
-        One entry per fused parameter, in the order of the model.
+        One entry per fused parameter: those of modules first, then the stacked ones, each in the
+        order of the model.
 
     Raises:
-        PlanError: for a pattern that matches nothing, a module that is no projection, or parts that do not divide it.
+        PlanError: for a pattern that matches nothing, a module that is not a projection, or parts
+            that do not divide it.
     """
     entries = []
     for name, parts in match_names(_names(model), fused, KEY).items():
@@ -91,13 +96,13 @@ def unfuse(model: nn.Module, fused: Mapping[str, Parts]) -> list[FusedParameter]
 
 
 def fused_modules(model: nn.Module, fused: Mapping[str, Parts]) -> list[str]:
-    """Return the names of the modules that `unfuse` would replace by others."""
+    """Return the names of the modules that `unfuse` would replace."""
     modules = {name for name, _ in model.named_modules()}
     return [name for name in match_names(_names(model), fused, KEY) if name in modules]
 
 
 def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
-    """Return whole tensors under our names: every fused one in its parts."""
+    """Return full tensors, with every fused one replaced by its parts under their names."""
     result = dict(stock)
     for entry in fused:
         result.update(entry.split(result.pop(entry.name)))
@@ -105,7 +110,7 @@ def split_parts(stock: Mapping[str, Tensor], fused: Iterable[FusedParameter]) ->
 
 
 def join_parts(ours: Mapping[str, Tensor], fused: Iterable[FusedParameter]) -> dict[str, Tensor]:
-    """Return whole tensors under the stock names, of those that are there."""
+    """Return full tensors under the stock names, with the parts that are present joined."""
     result = dict(ours)
     for entry in fused:
         if entry.parts[0] in result:
@@ -143,7 +148,7 @@ def _stack(module: nn.Module, name: str, kind: str, shares: Mapping[str, int]) -
 
 
 class StackedParameters:
-    """Mixed into a module whose parameters are stacked: its own forward sees them as the stock model shapes them."""
+    """A mixin for modules with stacked parameters: their forward gets these in the stock shape."""
 
     stacked_dims: Mapping[str, int]
 
@@ -177,10 +182,11 @@ def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> It
 def split_projection(
     module: nn.Linear | Conv1D, name: str, widths: Mapping[str, int]
 ) -> tuple[UnfusedProjection, list[FusedParameter]]:
-    """Return the parts of a projection, values included, and one entry per parameter of it.
+    """Return the parts of a projection with their values, and one entry per parameter.
 
     Args:
-        name: its FQN.
+        module: the fused projection. It is not changed.
+        name: FQN of the projection.
         widths: part -> number of its outputs.
     """
     dim, sizes = 0 if isinstance(module, nn.Linear) else 1, tuple(widths.values())
@@ -194,7 +200,7 @@ def split_projection(
 
 
 def _take_part(module: nn.Linear | Conv1D, dim: int, start: int, width: int) -> nn.Module:
-    # Hooks and buffers of its own: a shallow copy would share them with the other parts.
+    # Each part needs its own hooks and buffers. A shallow copy would share them with other parts.
     part = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     for kind, parameter in module.named_parameters():
         values = parameter.detach().narrow(dim if kind == "weight" else 0, start, width).clone()

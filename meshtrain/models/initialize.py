@@ -1,7 +1,7 @@
-"""Random initialisation: the same values on every mesh, without a seed checkpoint.
+"""Random initialization: the same values on every mesh, without a seed checkpoint.
 
-Hugging Face's own rules say which distribution each parameter gets; only the drawing is replaced: it is done tile by
-tile.
+Hugging Face's own rules define the distribution of each parameter. Only the drawing is replaced:
+values are drawn tile by tile.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,8 @@ from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.models.rotary import forget_sequences
 from meshtrain.models.tiles import fill_tiles, seeded_stream
 
-# Their values do not depend on the shape of the tensor they fill, so a tile may be filled alone.
+# The values of these functions do not depend on the shape of the filled tensor, so each tile can be
+# filled separately.
 TILED = ("normal_", "uniform_", "trunc_normal_")
 CONSTANT = ("constant_", "ones_", "zeros_")
 DRAWS = ("normal_", "uniform_", "exponential_", "random_", "bernoulli_")
@@ -47,13 +48,14 @@ def materialize(
     tied: Mapping[str, str],
     parameter_device: torch.device | None = None,
 ) -> None:
-    """Give a meta model memory on `device`, without values.
+    """Allocate memory on `device` for a meta model, without values.
 
     Args:
-        model: already cut and sharded; each process allocates only its shards.
-        device: where to.
-        tied: name of a tied parameter -> name of its original, wherever `model` holds both; `to_empty` parts them.
-        parameter_device: where the parameters lie, if they are offloaded.
+        model: already cut and sharded. Each process allocates only its shards.
+        device: of the buffers, and of the parameters unless these are offloaded.
+        tied: name of a tied parameter -> name of its original. Where `model` holds both, they are
+            made one parameter again, because `to_empty` separates them.
+        parameter_device: of the parameters, if they are offloaded.
     """
     model.to_empty(device=parameter_device or device)
     for module in model.modules():
@@ -71,13 +73,17 @@ def materialize(
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str, str]) -> None:
-    """Fill every parameter and buffer of a materialised model (or stage) as Hugging Face would, and adapters as peft.
+    """Fill all parameters and buffers of a materialized model or stage with initial values.
+
+    The values follow the rules of Hugging Face, and those of peft for adapters.
 
     Args:
-        model: its parameters may be DTensors; stubs without parameters may stand for what lies elsewhere.
+        model: its parameters may be DTensors. Stubs without parameters may replace modules that
+            other stages hold.
         seed: of the run.
-        names: parameter name in the stock model -> FQN under which it draws; the copy of a tied weight on another stage
-            draws under the name of the original, so both are equal without communication.
+        names: parameter name in the stock model -> FQN that seeds its values. The copy of a tied
+            weight on another stage uses the name of the original, so both are equal without
+            communication.
 
     Raises:
         ModelError: for a parameter whose rule cannot be reproduced on every mesh.
@@ -106,7 +112,10 @@ def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str
 
 @torch.no_grad()
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are in no checkpoint (rotary frequencies) again, and leave the parameters alone."""
+    """Compute the buffers that checkpoints do not contain, such as rotary frequencies.
+
+    The parameters are not changed.
+    """
     for parameter in model.parameters():
         mark_initialized(parameter)
     _apply_hf_rules(model)
@@ -123,7 +132,10 @@ def _apply_hf_rules(model: PreTrainedModel) -> None:
 
 
 def _initialize_activations(model: nn.Module) -> None:
-    """Fill what an activation (xIELU) learns: transformers has no rule for it but its constructor."""
+    """Fill the parameters and buffers of activations, such as xIELU.
+
+    The only rule that transformers has for them is their constructor.
+    """
     for module in model.modules():
         kind = next((kind for kind in type(module).__mro__ if kind.__module__ == activations.__name__), None)
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
@@ -134,7 +146,10 @@ def _initialize_activations(model: nn.Module) -> None:
 
 
 def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "_Filler") -> None:
-    """Check that the rule of a head would fill its embedding alike: on another stage only that one's rule is run."""
+    """Check that the rule of a head would fill its embedding in the same way.
+
+    The reason is that the stage of the embedding runs only the rule of the embedding.
+    """
     with torch.device("meta"):
         embedding = nn.Embedding(head.shape[0], head.shape[1])
     initialize_module(model, embedding)
@@ -155,7 +170,7 @@ def _check_buffers(model: PreTrainedModel) -> None:
 
 
 class _Filler:
-    """Stands in for torch's init functions while the rules of the model run."""
+    """The replacement of torch's init functions while the rules of the model run."""
 
     def __init__(self, seed: int, names: dict[int, str]) -> None:
         self.seed, self.names = seed, names
@@ -176,8 +191,9 @@ class _Filler:
                     "mesh; start from pretrained weights instead"
                 )
             elif kind in TILED:
-                # A tied weight may be filled twice at pp = 1 (as embedding, then as head) and once at pp = 2, so the
-                # key holds no count of fills: the second fill writes the same stream again.
+                # At pp = 1 a tied weight may be filled twice (as embedding, then as head), and at
+                # pp = 2 once. So the key contains no count of fills: a second fill writes the same
+                # values again.
                 fill_tiles(
                     tensor,
                     lambda tile, stream: original(tile, *args, generator=stream, **kwargs),
@@ -194,7 +210,7 @@ class _Filler:
         return fill
 
     def copy(self, tensor: Tensor, value: Tensor) -> Tensor:
-        """Fill with a value that the rule has computed for the whole tensor."""
+        """Fill a tensor with a value that the rule has computed for the full tensor."""
         if is_marked(tensor):
             return tensor
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
@@ -209,7 +225,10 @@ class _Filler:
 
 
 class _NoShardedDraws(OperatorMode):
-    """Refuses a rule that draws a sharded tensor by itself: each process would draw its own part."""
+    """A check that no rule draws a sharded tensor itself, without torch's init functions.
+
+    Each process would draw its own part.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -226,7 +245,10 @@ class _NoShardedDraws(OperatorMode):
 
 
 def _seeded_rules(model: PreTrainedModel, seed: int) -> AbstractContextManager[None]:
-    """Let a rule that draws by itself (Mamba's time steps) draw the same wherever its module lies."""
+    """Seed the rules that draw themselves (Mamba's time steps) by the name of their module.
+
+    They then draw the same values on any stage.
+    """
     names = {id(module): name for name, module in model.named_modules()}
 
     def run(module: nn.Module, rule: Rule) -> None:
@@ -238,8 +260,9 @@ def _seeded_rules(model: PreTrainedModel, seed: int) -> AbstractContextManager[N
 
 
 def _zero_padding_rows(model: nn.Module) -> None:
-    # transformers zeroes the row of a DTensor in a copy, and at pp = 1 the rule of a tied head runs after it. The head
-    # copy on another stage has no padding index of its own: it is an embedding's twin and gets it from there.
+    # transformers zeroes the row only in a copy of a DTensor, and at pp = 1 the rule of a tied head
+    # runs after that of the embedding. The copy of the embedding in a head on another stage has no
+    # padding index of its own, so the cut sets it to that of the embedding.
     for module in model.modules():
         padding_index, weight = getattr(module, "padding_idx", None), getattr(module, "weight", None)
         if padding_index is not None and isinstance(weight, Tensor):

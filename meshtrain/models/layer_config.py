@@ -1,4 +1,4 @@
-"""What a configuration says of its layers: in most models the same of all of them."""
+"""Read the configuration of single layers, which in most models is the same for all of them."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ def config_of_layer(config: PretrainedConfig, index: int) -> PretrainedConfig:
 
 
 def values_in_layers(config: PretrainedConfig, name: str) -> list[Any]:
-    """Return the values that the layers have for a name, each once; None for one without it.
+    """Return the different values that the layers have for a name; None for a layer without one.
 
-    transformers refuses to name one value for a model whose layers have several.
+    transformers does not return a single value for a model whose layers differ.
     """
     text = config.get_text_config()
     count = text.num_hidden_layers if getattr(text, "is_heterogeneous", False) else 1

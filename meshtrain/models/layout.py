@@ -1,4 +1,4 @@
-"""Which part of a global tensor lies on this process."""
+"""Find the part of a global tensor that this process holds."""
 
 import functools
 import itertools
@@ -13,15 +13,16 @@ from meshtrain.compat.dtensor import is_split_late, split, split_dim
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` that lies on this process (all of it for a plain tensor)."""
+    """Return the part of `tensor` that this process holds; a plain tensor is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_indices(tensor: Tensor) -> list[Tensor]:
-    """Return, for each tensor dimension, the global indices that lie on this process, in local order.
+    """Return, for each tensor dimension, the global indices held by this process, in local order.
 
-    Holds for every mix of Shard and the _StridedShard that FSDP2 over tensor parallel makes: each placement splits
-    what those before it have left, so one vector per dimension describes the local block.
+    This is correct for every mixture of Shard and the _StridedShard that FSDP2 makes of tensor
+    parallel parameters. Each placement splits the result of the placements before it, so one vector
+    per dimension describes the local block.
     """
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -31,14 +32,18 @@ def local_indices(tensor: Tensor) -> list[Tensor]:
 
 
 def local_ranges(tensor: Tensor) -> list[slice]:
-    """Return `local_indices` as ranges: every split is contiguous, so what lies on a process is one block."""
+    """Return `local_indices` as ranges.
+
+    Every split is contiguous, so a process holds one block.
+    """
     return _ranges(local_indices(tensor))
 
 
 def holders_of(tensor: DTensor) -> list[tuple[int, list[slice]]]:
-    """Return which rank holds which block of a tensor, as a range in every dimension.
+    """Return the ranks that hold the blocks of a tensor, each with a range in every dimension.
 
-    Every block is there once, with the first rank of the mesh that holds it; empty blocks are left out.
+    Every block appears once, with the first rank of the mesh that holds it. Empty blocks are left
+    out.
     """
     return _holders(tensor.shape, tensor.device_mesh, tensor.placements)
 
@@ -62,9 +67,10 @@ def _split_indices(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> list[Tensor]:
     indices = [torch.arange(size) for size in shape]
-    # _StridedShard says: FSDP2 split what tensor parallelism had left, although its axis comes first. Splitting in that
-    # order is exact. Torch's own arithmetic with split_factor is off by rows for some uneven sizes: 13 rows over
-    # dp_shard = 3 x tp = 2, or GPT-2's vocabulary of 50257 over dp_shard = 4 x tp = 2.
+    # _StridedShard means that FSDP2 split the shard of tensor parallelism, although its mesh axis
+    # comes first. Splitting in that order is exact. torch's own arithmetic with split_factor is
+    # wrong by some rows for some uneven sizes: 13 rows over dp_shard = 3 x tp = 2, or GPT-2's
+    # vocabulary of 50257 over dp_shard = 4 x tp = 2.
     for axis, placement in sorted(enumerate(placements), key=lambda item: is_split_late(item[1])):
         if placement.is_replicate():
             continue

@@ -1,4 +1,4 @@
-"""Module patterns of a plan: `*` stands for one layer number."""
+"""Match the module patterns of a plan, in which `*` stands for one layer number."""
 
 import difflib
 import re
@@ -13,22 +13,23 @@ Rule = TypeVar("Rule")
 
 
 def match_modules(model: nn.Module, rules: Mapping[str, Rule], key: str) -> dict[str, Rule]:
-    """Return module name -> rule for every module that a pattern matches, in the order of the model.
+    """Return module name -> rule for every module that a pattern matches, in the model's order.
 
     Args:
-        model: whose modules are matched.
-        rules: pattern -> whatever the rule says.
-        key: the plan's key of these rules, for the messages.
+        model: its modules are matched.
+        rules: pattern -> rule, of any type.
+        key: the plan's key of these rules, for messages.
 
     Raises:
-        PlanError: for each pattern that matches no module, and each module that two patterns match.
+        PlanError: for each pattern that matches no module, and each module that several patterns
+            match.
     """
     names = [name for name, _ in model.named_modules() if name]
     return match_names(names, rules, key)
 
 
 def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> dict[str, Rule]:
-    """Do what `match_modules` does, for a list of module names."""
+    """Return name -> rule as `match_modules` does, for a list of names."""
     names = list(names)
     compiled = {pattern: compile_pattern(pattern) for pattern in rules}
     matches = {name: [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)] for name in names}
@@ -49,12 +50,12 @@ def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> di
 
 
 def as_pattern(name: str) -> str:
-    """Return the pattern of a module name: every number becomes `*`."""
+    """Return the pattern of a module name, in which every number is replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return what matches the names of a pattern."""
+    """Return the regular expression that matches the names of a pattern."""
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 

@@ -1,8 +1,9 @@
-"""Rotary modules whose frequencies depend on how long the sequence is: `longrope` and `dynamic` of transformers.
+"""Rotary modules whose frequencies depend on the length of the sequence.
 
-Such a module looks at the largest position that a forward pass gives it. LongRoPE has a set of frequencies for short
-sequences and one for long ones. Dynamic NTK makes new ones whenever a sequence is longer than all before, keeps them
-for what comes then, and begins anew with a short one: what it computes depends on the sequences before.
+They are `longrope` and `dynamic` of transformers. Such a module reads the largest position of a
+forward pass. LongRoPE has one set of frequencies for short sequences and one for long ones. Dynamic
+NTK computes new frequencies whenever a sequence is longer than all previous ones. It keeps them for
+later sequences, and resets them at a short one, so its result depends on the previous sequences.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from transformers import PretrainedConfig
 
 from meshtrain.compat.nn import buffer_table, restore_attributes, set_forward
 
-# How the names of transformers end. They begin with the kind of layer, if each kind has frequencies of its own.
+# Ends of names in transformers. The names begin with the kind of layer, if each kind has its own
+# frequencies.
 _GROWN, _LONG_SET = "max_seq_len_cached", "long_inv_freq"
 
 
@@ -27,7 +29,7 @@ def length_dependent(model: nn.Module) -> dict[str, Any]:
 
 
 def grown_length(model: nn.Module) -> int:
-    """Return for how many tokens dynamic frequencies have been made, 0 if they are as in the beginning."""
+    """Return the length that dynamic frequencies have grown to, in tokens; 0 if they have not."""
     lengths = [
         int(value)
         for module in length_dependent(model).values()
@@ -39,7 +41,7 @@ def grown_length(model: nn.Module) -> int:
 
 @torch.no_grad()
 def see_sequence(model: nn.Module, length: int) -> None:
-    """Do to the frequencies what a forward pass over a sequence of so many tokens does."""
+    """Change the frequencies as a forward pass over a sequence of `length` tokens does."""
     for module in length_dependent(model).values():
         position = torch.tensor([[length - 1]], device=next(module.buffers()).device)
         for layer_type, _ in _kinds(module):
@@ -48,7 +50,7 @@ def see_sequence(model: nn.Module, length: int) -> None:
 
 
 def forget_sequences(model: nn.Module) -> None:
-    """Let frequencies that are about to be filled count as those of the beginning."""
+    """Reset the records of previous sequences, for frequencies that are about to be filled."""
     for module in length_dependent(model).values():
         for name in list(vars(module)):
             if name.endswith(_GROWN):
@@ -58,16 +60,22 @@ def forget_sequences(model: nn.Module) -> None:
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Return the length that a model is made for, in tokens; None if there is none, or its frequencies grow with it."""
+    """Return the length that a model is made for, in tokens.
+
+    The result is None if there is no such length, or if the frequencies grow with the sequence.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     grows = any("dynamic" in str(rope.get("rope_type")) for rope in rope_tables(text).values())
-    # XLNet says -1: its positions are relative.
+    # XLNet has -1, because its positions are relative.
     return None if grows or positions is None or positions < 0 else positions
 
 
 def constant_length(model: nn.Module) -> int | None:
-    """Return up to how many tokens all sequences have the same frequencies; None if longer ones have them too."""
+    """Return the length in tokens up to which all sequences have the same frequencies.
+
+    The result is None if sequences of all lengths have the same frequencies.
+    """
     lengths = [
         module.original_max_seq_len
         if "dynamic" in kind
@@ -79,7 +87,7 @@ def constant_length(model: nn.Module) -> int | None:
 
 
 def rope_tables(config: Any) -> dict[str | None, dict[str, Any]]:
-    """Return kind of layers -> what the configuration says of its rotary positions; None: of all."""
+    """Return kind of layers -> settings of its rotary positions; None stands for all layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = {layer: table for layer, table in rope.items() if isinstance(table, dict)}
     return by_layer or {None: rope}
@@ -87,13 +95,14 @@ def rope_tables(config: Any) -> dict[str | None, dict[str, Any]]:
 
 @contextmanager
 def probed(model: nn.Module, length: int) -> Iterator[None]:
-    """Let a model run on the meta device, and its rotary modules be afterwards as they were.
+    """Let a model run on the meta device inside the block, and then restore its rotary modules.
 
     Args:
-        length: of the sequences that it is given meanwhile, in tokens.
+        model: any model; without rotary modules of these kinds nothing is changed.
+        length: of the sequences that the model gets inside the block, in tokens.
     """
     modules = [*length_dependent(model).values()]
-    # A module registers its frequencies anew, and keeps those for long sequences in an attribute.
+    # A forward pass registers new frequencies, and stores those for long sequences in an attribute.
     kept = [(module, vars(module).copy(), buffer_table(module).copy()) for module in modules]
     for module in modules:
         set_forward(module, partial(_run_probed, module.forward, length))
@@ -110,7 +119,7 @@ def _run_probed(forward: Callable[..., Any], length: int, *args: Any, **kwargs: 
 
 
 class _KnownLength(TorchFunctionMode):
-    """Knows the largest position on the meta device, where a rotary module would look in vain."""
+    """Returns the largest position on the meta device, where a rotary module cannot compute it."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -123,7 +132,10 @@ class _KnownLength(TorchFunctionMode):
 
 
 def _kinds(module: nn.Module) -> list[tuple[str | None, str]]:
-    """Return the rope types of a module that depend on the length, each with its kind of layers; None: of all."""
+    """Return (kind of layers, rope type) for the rope types of a module that depend on the length.
+
+    The kind None stands for all layers.
+    """
     rope = vars(module).get("rope_type")
     by_layer: dict[Any, Any] = rope if isinstance(rope, dict) else {None: rope}
     return [(layer, kind) for layer, kind in by_layer.items() if kind == "longrope" or "dynamic" in str(kind)]

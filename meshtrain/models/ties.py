@@ -1,4 +1,7 @@
-"""Tied weights: one parameter under several names, as the class and the configuration say, or as somebody made it."""
+"""Check tied weights: single parameters with several names.
+
+The class and the configuration declare ties, and a program may make ties of its own.
+"""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
@@ -13,14 +16,14 @@ Group = frozenset[str]
 
 
 def check_ties(model: PreTrainedModel) -> None:
-    """Check that those parameters are one which the configuration says are one, and no others.
+    """Check that the tied parameters of a model are exactly those that the configuration declares.
 
-    The cut, the files and every rank go by what is declared: a weight that only the program has tied would be filled
-    under one of its names, and one that it has untied would be tied again.
+    The cut, the files and every rank use the declared ties. A weight that only the program has tied
+    would be filled under one of its names, and one that it has untied would be tied again.
 
     Args:
-        model: a stock model, on meta or with values. What it knows of its ties is brought up to date with its
-            configuration, which may have been changed since it was built.
+        model: a stock model, on meta or with values. Its table of ties is updated from its
+            configuration, which may have been changed since the model was built.
 
     Raises:
         ModelError: naming the first two names that disagree.
@@ -42,7 +45,7 @@ def check_ties(model: PreTrainedModel) -> None:
 
 
 def _pair(groups: Iterable[Group], others: Iterable[Group]) -> tuple[str, str] | None:
-    """Return the first two names that are in one of the groups together, and in none of the others."""
+    """Return the first two names that share one of `groups`, but none of `others`."""
     pairs = (pair for group in groups for pair in combinations(sorted(group), 2))
     return min((pair for pair in pairs if not any({*pair} <= other for other in others)), default=None)
 
@@ -63,7 +66,7 @@ def _declared_groups(declared: Mapping[str, str], names: set[str]) -> set[Group]
 
 
 def _real_groups(model: nn.Module) -> set[Group]:
-    """Return which names stand for one parameter, or for parameters that share their memory."""
+    """Return the groups of names that stand for one parameter, or for parameters in one memory."""
     groups: dict[object, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         has_memory = not parameter.is_meta and parameter.numel() > 0

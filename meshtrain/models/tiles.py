@@ -1,8 +1,8 @@
-"""Random numbers for a sharded tensor, the same on every mesh.
+"""Draw random numbers for a sharded tensor that are the same on every mesh.
 
-A random fill is drawn tile by tile: a tile is a fixed block of the *global* tensor with its own stream, keyed by (seed,
-FQN, tile). A process draws only the tiles that meet its shard, on the CPU, so that neither the mesh nor the kind of
-device matters.
+Values are drawn tile by tile. A tile is a fixed block of the *global* tensor with its own random
+stream, keyed by (seed, FQN, tile). A process draws only the tiles that overlap its shard, on the
+CPU, so the result depends neither on the mesh nor on the kind of device.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ TILE_ROWS, TILE_COLUMNS = 64, 1024
 
 
 def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], *, key: str) -> None:
-    """Fill the local part of `tensor`, drawing each tile of the global tensor from a stream of its own.
+    """Fill the local part of `tensor`; each tile of the global tensor is drawn from its own stream.
 
     Args:
-        tensor: any number of dimensions, plain or DTensor; written in place.
+        tensor: plain or DTensor, with any number of dimensions. It is written in place.
         draw: fills a float32 CPU tile (rows, columns) from a generator.
-        key: names the tensor; streams are keyed by it and by the tile's place.
+        key: identifies the tensor. Streams are keyed by it and by the position of the tile.
     """
     local = local_tensor(tensor)
     if local.numel() == 0:
@@ -46,7 +46,12 @@ def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object]
 
 
 def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
-    """Yield (start of tile, local slice) for the tiles that hold some of the ascending global `indices`."""
+    """Yield (start of tile, local slice) for the tiles that contain some of the global `indices`.
+
+    Args:
+        indices: ascending.
+        size: of a tile along this dimension.
+    """
     tiles = indices // size
     starts, counts = torch.unique_consecutive(tiles, return_counts=True)
     position = 0
@@ -56,6 +61,6 @@ def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
 
 
 def seeded_stream(key: str) -> torch.Generator:
-    """Return a stream of random numbers that depends on nothing but the key."""
+    """Return a stream of random numbers that depends only on the key."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,6 +1,7 @@
-"""Values that transformers uses though no configuration class declares them, as `head_dim` of `glm4_moe`.
+"""Find values that transformers uses although no configuration class declares them.
 
-Published configurations have such values. Whether one is used is found out by asking transformers, not its source.
+An example is `head_dim` of `glm4_moe`. Published configurations have such values. A value counts as
+used if transformers reads it while it builds the model.
 """
 
 import copy
@@ -13,16 +14,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, Pretraine
 
 
 def names_used(config: PretrainedConfig) -> set[str]:
-    """Return the names that a class asks a configuration for while the model is built.
+    """Return the names that a model class reads from a configuration while the model is built.
 
-    Names that transformers asks of every class do not count, nor does any name if the model comes with its own code.
+    Names that transformers reads for every class do not count. For a model with custom code the
+    result is empty.
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return set() if kind is None else _names_read(kind, config) - _names_read(_Bare, PretrainedConfig())
 
 
 class _Bare(PreTrainedModel, GenerationMixin):
-    """A model without modules. What it asks for says nothing of a class, nor do the former names of rotary settings."""
+    """A model without modules: the names that it reads do not depend on the class of a model.
+
+    It also reads the former names of rotary settings, which must not count either.
+    """
 
     config_class = PretrainedConfig
     supports_gradient_checkpointing = True
@@ -44,21 +49,25 @@ def _names_read(kind: Any, config: PretrainedConfig) -> set[str]:
 
     noting = copy.deepcopy(config)
     noting.__class__ = type(stock.__name__, (stock,), {"__getattribute__": read_and_note})
-    # Of some types no model can be built from the defaults. What was read before counts.
+    # Some types cannot be built from their defaults. The names read before the error count.
     with torch.device("meta"), suppress(Exception):
         kind._from_config(noting)
     return read
 
 
 def changes_others(build: Callable[[dict[str, Any]], PretrainedConfig], name: str, value: object) -> bool:
-    """Whether a value changes declared ones of a configuration, as `rope_theta` changes `rope_parameters`.
+    """Return whether a value changes declared values of a configuration.
+
+    For example, `rope_theta` changes `rope_parameters`.
 
     Args:
-        build: makes a configuration of values.
+        build: makes a configuration from values.
+        name: of the value.
+        value: from the run file.
     """
     values = [value]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        # The value itself may be the default.
+        # The value may be the default, which changes nothing. So a second one is tried.
         values.append(2 * value + 1)
     declared = build({}).to_dict()
     others = [build({name: each}).to_dict() for each in values]

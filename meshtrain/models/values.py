@@ -1,7 +1,7 @@
-"""Values of a model's configuration that nobody can mean, where transformers takes them without a word.
+"""Find impossible values in a model's configuration that transformers accepts without an error.
 
-There is no list of model types. What a value is for is read from its name, as transformers gives names, from its
-default, and from the annotation of the configuration class.
+There is no list of model types. The purpose of a value follows from its name, by the naming habits
+of transformers, from its default, and from the annotation of the configuration class.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ from transformers import PretrainedConfig
 from meshtrain.config.problems import dotted
 
 LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 10**9, 1e12, 10_000
-# The names that all configurations share: those of a class are mapped to them.
+# Names that all configurations share. The attribute map of a class links them to its own names.
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings")
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _PROBABILITY = ("dropout", "pdrop", "drop_prob", "layerdrop", "drop_path")
 _EPSILON = ("eps", "epsilon")
-# An id or a position among others may be negative: it is then counted from the end, or there is none.
+# An id or an index may be negative: it is then counted from the end, or means that there is none.
 _PLACE = ("id", "ids", "idx", "idxs", "index", "layer", "layers")
 
 
 def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each number that cannot be meant.
+    """Yield one line for each number that cannot be intended.
 
     Args:
-        config: with the defaults that the values replace.
+        config: has the defaults that the values replace.
         values: name -> value, as in `model.config`.
     """
     standard = {config.attribute_map.get(name, name): name for name in (*_SIZES, *_COUNTS)}
@@ -38,7 +38,7 @@ def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Itera
 
 
 def _whole_numbers(kind: type[PretrainedConfig]) -> set[str]:
-    """Return the names that a configuration class says are whole numbers, or None."""
+    """Return the names that a configuration class annotates with int but not with float."""
     hints = {field.name: {field.type, *get_args(field.type)} for field in dataclasses.fields(kind)}
     return {name for name, hint in hints.items() if int in hint and float not in hint}
 
@@ -62,10 +62,10 @@ def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
 
 
 def _wanted(name: str, value: float, default: Any) -> str | None:
-    """Return what a number should be; None: what it is."""
+    """Return a description of the numbers that are allowed, or None if this one is allowed."""
     words = name.lower().split("_")
     if not math.isfinite(value):
-        # Mamba has no limit by default, and says so with infinity.
+        # Mamba's default is infinity, which stands for an unlimited value.
         return None if _has_infinity(default) else "a finite number"
     if any(part in name.lower() for part in _PROBABILITY):
         return None if 0 <= value < 1 else "a probability from 0 below 1"
@@ -74,7 +74,7 @@ def _wanted(name: str, value: float, default: Any) -> str | None:
         return None if 0 < value < 1 or is_off else "a number above 0 and below 1"
     if name in _SIZES or name in _COUNTS:
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
-        # XLNet has no limit of positions, and says so with -1.
+        # XLNet has -1, which means that the number of positions is not limited.
         return None if 1 <= value <= most or value == default else f"a whole number from 1 to {most:,}"
     is_whole = isinstance(default, int) or (default is None and isinstance(value, int))
     largest = LARGEST_SIZE if is_whole else LARGEST_NUMBER
