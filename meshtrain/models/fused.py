@@ -63,7 +63,7 @@ class UnfusedProjection(nn.Module):
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project `x` (batch, seq, hidden) by every part, and join the results along the last dim."""
+        """Project `x` (batch, seq, hidden) by every part; join the results along the last dim."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
