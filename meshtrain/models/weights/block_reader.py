@@ -1,4 +1,4 @@
-"""Blocks of tensors in files, read into memory that is there already."""
+"""Read blocks of tensors from files into existing memory."""
 
 import math
 import os
@@ -16,17 +16,20 @@ from meshtrain.models.weights.safetensors_files import FileTensor
 from meshtrain.runtime.fresh_memory import populate_pages
 
 BOUNCE_BYTES = 4 * 2**20
-# So much memory is brought at once: few calls, and what the kernel has cleared is still in the cache of the processor.
+# Number of bytes of memory that are populated at once. It needs few calls, and the pages that the
+# kernel has cleared are still in the processor's cache.
 FRESH_BYTES = 2 * 2**20
-# Shorter runs are read together with what lies between them: a call for each would cost more than the bytes.
+# Shorter runs are read together with the bytes between them, because a call for each run would cost
+# more than these bytes.
 SHORTEST_RUN_BYTES = 256 * 2**10
 
 
 class BlockReader:
-    """Copies blocks of file tensors; holds the files open, and one small buffer. Use it as a context.
+    """A reader of blocks of file tensors, with open files and one small buffer; a context manager.
 
-    What lies in one piece, in the right type and for host memory, goes there directly. Everything else (columns, other
-    types, other devices) passes through the buffer, a few rows at a time, so that no more than it is held twice.
+    A contiguous block of the right type is read directly into host memory. All other blocks
+    (columns, other types, other devices) pass through the buffer, a few rows at a time. So only the
+    content of the buffer is in memory twice.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -46,14 +49,18 @@ class BlockReader:
 
         Args:
             tensor: in a file.
-            ranges: of every dimension of the tensor.
-            out: of the block's shape, any type, strides and device.
+            ranges: one for every dimension of the tensor.
+            out: of the block's shape, and of any type, strides and device.
+
+        Raises:
+            ModelError: if the file cannot be read, or has become shorter.
         """
         if out.numel() == 0:
             return
         if not ranges:
             tensor, ranges, out = _as_vector(tensor), [slice(0, 1)], out.view(1)
-        # The last dimensions that are taken whole, and one before them, make up a run of bytes without gaps.
+        # The last dimensions that are read in full, and the one before them, form a run of bytes
+        # without gaps.
         whole = len(ranges)
         while whole > 1 and _is_whole(ranges[whole - 1], tensor.shape[whole - 1]):
             whole -= 1
@@ -73,7 +80,7 @@ class BlockReader:
             self._read_bytes(tensor, start + first, piece)
 
     def _read_rows(self, tensor: FileTensor, ranges: Sequence[slice], dim: int, out: Tensor) -> None:
-        """Read whole rows, counted along `dim`, into the buffer, and copy from there what is wanted of them."""
+        """Read full rows along `dim` into the buffer, and copy the wanted part of them to `out`."""
         row_shape = tensor.shape[dim + 1 :]
         row_bytes = math.prod(row_shape) * tensor.dtype.itemsize
         if row_bytes > BOUNCE_BYTES and len(row_shape) > 0:
@@ -117,7 +124,10 @@ class BlockReader:
 
 
 def _runs(tensor: FileTensor, ranges: Sequence[slice], dim: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield, for every index into the dimensions before `dim`, that index into the block and where it begins."""
+    """Yield (index in the block, byte in the file) for every index of the dimensions before `dim`.
+
+    The byte is the first of the run that belongs to the index.
+    """
     strides = [math.prod(tensor.shape[position + 1 :]) for position in range(dim + 1)]
     for index in product(*(range(part.stop - part.start) for part in ranges[:dim])):
         places = [part.start + step for part, step in zip(ranges, index, strict=False)] + [ranges[dim].start]

@@ -1,7 +1,8 @@
-"""From the tensors of a Hugging Face directory to the state of a stock model, by transformers' own table.
+"""Map the tensors of a Hugging Face directory to a stock model's state, by transformers' table.
 
-The files of a model may have the layout of its modules, or an older one, in which experts lie one by one, projections
-are fused, or names are others. What transformers would do to the tensors it does here to tensors without values.
+The files of a model may have the layout of its modules or an older one, in which experts are stored
+one by one, projections are fused, or names differ. Here transformers' conversion of the tensors
+runs on tensors without values.
 """
 
 import re
@@ -30,23 +31,24 @@ from meshtrain.models.weights.operations import Ranges
 from meshtrain.models.weights.safetensors_files import FileTensor
 
 T = TypeVar("T", bound=Tensor)
-# Old files hold what the model computes by itself: causal masks, positions and rotary frequencies.
+# Old files hold buffers that the model computes itself: causal masks, positions and rotary
+# frequencies.
 _COMPUTED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
-# What the operations of transformers raise for tensors that they do not fit.
+# Errors that the operations of transformers raise for tensors that do not fit.
 _MISFITS = (ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 
 @dataclass
 class Layout:
-    """Where the state of a stock model lies in files.
+    """The position of a stock model's state in files.
 
     Attributes:
-        origins: name in the stock model's state -> where its values are.
-        missing: names, as these files would have them, of what is not there.
+        origins: name in the stock model's state -> lazy tensor with the position of its values.
+        missing: names of missing tensors, as these files would have them.
         unexpected: names of tensors in the files that the model does not have.
-        misfits: what the conversion says about tensors that do not fit together.
-        contested: copy -> original of the ties of which the files have both ends.
-        is_converted: whether the files have another layout than the modules.
+        misfits: messages of the conversion about tensors that do not fit together.
+        contested: copy -> original of the ties for which the files have both ends.
+        is_converted: whether the layout of the files differs from that of the modules.
     """
 
     origins: dict[str, LazyTensor] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Layout:
 
 @dataclass
 class _Group:
-    """The tensors of the files that become one tensor of the model, or several."""
+    """The tensors of the files that become one or several tensors of the model."""
 
     converter: WeightConverter | None
     sources: dict[str, list[FileTensor]] = field(default_factory=dict)
@@ -70,10 +72,10 @@ class _Group:
 
 
 def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> Layout:
-    """Find every tensor of a model's state in the files, whichever of the layouts that transformers reads they have.
+    """Find every tensor of a model's state in the files, in any layout that transformers reads.
 
     Args:
-        stock: the whole, unchanged model on meta.
+        stock: the full, unchanged model on meta.
         tensors: of the files, by name.
     """
     state: dict[str, Tensor] = stock.state_dict()
@@ -105,7 +107,10 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
 def _collect(
     stock: PreTrainedModel, state: dict[str, Tensor], tensors: Mapping[str, FileTensor], layout: Layout
 ) -> dict[str, _Group]:
-    """Put together what belongs together, in the order in which transformers does it."""
+    """Group the tensors that belong together, in the order that transformers uses.
+
+    Names that do not belong to the model or to a group are added to `layout.unexpected`.
+    """
     transforms = get_model_conversion_mapping(stock)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -137,7 +142,10 @@ def _is_ignored(stock: PreTrainedModel, *names: str) -> bool:
 
 
 def _convert(stock: PreTrainedModel, first: str, group: _Group, in_work: "_InWork") -> dict[str, LazyTensor]:
-    """Run the conversion of a group on origins; if it does more than move values, on its tensors when they are read."""
+    """Run the conversion of a group on lazy tensors.
+
+    If it does more than move values, it runs on the tensors of the group when they are read.
+    """
     try:
         return _run(stock, first, group, lazy_tensor_in_file)
     except NotRecordedError:
@@ -147,7 +155,7 @@ def _convert(stock: PreTrainedModel, first: str, group: _Group, in_work: "_InWor
 
 
 def _run(stock: PreTrainedModel, first: str, group: _Group, load: Callable[[FileTensor], T]) -> dict[str, T]:
-    # It keeps what it is given until it is run, so each run has one of its own.
+    # A converter keeps the tensors that it gets until it runs, so each run needs its own copy.
     converter = deepcopy(group.converter)
     assert converter is not None
     for pattern, tensors in group.sources.items():
@@ -158,7 +166,7 @@ def _run(stock: PreTrainedModel, first: str, group: _Group, load: Callable[[File
 
 
 class _InWork:
-    """Keeps the result of one conversion: those of all together would be a second model."""
+    """The result of the latest conversion; all results would be a second model in memory."""
 
     def __init__(self) -> None:
         self.work: _Work | None = None
@@ -166,7 +174,7 @@ class _InWork:
 
 
 class _Work:
-    """A conversion that needs the values of its whole group."""
+    """A conversion that needs the values of its full group."""
 
     def __init__(self, stock: PreTrainedModel, first: str, group: _Group, in_work: _InWork) -> None:
         self._stock, self._first, self._group, self._in_work = stock, first, group, in_work
@@ -182,7 +190,7 @@ class _Work:
         return self._in_work.values
 
     def _load(self, tensor: FileTensor, reader: BlockReader) -> Tensor:
-        # transformers too computes in the type that the model has, not in that of the file.
+        # transformers also computes in the type of the model, not in that of the file.
         value = torch.empty(tensor.shape, dtype=self._dtype)
         reader.read(tensor, [slice(0, length) for length in tensor.shape], value)
         return value
@@ -199,7 +207,13 @@ class _Computed:
 def _note_incomplete(
     stock: PreTrainedModel, name: str, state: dict[str, Tensor], group: _Group, layout: Layout
 ) -> bool:
-    """Note the tensors that are too few or too many to make up one of the model: an expert of eight, say."""
+    """Record the tensors that are missing from a group, or that do not belong to it.
+
+    For example, one of eight experts may be missing.
+
+    Returns:
+        Whether there are such tensors.
+    """
     expected = _hub_names(stock, name, state)
     missing, unexpected = expected - {*group.names}, {*group.names} - expected
     layout.missing += sorted(missing, key=dot_natural_key)
@@ -211,12 +225,13 @@ def _hub_names(stock: PreTrainedModel, name: str, state: dict[str, Tensor]) -> s
     try:
         return {*revert_weight_conversion(stock, {name: state[name]})}
     except _MISFITS:
-        # Not every conversion can be reverted (NotImplementedError is a RuntimeError); then the model's name must do.
+        # Not every conversion can be reverted (NotImplementedError is a RuntimeError). In that case
+        # the name in the model is used.
         return {name}
 
 
 def _tie(layout: Layout, ties: Mapping[str, str]) -> None:
-    """Give the ends of a tie that the files leave out the values of another end, as transformers does."""
+    """Set the ends of a tie that the files lack to the values of another end, like transformers."""
     origins = layout.origins
     layout.contested = {copy: source for copy, source in ties.items() if {copy, source} <= origins.keys()}
     for copy, source in ties.items():
@@ -230,9 +245,13 @@ def _tie(layout: Layout, ties: Mapping[str, str]) -> None:
 def _note_missing(
     stock: PreTrainedModel, state: dict[str, Tensor], groups: Mapping[str, _Group], layout: Layout
 ) -> None:
-    """Note what nothing in the files belongs to; of what is there in part, it has been said before."""
+    """Record the parameters for which the files have no tensor.
+
+    Those for which the files have a part of the tensors were recorded before.
+    """
     there = {name for group in groups.values() for name in group.names}
-    # Buffers that are missing keep what the model computes for them: transformers too takes them for optional.
+    # Missing buffers keep the values that the model computes. transformers also treats them as
+    # optional.
     for name, _ in stock.named_parameters():
         if name not in layout.origins:
             names = _hub_names(stock, name, state) if layout.is_converted else {name}

@@ -1,8 +1,9 @@
-"""Where values come from: a tree of moves over tensors in files, of which any block can be read by itself.
+"""Tensors without values that record where their values come from: moves over tensors in files.
 
-transformers converts weights whose layout on the hub is another one (experts one by one, fused projections) by joining,
-stacking, cutting and turning full tensors. Here the same code runs on tensors without values, `LazyTensor`, which
-record the moves. A process then reads only what ends up in its shards.
+The layout of weights on the hub may differ from that of the modules (experts one by one, fused
+projections). transformers converts it by joining, stacking, cutting and transposing full tensors.
+Here the same code runs on tensors without values, `LazyTensor`, which record these moves as a tree.
+Any block of the result can be read separately, so a process reads only the values of its shards.
 """
 
 import math
@@ -30,17 +31,20 @@ from meshtrain.models.weights.safetensors_files import FileTensor
 
 
 class NotRecordedError(Exception):
-    """An operation does more than move values, so no block of its result can be read by itself."""
+    """An operation does more than move values, so no block of its result can be read separately."""
 
 
 class LazyTensor(Tensor):
-    """A tensor without values that knows where they are."""
+    """A tensor without values that can read them from files."""
 
     node: Node
 
     @staticmethod
     def __new__(cls, node: Node, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
-        """Make one that looks like a contiguous tensor on the CPU: a move is of places, not of bytes."""
+        """Create a tensor that appears as a contiguous tensor on the CPU.
+
+        Every lazy tensor can be contiguous, because moves are recorded by position, not by byte.
+        """
         origin = tensor_without_memory(cls, shape, dtype)
         origin.node = node
         return origin
@@ -49,10 +53,10 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record a move.
+        """Record an operation that moves values, and return its result.
 
         Raises:
-            NotRecordedError: if it is none.
+            NotRecordedError: for any other operation.
         """
         move = _MOVES.get(func.overloadpacket)
         if move is None:
@@ -60,7 +64,7 @@ class LazyTensor(Tensor):
         return move(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is: it has no values to print."""
+        """Return the shape and the node, because there are no values to print."""
         return f"LazyTensor({tuple(self.shape)}, {self.node})"
 
     def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
@@ -70,7 +74,7 @@ class LazyTensor(Tensor):
 
 
 def lazy_tensor_in_file(tensor: FileTensor) -> LazyTensor:
-    """Return the origin of what lies in a file as it is."""
+    """Return the lazy tensor of a tensor that is stored in a file."""
     return LazyTensor(InFile(tensor), tensor.shape, tensor.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Pretrained weights: every process reads only its own slices of the safetensors files."""
+"""Load pretrained weights: every process reads only its own slices of the safetensors files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshtrain.models.weights.vocabulary import enlarge_vocabulary as with_new_r
 from meshtrain.models.weights.vocabulary import names_by_vocabulary
 from meshtrain.runtime.agreement import failing_together
 
-# Both ends of a tie are compared in pieces of so many bytes.
+# The two ends of a tie are compared in pieces of this size.
 _COMPARED_BYTES = 16 * 2**20
 
 
@@ -31,24 +31,27 @@ def load_weights(
     stock: PreTrainedModel,
     enlarge_vocabulary: bool = False,
 ) -> None:
-    """Fill this rank's parameters from the safetensors files of a Hugging Face directory. Collective.
+    """Fill this rank's parameters from safetensors files of a Hugging Face directory. Collective.
 
-    Every layout that transformers' `from_pretrained` reads is read: that of the modules, and older ones in which
-    experts lie one by one, projections are fused or names are others. The host holds, beside the parameters, little
-    more than one tensor of the files at a time.
+    All layouts that transformers' `from_pretrained` reads are supported: that of the modules, and
+    older ones in which experts are stored one by one, projections are fused or names differ.
+    Besides the parameters, the host holds little more than one tensor of the files at a time.
 
     Args:
-        parameters: our FQN -> what lies on this rank, plain or DTensor on any mesh and device; values are cast to its
-            dtype. Buffers that the model saves may be among them: they are filled if the files have them. The ranks
-            together hold the whole model.
-        source: a local directory with model.safetensors, or with an index and the files that it names.
-        fused: which stock parameters are kept in parts.
-        stock: the whole model, unchanged, on meta (`stock_like`): names, shapes and conversions are its.
-        enlarge_vocabulary: where the model's vocabulary is larger than that of the files, new rows of embedding and
-            head become the mean of those that are there.
+        parameters: FQN -> tensor of this rank, plain or DTensor, on any mesh and device. Values are
+            cast to its dtype. The table may contain buffers that the model saves, which are filled
+            if the files have them. The ranks together hold the full model.
+        source: a local directory with model.safetensors, or with an index and the files that it
+            names.
+        fused: the stock parameters that are kept in parts.
+        stock: the full, unchanged model on meta (`stock_like`). It defines names, shapes and
+            conversions.
+        enlarge_vocabulary: whether the model may have more tokens than the files. The new rows of
+            embedding and head are then set to the mean of the rows in the files.
 
     Raises:
-        ModelError: the same on all ranks: files are missing or broken, or they hold another model.
+        ModelError: on all ranks, with the same message, if files are missing or broken, or hold
+            another model.
     """
     pinned = any(local_tensor(parameter).device.type == "cuda" for parameter in parameters.values())
     with BlockReader(pinned=pinned) as reader:
@@ -64,7 +67,7 @@ def load_weights(
 
 
 def _problems(source: Path, stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary: bool) -> list[str]:
-    """Return what speaks against these files, as lines; none if they hold the model."""
+    """Return one line for each problem of the files; an empty list if they hold the model."""
     misfits, hint = _other_shapes(stock, layout, enlarge_vocabulary=enlarge_vocabulary)
     findings = {
         "lacks weights of the model": layout.missing,
@@ -122,7 +125,7 @@ def _contradictions(
     source: Path,
     reader: BlockReader,
 ) -> list[str]:
-    """Return, as lines, the ties of the configuration whose two ends differ in the files."""
+    """Return one line for each tie of the configuration whose two ends differ in the files."""
     problems = []
     for copy, original in contested.items():
         tensor = parameters.get(original, parameters.get(copy))

@@ -1,4 +1,4 @@
-"""Moves of values over tensors in files: each node of the tree can read any block by itself."""
+"""Moves of values over tensors in files: a tree whose nodes can read any block separately."""
 
 import math
 from collections.abc import Sequence
@@ -10,37 +10,38 @@ from torch import Tensor
 from meshtrain.models.weights.block_reader import BlockReader
 from meshtrain.models.weights.safetensors_files import FileTensor
 
-# A reshape needs memory of its own; of many rows, no more than this many bytes are reshaped at once.
+# A reshape needs a temporary copy. A block of more bytes is reshaped row by row.
 RESHAPED_BYTES = 64 * 2**20
-# As many rows are read one by one; of more, everything between the first and the last is read together.
+# Up to this number of rows are read one by one. For more rows, everything between the first and the
+# last is read together.
 FEW_ROWS = 64
 Ranges = Sequence[slice]
 
 
 class Node(Protocol):
-    """Anything of which a block can be read."""
+    """Anything from which a block can be read."""
 
     def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
         """Fill `out`, of any type and strides, with the block."""
 
 
 class ValueSource(Protocol):
-    """What a move is made of."""
+    """A source of values for a move."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """Return its lengths."""
+        """Return the lengths of the dimensions."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of its values."""
+        """Return the type of the values."""
 
     def read(self, ranges: Ranges, out: Tensor, reader: BlockReader) -> None:
         """Fill `out`, of any type and strides, with the block."""
 
 
 class InFile:
-    """A tensor as it lies in a file."""
+    """A tensor as it is stored in a file."""
 
     def __init__(self, tensor: FileTensor) -> None:
         self._tensor = tensor
@@ -50,7 +51,7 @@ class InFile:
 
 
 class Joined:
-    """Parts one after another along a dimension."""
+    """Several parts, joined along a dimension."""
 
     def __init__(self, parts: Sequence[ValueSource], dim: int) -> None:
         self._parts, self._dim = parts, dim
@@ -68,7 +69,7 @@ class Joined:
 
 
 class Cut:
-    """A range of a dimension."""
+    """A range of one dimension."""
 
     def __init__(self, whole: ValueSource, dim: int, start: int) -> None:
         self._whole, self._dim, self._start = whole, dim, start
@@ -80,7 +81,7 @@ class Cut:
 
 
 class Turned:
-    """Dimensions in another order."""
+    """A tensor with its dimensions in another order."""
 
     def __init__(self, whole: ValueSource, order: Sequence[int]) -> None:
         self._whole, self._order = whole, order
@@ -91,7 +92,10 @@ class Turned:
 
 
 class Reshaped:
-    """The same values in the same order under other dimensions; those at both ends may be the same."""
+    """The same values in the same order with another shape.
+
+    Dimensions that are equal at the beginning and at the end of both shapes keep their ranges.
+    """
 
     def __init__(self, whole: ValueSource, shape: Sequence[int]) -> None:
         self._whole, self._new, self._old = whole, tuple(shape), tuple(whole.shape)
@@ -122,7 +126,7 @@ class Reshaped:
         before, last_new, last_old = self._before, len(self._new) - self._after, len(self._old) - self._after
         new, old = self._new[before:last_new], self._old[before:last_old]
         places = _places(new, ranges[before:last_new])
-        # Of the old dimensions in between, rows of the first are read whole.
+        # Of the old dimensions in between, full rows of the first one are read.
         row = math.prod(old[1:])
         first, stop = int(places[0]) // row, int(places[-1]) // row + 1
         inner = [slice(first, stop), *(slice(0, length) for length in old[1:])] if old else []
@@ -148,7 +152,7 @@ def _places(lengths: Sequence[int], ranges: Ranges) -> Tensor:
 
 
 class Unsqueezed:
-    """One more dimension, of length 1."""
+    """A tensor with one more dimension, of length 1."""
 
     def __init__(self, whole: ValueSource, dim: int) -> None:
         self._whole, self._dim = whole, dim
@@ -158,7 +162,7 @@ class Unsqueezed:
 
 
 class Squeezed:
-    """One dimension less, which had length 1."""
+    """A tensor without one of its dimensions, which had length 1."""
 
     def __init__(self, whole: ValueSource, dim: int) -> None:
         self._whole, self._dim = whole, dim

@@ -1,6 +1,7 @@
-"""Safetensors files as tables of tensors: what lies where, without mapping a file into memory.
+"""Read the headers of safetensors files: the position of each tensor, without mapping a file.
 
-Mapped pages count as memory of the process that has touched them, so a mapped file of 5 GB looks like 5 GB in use.
+Mapped pages count as memory of the process that has touched them, so a mapped file of 5 GB appears
+as 5 GB of used memory.
 Source of the format: the README of https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -17,7 +18,7 @@ import torch
 from meshtrain.errors import ModelError, name_some
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-# As the reference implementation: more is no header but garbage.
+# The limit of the reference implementation: a larger number is not a header length but garbage.
 LONGEST_HEADER_BYTES = 100_000_000
 DTYPES = {
     "F64": torch.float64,
@@ -36,14 +37,14 @@ _QUANTISED = re.compile(r"F[468]_.*")
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Where one tensor lies.
+    """The position of one tensor in a file.
 
     Attributes:
         path: of the file.
-        name: of the tensor in it.
-        dtype: of its values.
-        shape: its lengths; the values lie in row-major order.
-        start: byte of the file at which they begin.
+        name: of the tensor in the file.
+        dtype: of the values.
+        shape: lengths of the dimensions. The values are stored in row-major order.
+        start: byte of the file at which the values begin.
     """
 
     path: Path
@@ -54,17 +55,18 @@ class FileTensor:
 
 
 def find_tensors(source: Path) -> dict[str, FileTensor]:
-    """Return every tensor of a Hugging Face directory by the name that it has there.
+    """Return every tensor of a Hugging Face directory by its name in the files.
 
     Args:
-        source: a local directory with model.safetensors, or else with an index and the files that it names.
+        source: a local directory with model.safetensors, or else with an index and the files that
+            it names.
 
     Raises:
-        ModelError: if files are missing, broken, or of a kind that is not read.
+        ModelError: if files are missing, broken, or of an unsupported kind.
     """
     if not source.is_dir():
         raise ModelError(f"{source} is no directory; give a local Hugging Face directory with {SINGLE_NAME}")
-    # Where both are there, one is a leftover; this is the order in which `from_pretrained` looks.
+    # If both exist, one of them is a leftover. `from_pretrained` uses the same order.
     if (source / SINGLE_NAME).is_file():
         return read_header(source / SINGLE_NAME)
     if (source / INDEX_NAME).is_file():
@@ -86,7 +88,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of one file by name.
 
     Raises:
-        ModelError: if it is no whole safetensors file, or holds numbers of a type that cannot be trained.
+        ModelError: if it is not an intact safetensors file, or holds numbers of a type that cannot
+            be trained.
     """
     try:
         with path.open("rb") as file:
@@ -107,7 +110,11 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _checked(header: Any) -> dict[str, dict[str, Any]]:
-    """Return what a header says of each tensor, if it says what it must."""
+    """Return the entry of each tensor in a header.
+
+    Raises:
+        ValueError: if an entry is not valid.
+    """
     if not isinstance(header, dict):
         raise ValueError("its header is no table")
     header.pop("__metadata__", None)
@@ -132,7 +139,7 @@ _ENTRY: dict[str, Callable[[Any], bool]] = {
 
 def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) -> dict[str, FileTensor]:
     tensors, end = {}, first_byte
-    # The values follow each other without gaps: what is cut off or written over shows here.
+    # The values follow each other without gaps, so a truncated or overwritten file shows here.
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = _dtype(path, name, entry["dtype"]), tuple(int(length) for length in entry["shape"])
         begin, stop = (first_byte + int(offset) for offset in entry["data_offsets"])

@@ -1,4 +1,4 @@
-"""More tokens than the pretrained model has: rows for them."""
+"""Add rows for tokens that the pretrained model does not have."""
 
 from collections.abc import Mapping
 
@@ -14,17 +14,23 @@ _ROWS = 1024
 
 
 def names_by_vocabulary(stock: PreTrainedModel) -> set[str]:
-    """Return the FQNs of the parameters that have a row for each token: embedding and head, with its bias."""
+    """Return the FQNs of the parameters that have a row for each token.
+
+    They are those of the embedding and of the head, including its bias.
+    """
     ends = (stock.get_input_embeddings(), stock.get_output_embeddings())
     owned = {id(parameter) for end in ends if end is not None for parameter in end.parameters(recurse=False)}
     return {name for name, parameter in stock.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
 def enlarge_vocabulary(origins: Mapping[str, LazyTensor], stock: PreTrainedModel) -> dict[str, LazyTensor]:
-    """Return the origins with rows added to embedding and head where the model has more than the files.
+    """Return the lazy tensors, with rows added to embedding and head if the files have too few.
 
-    A new row is the mean of those that are there: a new token is then about as probable as a known one.
-    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html, without the noise, which no mesh would repeat.
+    A new row is the mean of the rows in the files, so a new token is about as probable as a known
+    one.
+
+    Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html, without the noise, which would
+    differ between meshes.
     """
     state = stock.state_dict()
     result = dict(origins)
@@ -51,9 +57,10 @@ class _WithMeanRows:
 
 
 def _mean_row(rows: LazyTensor, reader: BlockReader) -> Tensor:
-    """Return the mean row in float64, the same to the last bit on every process.
+    """Return the mean row in float64, bit-identical on every process.
 
-    Whole rows are added pair by pair: `sum` adds in an order that depends on the number of threads.
+    Full rows are added pair by pair, because the order of additions in `sum` depends on the number
+    of threads.
     """
     total = torch.zeros(rows.shape[1:], dtype=torch.float64)
     for start in range(0, rows.shape[0], _ROWS):
