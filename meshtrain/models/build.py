@@ -247,9 +247,9 @@ def _refusal(model_type: str, error: Exception) -> ModelError:
 
 
 def _sees_what_comes(model: PreTrainedModel) -> bool:
-    """Return whether a model sees later tokens, as its configuration does not make it a decoder.
+    """Return whether a model sees the tokens to predict, because it is not set to be a decoder.
 
-    That is found by comparing its operators with those of the same model as a decoder.
+    The check compares its operators with those of the same model as a decoder.
     """
     if getattr(model.config, "is_decoder", True):
         return False

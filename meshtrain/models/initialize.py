@@ -245,9 +245,9 @@ class _NoShardedDraws(OperatorMode):
 
 
 def _seeded_rules(model: PreTrainedModel, seed: int) -> AbstractContextManager[None]:
-    """Seed the rules that draw themselves (Mamba's time steps) by the name of their module.
+    """Seed each rule that draws values itself (Mamba's time steps) by the name of its module.
 
-    They then draw the same values on any stage.
+    It then draws the same values on any stage.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
