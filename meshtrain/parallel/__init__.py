@@ -72,7 +72,7 @@ def parallelize(
     """Build a pipeline from a stock model, with memory for its parameters but without values.
 
     Args:
-        model: on the meta device. It cannot be used afterwards.
+        model: on the meta device. It cannot be used afterward.
         mesh: all processes, as arranged by `build_mesh`.
         plan: resolved, so that no value is `auto`, `balanced` or -1.
         micro_batch_size: in sequences.
