@@ -1,0 +1,36 @@
+"""Training: the loop of a run, its checkpoints and checks, and the parts that other loops share.
+
+Set up a run
+    run: a training run from its configuration to its end.
+    report: resolve a run and print its plan.
+    directory: the files of the run directory, and the check that they belong to the run.
+    lock: the lock that keeps other runs out of the folders of a run.
+    beginning: the check that a run without a checkpoint may begin at step 0.
+    identity: what a checkpoint must agree with to resume the run.
+    build: build everything that a run works with.
+    batches: the batches that this process reads.
+
+Train
+    loop: step, evaluate, save, and notify the hooks.
+    step: one optimizer step.
+    loss: next-token cross-entropy, also over a sharded vocabulary.
+    loss_scale: dynamic loss scaling for float16.
+    gradients: complete the gradients, and compute their norm.
+    optim: the optimizer and its learning rate.
+    history: skipped and bad steps of a run.
+    self_check: checks of parameters, inputs and gradients.
+    timer: seconds between two points in the work of a device.
+
+Hooks
+    hooks: base class of hooks, and the state that is passed to them.
+    logging_hooks: built-in hooks for metrics and printed lines.
+    metrics: write metrics.jsonl and TensorBoard's events.
+
+Checkpoints
+    run_checkpoints: resume from, save and go back to a checkpoint of a run.
+    saving: checkpoints of a program with its own loop.
+    state: the state that survives a restart.
+    optimizer_state: the tensors that an optimizer keeps for each parameter.
+    saved_optimizer: class, options and groups of an optimizer in a manifest.
+    same_model: the check that a checkpoint belongs to the model of this program.
+"""

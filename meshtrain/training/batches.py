@@ -1,4 +1,4 @@
-"""The batches of a run: what this process reads of them."""
+"""Batches that this process reads in a run."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,7 @@ def train_batches(run: Run) -> Iterable[Batch]:
 
 
 def evaluation_batches(run: Run) -> dict[str, Iterable[Batch]]:
-    """Return source -> batches of its validation data, of those sources that have any."""
+    """Return source -> batches of its validation data, for the sources that have any."""
     batches = {}
     for name, (samples, order) in run.feed.validation.items():
         num_batches = min(order.steps_per_epoch, run.config.evaluation.max_batches or order.steps_per_epoch)
@@ -31,7 +31,7 @@ def evaluation_batches(run: Run) -> dict[str, Iterable[Batch]]:
 
 
 def _share(run: Run) -> dict[str, Any]:
-    """Return which part of a global batch this process reads."""
+    """Return the arguments of `build_loader` that depend on this process: its part of a batch."""
     pipeline = run.pipeline
     return {
         "dp_rank": data_rank(pipeline.mesh),

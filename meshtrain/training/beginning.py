@@ -1,4 +1,4 @@
-"""Whether a run without a checkpoint may begin at step 0."""
+"""Check whether a run without a checkpoint may begin at step 0."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from meshtrain.training.directory import METRICS_NAME, SAVED_KEY, checkpoints_ro
 
 
 def begin_at_step_0(config: RunConfig) -> None:
-    """Check that a run without a checkpoint may begin at step 0, and say what it begins again. Collective.
+    """Check that a run without a checkpoint may begin at step 0. Collective.
+
+    If an earlier attempt has left metrics, a line reports that the run starts from the beginning.
 
     Raises:
         CheckpointError: the same on all processes, see `check_beginning`.
@@ -27,14 +29,16 @@ def begin_at_step_0(config: RunConfig) -> None:
 def check_beginning(config: RunConfig) -> int:
     """Check that a run that has no checkpoint never saved one.
 
-    A run that was killed before its first save has metrics and no checkpoint too. It may begin again. So steps in
-    the metrics decide nothing. What counts is whether the metrics record a saved checkpoint.
+    A run that was killed before its first save has metrics and no checkpoint too. It may start
+    from the beginning, so steps in the metrics decide nothing. What decides is whether the metrics
+    record a saved checkpoint.
 
     Returns:
         The last step in the metrics; 0 if there is none, or if the run has a checkpoint.
 
     Raises:
-        CheckpointError: if a checkpoint was saved and none is there; or if the location cannot be reached.
+        CheckpointError: if a checkpoint was saved and is missing now, or if the location cannot
+            be reached.
     """
     root = checkpoints_root(config)
     if list_checkpoints(root):

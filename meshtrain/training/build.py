@@ -28,15 +28,15 @@ from meshtrain.training.step import StepContext, no_inspection
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is built.
+    """A run with everything that was built for it.
 
     Attributes:
-        identity: its configuration, resolved, and its data.
+        identity: the configuration of the run, resolved, and its data.
         feed: the samples and their order.
-        process: this process: its device, and the requests to stop.
+        process: this process, with its device and the requests to stop.
         context: what each step works with.
-        hooks: are told what happens, and hold the state that they are given.
-        saver: writes its checkpoints.
+        hooks: receive the events of the run, and hold the state that is passed to them.
+        saver: writes the checkpoints of the run.
         lock: keeps other runs out of the folders of this one.
     """
 
@@ -51,26 +51,29 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
+        """Return the configuration of the run."""
         return self.identity.config
 
     @property
     def pipeline(self) -> Pipeline:
-        """The part of the model on this process."""
+        """Return the part of the model on this process."""
         return self.context.pipeline
 
     @property
     def state(self) -> RunState:
-        """The state that survives a restart, and that hooks are given."""
+        """Return the state that survives a restart and that is passed to hooks."""
         return self.hooks.state
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps after which the run is done."""
+        """Return the number of optimizer steps after which the run is done."""
         return self.state.num_steps
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs of the model per token, forward and backward; counted once per length."""
+        """Return the FLOPs of the model per token, forward and backward.
+
+        They are counted once per length of the sequences.
+        """
         if sequence_length not in self._flops:
             self._flops[sequence_length] = flops_per_token(self.identity.resolved.model, sequence_length)
         return self._flops[sequence_length]
@@ -82,7 +85,7 @@ def build_run(
     """Build a run whose parameters have no values yet. Collective.
 
     Args:
-        hooks: follow the built-in ones.
+        hooks: the user's hooks; they are called after the built-in ones.
     """
     config = identity.config
     context = _build_step_context(identity, num_steps, process)

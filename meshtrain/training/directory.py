@@ -1,13 +1,15 @@
-"""The run directory: what it holds, and whether it is this run's.
+"""Files of the run directory, and the check that they belong to this run.
 
 RUN/run.toml            the resolved configuration
 RUN/plan.toml           the resolved plan
 RUN/metrics.jsonl       one object per start, step, evaluation, checkpoint and epoch
 RUN/tensorboard/        the same for TensorBoard
-RUN/failure.json        why the run ended, if it failed; gone once it trains again
-RUN/flight_recorder/    the latest collectives of every process, if one was gone or stuck
-RUN/checkpoints/step-N  see meshtrain.checkpoint.storage.directory; elsewhere, if checkpoint.directory says so
-RUN/.lock-TOKEN         who writes here now; beside RUN, if it was new when the run began; see meshtrain.runtime.lock
+RUN/failure.json        why the run ended, if it failed; removed once the run trains again
+RUN/flight_recorder/    the latest collectives of every process, if one vanished or hung
+RUN/checkpoints/step-N  a checkpoint, see meshtrain.checkpoint.storage.directory; if
+                        checkpoint.directory is set, checkpoints are stored there instead
+RUN/.lock-TOKEN         the process that writes here now, see meshtrain.runtime.lock; the file is
+                        beside RUN if RUN was new when the run began
 """
 
 import json
@@ -28,11 +30,13 @@ from meshtrain.errors import ConfigError
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 SAVED_KEY = "checkpoint"
-"""In metrics.jsonl: where a checkpoint lies. It is written when the checkpoint is complete."""
-# What may change between a stop and a resume: how the run is laid out, shown and saved, and how long it goes on. All
-# else decides what is learned, but for what is done about bad steps: before the first of them every policy learns the
-# same, what was skipped or left out is in the checkpoint, and the one that stops a run is answered by another policy.
-# So it is with broken records: what has been read is compared itself.
+"""Key in metrics.jsonl: location of a checkpoint, written when the checkpoint is complete."""
+# Keys that may change between a stop and a resume. They set how the run is laid out, shown and
+# saved, and how long it is. All other keys decide what is learned. Two keys need a reason:
+# - bad_steps: before the first bad step, every policy learns the same. The checkpoint records which
+#   steps were skipped or left out. A user whose run was stopped by the policy "stop" must be able
+#   to resume with another policy.
+# - data.on_bad_record: `Identity.check` compares the data that was read.
 FREE = (
     "run_directory",
     "steps",
@@ -53,10 +57,11 @@ FREE = (
 
 
 def check_directory(config: RunConfig) -> None:
-    """Check that the run directory holds nothing yet, or this very run.
+    """Check that the run directory holds no other run.
 
     Raises:
-        ConfigError: with every key that differs.
+        ConfigError: with every key that differs from the run in the directory, or if the directory
+            cannot be written.
     """
     directory = Path(config.run_directory)
     _check_writable(directory)
@@ -75,9 +80,9 @@ def check_directory(config: RunConfig) -> None:
 
 
 def metrics_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the lines of metrics.jsonl that are whole, each with its object.
+    """Yield the complete lines of metrics.jsonl, each with its object.
 
-    The last line of a killed run may be cut off. After a power cut there may be any bytes.
+    The last line of a killed run may be incomplete. After a power cut, lines may hold any bytes.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
     for line in lines:
@@ -90,10 +95,10 @@ def metrics_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def checkpoints_root(config: RunConfig) -> Location:
-    """Return where the checkpoints of a run lie.
+    """Return the location of a run's checkpoints.
 
     Raises:
-        CheckpointError: if nothing installed can reach it.
+        CheckpointError: if no installed library can reach it.
     """
     if config.checkpoint.directory is None:
         return Path(config.run_directory) / CHECKPOINTS_NAME
@@ -101,7 +106,7 @@ def checkpoints_root(config: RunConfig) -> Location:
 
 
 def changed_length(config: RunConfig) -> str | None:
-    """Say how long the run was when it was last started and how long it is now, if that differs."""
+    """Return how the length of the run has changed since its last start; None if it has not."""
     path = Path(config.run_directory) / RUN_NAME
     there = tomllib.loads(path.read_text()) if path.exists() else {}
     here = config.model_dump()
@@ -114,7 +119,7 @@ def changed_length(config: RunConfig) -> str | None:
 
 
 def _check_writable(directory: Path) -> None:
-    # Not `Path.exists()`: it raises where the directory above may not be looked into.
+    # `Path.exists()` is not used: it raises an error if the parent directory may not be searched.
     existing = next(place for place in (directory, *directory.parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "no directory" if not existing.is_dir() else "not yours to write"
@@ -122,7 +127,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
-    """Say of everything that is not the same on both sides what it is."""
+    """Return a line for each value that is not the same on both sides."""
     unset = object()
 
     def shown_value(side: Mapping[str, object], name: str) -> str:
@@ -141,7 +146,7 @@ def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:
 
 
 def _holds_work(config: RunConfig) -> bool:
-    """Whether a run got so far that there is something to lose."""
+    """Return whether the run has checkpoints or metrics that could be lost."""
     metrics = Path(config.run_directory) / METRICS_NAME
     return bool(list_checkpoints(checkpoints_root(config))) or (metrics.exists() and metrics.stat().st_size > 0)
 

@@ -1,4 +1,4 @@
-"""Make the gradients of each process whole, and compute one norm that every process agrees on.
+"""Complete the gradients of each process, and compute a norm that is the same on every process.
 
 Whether a gradient must be summed over an axis follows from its placement, not from a named layout.
 """
@@ -20,10 +20,10 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 @torch.no_grad()
 def fill_gradients(pipeline: Pipeline) -> set[str]:
-    """Give zeros to trainable parameters without a gradient, so that all processes reduce the same.
+    """Set missing gradients of trainable parameters to zero, so that all processes reduce alike.
 
     Returns:
-        The names of the parameters that no sample of this process gave a gradient.
+        The names of the parameters for which no sample of this process gave a gradient.
     """
     filled = set()
     for name, parameter in pipeline.trainable_parameters():
@@ -39,14 +39,14 @@ def fill_gradients(pipeline: Pipeline) -> set[str]:
 def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
     """Remove the gradients that every process has filled in. Collective.
 
-    AdamW then leaves these parameters alone, as it does in one process. With zeros it would still decay
-    them and their moments.
+    AdamW then leaves these parameters unchanged, as it does in one process. With zeros it would
+    still decay them and their moments.
 
     Args:
-        filled: what `fill_gradients` has returned.
+        filled: the result of `fill_gradients`.
 
     Returns:
-        Their names.
+        The names of these parameters.
     """
     parameters = dict(pipeline.trainable_parameters())
     device = gradient_device(pipeline)
@@ -61,11 +61,11 @@ def forget_unused(pipeline: Pipeline, filled: set[str]) -> tuple[str, ...]:
 
 
 def complete_gradients(pipeline: Pipeline) -> None:
-    """Make the gradients of a backward pass whole, for a program with its own loop. Collective."""
+    """Complete the gradients of a backward pass, for a program with its own loop. Collective."""
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     device = next(pipeline.named_parameters())[1].device
-    # Usually no process has filled in any, and nothing needs to be asked.
+    # Usually no process has filled in a gradient, and the exchange of names is not needed.
     if all_reduce_over(torch.tensor(float(len(filled)), device=device), pipeline.mesh, AXES).item():
         forget_unused(pipeline, filled)
 
@@ -73,7 +73,7 @@ def complete_gradients(pipeline: Pipeline) -> None:
 def finish_gradients(pipeline: Pipeline) -> None:
     """Sum gradients over the processes that the backward pass did not sum over.
 
-    These are the copies of the model, tp parts and tied copies.
+    These are sums over the copies of the model, over tp parts and over tied copies.
     """
     pipeline.replicas.reduce_gradients()
     trained = dict(pipeline.trainable_parameters())
@@ -90,7 +90,7 @@ def finish_gradients(pipeline: Pipeline) -> None:
 
 
 def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
-    """Return the norm of the whole model's gradient, in which a tied weight counts once.
+    """Return the gradient norm of the full model, in which a tied weight counts once.
 
     Args:
         further: () float64 tensors that are summed over the pp axis in the same reduction.
@@ -105,12 +105,12 @@ def gradient_norm(pipeline: Pipeline, *further: Tensor) -> tuple[Tensor, ...]:
         if sharded and axis_size(mesh, axis) > 1:
             sums = all_reduce_over(torch.stack([squares[axes] for axes in sharded]), mesh, [axis])
             squares.update(zip(sharded, sums, strict=True))
-    # A process whose stages are frozen has no gradient, and adds nothing.
+    # A process whose stages are frozen has no gradient, and adds zero.
     device = gradient_device(pipeline)
     own = sum(squares.values(), torch.zeros((), dtype=torch.float64, device=device))
     total = own.unsqueeze(0)
     if further:
-        # One copy, where gradients lie in host memory.
+        # They are stacked, so that there is only one copy if gradients are stored in host memory.
         total = torch.cat([total, torch.stack(further).to(device, torch.float64)])
     total = all_reduce_over(total, mesh, [PP])
     return total[0].sqrt(), *total[1:]
@@ -123,7 +123,7 @@ def scale_gradients(
     """Divide gradients by the loss scale, and scale them down to a norm of at most `max_norm`.
 
     Args:
-        norm: of the gradients without the loss scale.
+        norm: () norm of the gradients, without the loss scale.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     for gradients in _by_dtype(parameters).values():
@@ -131,7 +131,7 @@ def scale_gradients(
 
 
 def gradient_device(pipeline: Pipeline) -> torch.device:
-    """Return where parameters, and so gradients, lie between uses."""
+    """Return the device on which parameters, and so gradients, are stored between uses."""
     return next(parameter.device for _, parameter in pipeline.named_parameters())
 
 
@@ -142,7 +142,7 @@ def _squares_by_axes(parameters: Iterable[nn.Parameter]) -> dict[frozenset[str],
     for parameter in parameters:
         device = parameter.device
         if parameter.requires_grad:
-            # Without a gradient too: the processes must agree on the sets.
+            # This includes parameters without a gradient: the processes must agree on the sets.
             found = groups[_sharded_axes(parameter)]
             if parameter.grad is not None:
                 found.append(local_tensor(parameter.grad))
@@ -155,7 +155,7 @@ def _sharded_axes(parameter: Tensor) -> frozenset[str]:
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
     assert set(names) <= set(AXES)
-    # Not `is_shard()`: it is False for the _StridedShard of FSDP2 over tensor parallel, silently.
+    # `is_shard()` is not used: it silently returns False for FSDP2's _StridedShard over tp.
     return frozenset(
         name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
     )

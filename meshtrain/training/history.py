@@ -1,7 +1,8 @@
-"""What a run remembers of its steps: which changed nothing, which were bad, and what is ordinary.
+"""History of a run's steps: which changed nothing, which were bad, and which values are normal.
 
-A step is bad if its loss or gradient norm is not finite or, where `bad_steps.spike_z_score` asks for it, far above
-those of the steps before. A float16 overflow that a lower loss scale can answer is skipped, but it is not bad.
+A step is bad if its loss or gradient norm is not finite. If `bad_steps.spike_z_score` is set, it is
+also bad if one of them is far above those of the steps before. A float16 overflow that a lower loss
+scale can resolve is skipped, but it is not bad.
 """
 
 import math
@@ -20,7 +21,10 @@ from meshtrain.errors import TrainingStopped
 MAD_TO_DEVIATION = 1.4826
 """The standard deviation of a normal distribution, in median absolute deviations."""
 LEAST_DEVIATION = 1e-3
-"""The standard deviation is taken to be at least this fraction of the median: nothing is constant but by chance."""
+"""Smallest standard deviation that is assumed, as a fraction of the median.
+
+A window of equal values is a coincidence.
+"""
 SAMPLES_NAMED = 16
 
 
@@ -29,10 +33,10 @@ class BadStep:
     """A step from which nothing was learned.
 
     Attributes:
-        step: counted from 1.
-        data_step: the place of its batch in the data, counted from 0.
-        sample_ids: of the global batch.
-        fault: what is wrong with it.
+        step: the optimizer step, counted from 1.
+        data_step: the position of its batch in the data, counted from 0.
+        sample_ids: the samples of the global batch.
+        fault: what is wrong with the step.
     """
 
     step: int
@@ -41,25 +45,31 @@ class BadStep:
     fault: str
 
     def note(self, answer: str, how_often: int) -> dict[str, object]:
-        """Return an object for metrics.jsonl."""
+        """Return the step as an object for metrics.jsonl.
+
+        Args:
+            answer: how the run reacts: "skip" or "rewind".
+            how_often: the number of times that it has reacted so, this one included.
+        """
         samples = self.sample_ids.tolist()
         return {"bad_step": self.step, "fault": self.fault, "samples": samples, "answer": answer, "times": how_often}
 
 
 @dataclass
 class StepHistory:
-    """What must be known of the steps so far to go on; all of it survives a restart.
+    """What must be known of the steps so far to continue; all of it survives a restart.
 
-    As in Megatron-LM, the data goes on after a step that is skipped, but the step counts for nothing else: neither the
-    schedule of the learning rate nor AdamW's bias correction moves on, so both are functions of `step - num_skipped`.
+    As in Megatron-LM, a skipped step uses up its data, but counts for nothing else. Neither the
+    learning-rate schedule nor AdamW's bias correction advances, so both are functions of
+    `step - num_skipped`.
 
     Attributes:
-        num_skipped: steps that changed nothing: they were bad, or overflowed in float16.
-        num_bad: those of them that were bad.
-        bad_in_a_row: bad steps since the last good one.
-        left_out: places in the data of the batches that rewinds have left out, ascending.
-        losses: of the latest good steps, while there is a watch for spikes.
-        norms: likewise.
+        num_skipped: number of steps that changed nothing: they were bad, or overflowed in float16.
+        num_bad: number of these steps that were bad.
+        bad_in_a_row: number of bad steps since the last good one.
+        left_out: positions in the data of the batches that rewinds have left out, ascending.
+        losses: losses of the latest good steps, if spikes are checked for.
+        norms: gradient norms of the same steps.
     """
 
     config: BadStepsConfig = field(default_factory=BadStepsConfig)
@@ -71,7 +81,7 @@ class StepHistory:
     norms: deque[float] = field(default_factory=deque)
 
     def fault(self, loss: float, norm: float) -> str | None:
-        """Say what is wrong with a step; nothing if it is good."""
+        """Return what is wrong with a step; None if it is good."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss is {loss}, the gradient norm {norm}"
         threshold, window = self.config.spike_z_score, self.config.window
@@ -86,10 +96,10 @@ class StepHistory:
         return None
 
     def check_tolerable(self, fault: str, step: int, sample_ids: np.ndarray) -> None:
-        """Check that the run may go on after a bad step.
+        """Check that the run may continue after a bad step.
 
         Raises:
-            TrainingStopped: if it shall stop at once, or has met too many.
+            TrainingStopped: if the policy is to stop at once, or there were too many bad steps.
         """
         policy, skips, rewinds = self.config.policy, self.config.max_skips, self.config.max_rewinds
         if policy == "stop":
@@ -109,7 +119,7 @@ class StepHistory:
         )
 
     def add(self, loss: float, norm: float, *, is_bad: bool, is_skipped: bool) -> None:
-        """Move on by one step."""
+        """Record one step."""
         self.num_skipped += is_skipped
         self.num_bad += is_bad
         if is_bad:
@@ -120,11 +130,11 @@ class StepHistory:
             self._remember([loss], [norm])
 
     def metrics(self) -> dict[str, float]:
-        """Return how many steps were bad so far; nothing if the first would end the run."""
+        """Return the number of bad steps so far; nothing if the first one would end the run."""
         return {} if self.config.policy == "stop" else {"bad_steps": self.num_bad + len(self.left_out)}
 
     def saved(self) -> SavedHistory | None:
-        """Return what a checkpoint keeps beside `num_skipped`; None if there is nothing to tell."""
+        """Return what a checkpoint keeps besides `num_skipped`; None if it keeps nothing."""
         saved = SavedHistory(
             bad_steps=self.num_bad,
             bad_in_a_row=self.bad_in_a_row,
@@ -135,7 +145,7 @@ class StepHistory:
         return None if saved == SavedHistory() else saved
 
     def restore(self, saved: SavedHistory | None, num_skipped: int) -> None:
-        """Go on from a checkpoint."""
+        """Take over the history of a checkpoint."""
         saved = saved or SavedHistory()
         self.num_skipped, self.num_bad, self.bad_in_a_row = num_skipped, saved.bad_steps, saved.bad_in_a_row
         self.left_out = saved.left_out
@@ -152,7 +162,9 @@ class StepHistory:
 
 
 def robust_z_score(value: float, ordinary: Sequence[float]) -> float:
-    """Return how many standard deviations `value` is above the median of `ordinary`, with outliers among these.
+    """Return how many standard deviations `value` is above the median of `ordinary`.
+
+    The estimate of the standard deviation is robust against outliers in `ordinary`.
 
     Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993).
     """
@@ -162,7 +174,7 @@ def robust_z_score(value: float, ordinary: Sequence[float]) -> float:
 
 
 def name_samples(sample_ids: np.ndarray | Sequence[int]) -> str:
-    """Name the first samples of a batch for a message."""
+    """Return the first samples of a batch as text for a message."""
     return ", ".join(str(int(sample)) for sample in sample_ids[:SAMPLES_NAMED]) + (
         ", ..." if len(sample_ids) > SAMPLES_NAMED else ""
     )

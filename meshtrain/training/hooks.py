@@ -1,6 +1,7 @@
-"""What a run tells while it trains: metrics.jsonl, TensorBoard and the screen are hooks, and so are a user's own.
+"""Hooks receive the events of a run. metrics.jsonl, TensorBoard and the screen are built-in hooks.
 
-All hooks get the same calls in the same order, the built-in ones first, on every rank.
+A user can add more. All hooks get the same calls in the same order, the built-in ones first, on
+every rank.
 """
 
 import inspect
@@ -19,32 +20,35 @@ from meshtrain.runtime.signals import StopRequest
 from meshtrain.training.state import TrainState
 
 Metrics = Mapping[str, float]
-"""Name -> number, under the names of metrics.jsonl: seconds, bytes, nats per token."""
+"""Name -> number, with the names of metrics.jsonl, in seconds, bytes or nats per token."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(kw_only=True)
 class RunState(TrainState):
-    """What a hook is given of a run: its model, optimizer, step and values, and where the run is.
+    """State of a run that is passed to hooks: model, optimizer, step, values and progress.
 
-    The model is the part of it on this rank, as `meshtrain.parallel.pipeline.Pipeline`; the public functions take it as
-    what `parallelize` returns, so that `save_checkpoint(directory, state)` works as in a loop of one's own.
+    The model is the part on this rank, as a `meshtrain.parallel.pipeline.Pipeline`. The public
+    functions accept it like the result of `parallelize`, so `save_checkpoint(directory, state)`
+    works as in a loop of your own.
 
-    Of `values` a hook may keep what is to survive a restart, the same on all ranks; it is in the next checkpoint, and
-    back before `on_start` of the run that goes on from it.
+    A hook may keep in `values` what must survive a restart, the same on all ranks. It is part of
+    the next checkpoint, and is restored before `on_start` of the run that resumes from it.
 
     Attributes:
-        config: of the run, resolved, in words.
-        num_steps: optimizer steps when the run is done.
-        unigram_entropy: of the text, in nats: what a model reaches that knows token frequencies only.
-        epoch_ends: whether the step that `on_step` tells of is the last one of its epoch, or of the run.
-        note: what is no row of numbers. At the start: the checksum of the parameters, or the bad step that the run was
-            rewound for. At a step that was bad and skipped: what was wrong with it.
-        saved: the checkpoint that `on_checkpoint` tells of; None while it is still being written in the background.
-        stopped_by: at the end: who asked to stop; None if all steps are done.
-        failure: at the end: what training failed with.
+        config: the configuration of the run, with its resolved plan.
+        num_steps: number of optimizer steps when the run is done.
+        unigram_entropy: entropy of the token frequencies of the text, in nats. A model that knows
+            nothing else reaches this loss.
+        epoch_ends: whether the step of `on_step` is the last one of its epoch, or of the run.
+        note: what is not a row of numbers. At the start: the checksum of the parameters, or the bad
+            step that the run was rewound for. At a bad step that was skipped: what was wrong.
+        saved: the checkpoint of `on_checkpoint`; None while it is still being written in the
+            background.
+        stopped_by: at the end: what asked to stop; None if all steps are done.
+        failure: at the end: the exception that ended training.
         problem: why all ranks have to stop.
-        stop: the requests to stop of this process.
+        stop: the requests to stop that this process received.
     """
 
     config: RunConfig
@@ -60,59 +64,67 @@ class RunState(TrainState):
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is the rank that does what is done once: writes a file, sends a message."""
+        """Return whether this rank does what is done once: write a file, send a message."""
         return is_first_rank()
 
     def request_stop(self) -> None:
-        """Ask all ranks to save and to end, as SIGUSR1 would; one rank is enough.
+        """Ask all ranks to save and to end, as SIGUSR1 does. A request on one rank is enough.
 
-        From `on_evaluation` and `on_checkpoint` they end at once, from `on_step` and `on_start` after the next step.
+        After a request from `on_evaluation` or `on_checkpoint` they end at once. After a request
+        from `on_step` or `on_start` they end after the next step.
         """
         self.stop.ask()
 
     def report_problem(self, problem: str) -> None:
-        """Say in a line why training cannot go on, such as a full disk: all ranks stop with it, after the next step.
+        """Report why training cannot continue, such as a full disk.
+
+        All ranks stop after the next step.
 
         Args:
-            problem: what was found, and what to do.
+            problem: one line: what was found, and what to do.
         """
         self.problem = self.problem or problem
 
 
 class Hook:
-    """Is told what a run does; subclass it, and override what you want to hear of.
+    """Base class of objects that receive the events of a run. Override the methods that you need.
 
-    Every rank has its own object, and calls it at the same moments: use `state.is_first_rank` for what is done once.
-    The methods may read everything, the parameters in `state.model.named_parameters()` included (DTensors, where they
-    are split), and call collectives, if every rank does. They must not change parameters, gradients or the optimizer,
-    nor the global random state, and what they take is time of the step. An exception is a bug: it ends all ranks.
+    Every rank has its own object and calls it at the same moments. Use `state.is_first_rank` for
+    what is done once.
+
+    The methods may read everything, including the parameters in `state.model.named_parameters()`,
+    which are DTensors where they are split. They may call collectives if every rank does. They must
+    not change parameters, gradients, the optimizer or the global random state. Training waits while
+    they run. An exception is a bug: it ends all ranks.
 
     Source: the hooks of Colossal-AI's trainer, transformers.TrainerCallback.
     """
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
-        """Training begins after `state.step` steps: at the start, after a resume, and again after a rewind.
+        """Handle the start of training: at the beginning, after a resume, and again after a rewind.
 
-        What was told of later steps before does not count any more. There are no metrics yet; see `state.note`.
+        `state.step` steps are done. Discard what earlier calls reported about later steps. There
+        are no metrics yet; see `state.note`.
         """
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
-        """`state.step` optimizer steps are done; the metrics are those of the last one, over all ranks."""
+        """Handle a finished step. The metrics are those of step `state.step`, over all ranks."""
 
     def on_evaluation(self, state: RunState, metrics: Metrics) -> None:
-        """The model was evaluated after `state.step` steps: `eval_loss`, in nats per token."""
+        """Handle an evaluation after `state.step` steps: `eval_loss`, in nats per token."""
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
-        """A checkpoint lies at `state.saved.directory`, that of `state.saved.step`.
+        """Handle a checkpoint of step `state.saved.step`, stored in `state.saved.directory`.
 
-        In the background there is a call before, when training goes on and it is still being written: `state.saved` is
-        None then.
+        If it is saved in the background, there is an additional call earlier: training continues
+        and the checkpoint is still being written. `state.saved` is None then.
         """
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
-        """Nothing more will come: all steps are done, or see `state.stopped_by` and `state.failure`.
+        """Handle the end: all steps are done, or see `state.stopped_by` and `state.failure`.
 
-        After a failure the other ranks may not be there: no collectives then. The metrics are the latest of each name.
+        No other call follows. After a failure the other ranks may be gone, so do not call
+        collectives then. The metrics are the latest of each name.
         """
 
 
@@ -121,32 +133,32 @@ MOMENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
 @dataclass
 class Hooks:
-    """The hooks of a run, and the state that they are given."""
+    """The hooks of a run, and the state that is passed to them."""
 
     state: RunState
     hooks: tuple[Hook, ...]
     _latest: dict[str, float] = field(default_factory=dict)
 
     def start(self, step: int, note: Mapping[str, Any]) -> None:
-        """Begin after so many steps, or go back to there."""
+        """Notify the hooks that training begins after `step` steps, or goes back to there."""
         self._latest.clear()
         self.state.step = step
         self._tell("on_start", {}, note=note)
 
     def step(self, metrics: Metrics, *, epoch_ends: bool, note: Mapping[str, Any]) -> None:
-        """Tell of a step."""
+        """Notify the hooks of a step."""
         self._tell("on_step", metrics, note=note, epoch_ends=epoch_ends)
 
     def evaluation(self, metrics: Metrics) -> None:
-        """Tell of an evaluation."""
+        """Notify the hooks of an evaluation."""
         self._tell("on_evaluation", metrics)
 
     def checkpoint(self, metrics: Metrics, saved: Saved | None) -> None:
-        """Tell of a checkpoint."""
+        """Notify the hooks of a checkpoint."""
         self._tell("on_checkpoint", metrics, saved=saved)
 
     def end(self, *, stopped_by: str | None = None, failure: BaseException | None = None) -> None:
-        """Tell that nothing more will come."""
+        """Notify the hooks that the run ends."""
         self.state.stopped_by, self.state.failure = stopped_by, failure
         self._tell("on_end", self._latest)
 
@@ -161,17 +173,18 @@ class Hooks:
     ) -> None:
         self.state.note, self.state.saved, self.state.epoch_ends = note, saved, epoch_ends
         self._latest |= metrics
-        # What one hook is given, no other one can change.
+        # It is read-only, so that no hook can change what another one receives.
         read_only = MappingProxyType(dict(metrics))
         for hook in self.hooks:
             getattr(hook, moment)(self.state, read_only)
 
 
 def check_hooks(hooks: Iterable[object]) -> tuple[Hook, ...]:
-    """Return the hooks.
+    """Return the hooks as a tuple.
 
     Raises:
-        ConfigError: if one is none, or has a method that would never be called, or not as it is written.
+        ConfigError: if an object is not a hook, or has a method that would never be called or that
+            takes other arguments.
     """
     if not isinstance(hooks, Iterable):
         raise wrong("hooks", hooks, "a list of them, such as [hook]")
@@ -185,7 +198,7 @@ def check_hooks(hooks: Iterable[object]) -> tuple[Hook, ...]:
 
 def _check_methods(hook: Hook) -> None:
     name_of_hook = type(hook).__name__
-    # What comes from a class beside Hook is for others to call.
+    # Methods of base classes that are not hooks are called by other code.
     own = {name for kind in type(hook).__mro__ if issubclass(kind, Hook) for name in vars(kind)}
     for name in sorted(own):
         if name.startswith("on_") and name not in MOMENTS:
@@ -200,7 +213,7 @@ def _check_methods(hook: Hook) -> None:
 
 
 def _takes_state_and_metrics(method: object) -> bool:
-    # What is awaited by nobody does nothing.
+    # A coroutine would never be awaited, and would do nothing.
     if not callable(method) or inspect.iscoroutinefunction(method):
         return False
     try:

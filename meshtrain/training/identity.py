@@ -1,4 +1,4 @@
-"""What tells a run from others: fields of its manifests, and whether it can go on from a checkpoint."""
+"""Identity of a run: the fields of its manifests, and whether it can resume from a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from meshtrain.training.same_model import config_values, kind_differences
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint must agree with, and what it hands on.
+    """What a checkpoint must agree with, and what an export takes over.
 
     Attributes:
-        hf_config: with the end token of the tokenizer, as the exported model has it.
+        hf_config: the Hugging Face configuration with the end token of the tokenizer, as the
+            exported model has it.
     """
 
     config: RunConfig
@@ -38,7 +39,7 @@ class Identity:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The resolved plan."""
+        """Return the resolved plan."""
         return self.resolved.plan
 
     @property
@@ -46,7 +47,7 @@ class Identity:
         return {"data.shuffle": self.config.data.shuffle, "data.drop_last": self.config.data.drop_last}
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Return the fields by which a manifest tells this run from others."""
+        """Return the fields of a manifest that distinguish this run from others."""
         return {
             "seed": self.config.seed,
             "global_batch_size": self.config.global_batch_size,
@@ -55,7 +56,7 @@ class Identity:
         }
 
     def write_huggingface(self, directory: Path) -> None:
-        """Write configuration and tokenizer, as `export` hands them on."""
+        """Write the configuration and the tokenizer, which `export` takes over."""
         self.hf_config.architectures = [type(self.resolved.model).__name__]
         self.hf_config.save_pretrained(directory)
         tokenizer = self.data.tokenizer
@@ -64,7 +65,7 @@ class Identity:
         tokenizer.copy(directory)
 
     def check(self, checkpoint: Location) -> Manifest:
-        """Refuse a checkpoint that this run cannot go on from.
+        """Check that this run can resume from a checkpoint.
 
         Returns:
             The manifest of the checkpoint.

@@ -1,4 +1,4 @@
-"""The lock of a run: rank 0 holds it, from before anything is prepared to the end."""
+"""Lock of a run: rank 0 holds it from before the data is prepared until the end."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,31 +18,31 @@ from meshtrain.training.hooks import Hook, Metrics, RunState
 
 @dataclass(frozen=True)
 class RunLock(Hook):
-    """What keeps other runs out of the folders of this one, and stops this one if another run took them over.
+    """Keeps other runs out of the folders of this run, and stops this run if one took them over.
 
     Attributes:
-        locks: on rank 0; none elsewhere.
+        locks: the locks on rank 0; empty on other ranks.
     """
 
     locks: tuple[Lock, ...]
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
-        """Stop all ranks if another run has taken over."""
+        """Stop all ranks if another run has taken over the folders."""
         for problem in filter(None, (lock.loss() for lock in self.locks)):
             state.report_problem(problem)
 
     def check(self) -> None:
-        """Check before a save that the folders are still those of this run. Collective.
+        """Check before a save that the folders still belong to this run. Collective.
 
         Raises:
-            TrainingStopped: the same on all ranks: another run has taken over.
+            TrainingStopped: the same on all ranks: another run has taken over the folders.
         """
         raise_together(filter(None, (lock.check() for lock in self.locks)), TrainingStopped)
 
 
 @contextmanager
 def locked_run(config: RunConfig) -> Iterator[RunLock]:
-    """Hold the run directory and the place of the checkpoints while the block runs.
+    """Hold the run directory and the location of the checkpoints while the block runs.
 
     Raises:
         ConfigError: if another run holds one of them.
@@ -57,11 +57,11 @@ def locked_run(config: RunConfig) -> Iterator[RunLock]:
 
 
 def _folders(config: RunConfig) -> Mapping[Location, str]:
-    """Return the folders that a run writes into -> the keys that name them."""
+    """Return folder -> key that names it, for the folders that a run writes into."""
     folders: dict[Location, str] = {Path(config.run_directory).absolute(): "run_directory"}
     root = checkpoints_root(config)
     if isinstance(root, Path):
-        # It may be that of another run: then it is the directory of that run that is locked.
+        # The checkpoints may belong to another run. Then the directory of that run is locked.
         root = root.parent.absolute() if root.name == CHECKPOINTS_NAME else root.absolute()
     folders.setdefault(root, "checkpoint.directory")
     return folders

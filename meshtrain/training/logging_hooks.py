@@ -1,4 +1,4 @@
-"""What every run writes down and says, as hooks."""
+"""Built-in hooks: they write the metrics of every run, and print its events."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +14,13 @@ from meshtrain.training.metrics import MetricsWriter
 
 
 class MetricsHook(Hook):
-    """Writes metrics.jsonl and TensorBoard's events, and draws the bar or shows the line of a step."""
+    """Writes metrics.jsonl and TensorBoard's events, and shows a progress bar or lines."""
 
     def __init__(self) -> None:
         self._writer: MetricsWriter | None = None
 
     def on_start(self, state: RunState, metrics: Metrics) -> None:
-        """Open the files, without what was written of later steps."""
+        """Open the files, and drop what was written about later steps."""
         self._close()
         self._writer = MetricsWriter(
             Path(state.config.run_directory),
@@ -32,7 +32,7 @@ class MetricsHook(Hook):
         self._write(state, state.step, metrics)
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
-        """Write the step, and the averages of its epoch if that is over."""
+        """Write the step, and the averages of its epoch if the epoch is over."""
         self._write(state, state.step, metrics)
         if state.epoch_ends and self._writer is not None:
             self._writer.write_epoch(state.step)
@@ -43,7 +43,10 @@ class MetricsHook(Hook):
         self._write(state, state.step, metrics)
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
-        """Write how long it took, and where it lies once it is complete; `beginning.check_beginning` reads that."""
+        """Write how long the save took and, once the checkpoint is complete, where it is stored.
+
+        `beginning.check_beginning` reads the location.
+        """
         saved = state.saved
         if saved is None:
             self._write(state, state.step, metrics)
@@ -51,7 +54,7 @@ class MetricsHook(Hook):
             self._write(state, saved.step, metrics, {SAVED_KEY: str(saved.directory)})
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
-        """Close the files, and take the bar away."""
+        """Close the files, and remove the progress bar."""
         self._close()
 
     def _write(self, state: RunState, step: int, metrics: Metrics, words: Mapping[str, str] = NOTHING) -> None:
@@ -76,10 +79,10 @@ class MetricsHook(Hook):
 
 
 class LinesHook(Hook):
-    """Says in a line what is no number: bad steps, checkpoints, the end."""
+    """Prints a line for each event that is not a number: bad steps, checkpoints, the end."""
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
-        """Name the samples of a step that was skipped."""
+        """Print the samples of a step that was skipped."""
         if note := state.note:
             console.line(
                 f"Step {note['bad_step']:,} is bad, and skipped: {note['fault']}. Samples: "
@@ -87,12 +90,12 @@ class LinesHook(Hook):
             )
 
     def on_checkpoint(self, state: RunState, metrics: Metrics) -> None:
-        """Say where it lies, when it does."""
+        """Print where the checkpoint is stored, once it is complete."""
         if state.saved is not None:
             console.line(f"Saved {shown_location(state.saved.directory)}")
 
     def on_end(self, state: RunState, metrics: Metrics) -> None:
-        """Say what came out, or how to go on."""
+        """Print the result, or how to continue."""
         if state.failure is not None:
             return
         if state.stopped_by is not None:

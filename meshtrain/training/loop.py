@@ -1,4 +1,4 @@
-"""The loop of a run: step, evaluate, save, and tell the hooks of it."""
+"""The loop of a run: step, evaluate, save, and notify the hooks."""
 
 import gc
 import math
@@ -27,24 +27,24 @@ from meshtrain.training.step import StepResult, evaluate, train_step
 
 
 class _Done(NamedTuple):
-    """What the loop must know of a step that was done."""
+    """What the loop must know about a finished step."""
 
     metrics: dict[str, float]
     bad: BadStep | None
-    """What is wrong with it, if something is."""
+    """What is wrong with the step; None if it is good."""
     stop_reason: int
-    """Why a process was asked to stop after it: `StopRequest.reason`; 0 if none was."""
+    """Why a process was asked to stop after the step: `StopRequest.reason`; 0 if none was."""
 
 
 class _Largest(NamedTuple):
-    """The largest of the numbers of all ranks, after a step."""
+    """Maximum of each number over all ranks, after a step."""
 
     memory_bytes: float
     has_problem: float
     has_unsaved: float
     """Whether a save in the background has failed."""
     fewest_published: float
-    """The number of published checkpoints that all ranks know of, negated."""
+    """Number of published checkpoints, negated: the maximum gives the number all ranks know of."""
     stop_reason: float
 
 
@@ -52,15 +52,17 @@ def run_loop(run: Run, parameters_checksum: str | None) -> int:
     """Train to the last step; evaluate and save on the way and at the end.
 
     Args:
-        parameters_checksum: of the parameters before the first step; None without self-checks.
+        parameters_checksum: checksum of the parameters before the first step; None without
+            self-checks.
 
     Returns:
-        0 if the last step is done. Otherwise why training was asked to stop, and has saved: `StopRequest.reason`.
+        0 if the last step is done. Otherwise the run was asked to stop and has saved; the result is
+        the reason, `StopRequest.reason`.
 
     Raises:
-        TrainingStopped: a step is bad and the run cannot go on, or must not; the evaluation loss or the state to be
-            saved is not finite; or a hook has a problem.
-        CheckpointError: a checkpoint cannot be written, or there is none to go back to.
+        TrainingStopped: if a step is bad and the run cannot or must not continue, if the evaluation
+            loss or the state to be saved is not finite, or if a hook has reported a problem.
+        CheckpointError: if a checkpoint cannot be written, or none is intact to go back to.
     """
     if run.state.step >= run.num_steps:
         console.line(f"Nothing to do: {run.state.step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
@@ -84,7 +86,7 @@ def _train_with_rewinds(run: Run, note: Mapping[str, Any]) -> int:
             rewind(run, end)
             end = _train(run, end.note("rewind", len(run.context.history.left_out)))
     except TrainingStopped as stopped:
-        # It is raised on all ranks alike, and the checkpoint that is being written is good.
+        # All ranks raise it alike, and the checkpoint that is being written is good.
         try:
             finish_saving(run)
         except CheckpointError as error:
@@ -94,10 +96,10 @@ def _train_with_rewinds(run: Run, note: Mapping[str, Any]) -> int:
 
 
 def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
-    """Train until the last step, a request to stop, or a bad step that asks for a rewind.
+    """Train until the last step, a request to stop, or a bad step that needs a rewind.
 
     Returns:
-        0 after the last step; why to stop; or the bad step.
+        0 after the last step; the reason to stop; or the bad step.
     """
     stop_reason, first_step = 0, run.state.step
     run.hooks.start(first_step, note)
@@ -116,7 +118,7 @@ def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
 
 
 def _timed_batches(run: Run) -> Iterator[tuple[Batch, float]]:
-    """Yield each batch with the seconds that were spent waiting for it."""
+    """Yield each batch with the seconds spent waiting for it."""
     batches, first_step = iter(train_batches(run)), run.state.step
     for step in range(first_step, run.num_steps):
         run.pipeline.place.begin_step(step + 1)
@@ -131,7 +133,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
     run.state.step = batch.step + 1
     if is_first:
         _show_without_gradient(result.without_gradient)
-        # After the first step, which compiles and builds objects that stay.
+        # This comes after the first step, which compiles and builds objects that stay.
         freeze_objects()
     run.pipeline.place.enter("metrics")
     largest = _agree(run)
@@ -180,7 +182,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
         "loss": result.loss,
         "grad_norm": result.gradient_norm,
         "learning_rate": result.learning_rate,
-        # Padded batches differ in width, so the step does not say how many tokens came before.
+        # Padded batches differ in width, so the number of tokens does not follow from the step.
         **({"tokens": (batch.step + 1) * tokens_per_step} if run.config.data.pad_to_multiple_of is None else {}),
         "trained_tokens": result.num_tokens,
         "tokens_per_second": tokens_per_step / seconds,
@@ -213,7 +215,7 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     """Evaluate and save what is due after a step, and save before a stop.
 
     Args:
-        stop_reason: why to stop after the step; 0 to go on.
+        stop_reason: why to stop after the step; 0 to continue.
 
     Returns:
         The same, or why a process was asked to stop meanwhile; 0 after the last step.
@@ -228,7 +230,7 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     if is_last:
         return 0
     if is_saved or loss is not None:
-        # Both may take long. Who asked to stop meanwhile should not wait for another step too.
+        # Both may take long. A request to stop that has come meanwhile must not wait for a step.
         stop_reason = _agreed_reason(run)
     if stop_reason and not is_saved:
         save(run, step, loss)
@@ -266,15 +268,15 @@ def _agreed_reason(run: Run) -> int:
 
 
 def _show_without_gradient(names: Iterable[str]) -> None:
-    """Name the trainable parameters that got no gradient. Collective.
+    """Print the trainable parameters that got no gradient. Collective.
 
-    A mistake in a model or a plan would show here.
+    A mistake in a model or a plan shows here.
     """
     if found := sorted({name for answer in gather_objects(tuple(names)) for name in answer}):
         console.line(f"No gradient in the first step, so not trained ({len(found)}): {name_some(found, 5)}")
 
 
 def _check_problem(run: Run) -> None:
-    """Stop all ranks if a hook of one of them cannot go on. Collective."""
+    """Stop all ranks if a hook on one of them has reported a problem. Collective."""
     problem = run.state.problem
     raise_together([problem] if problem else [], TrainingStopped)

@@ -19,7 +19,7 @@ class TokenLoss:
     """The cross-entropy of a microbatch, summed over its trained tokens.
 
     Attributes:
-        vocabulary: size of the whole vocabulary.
+        vocabulary: size of the full vocabulary.
         group: the tp group, if the logits are sharded over it; else None.
     """
 
@@ -31,10 +31,11 @@ class TokenLoss:
 
         Args:
             logits: (batch, seq, vocab) or this process's (batch, seq, vocab/tp).
-            labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not count.
+            labels: (batch, seq), int64, already shifted; IGNORE_INDEX marks tokens that do not
+                count.
         """
         logits, labels = logits.flatten(0, 1), labels.flatten()
-        # bfloat16 has too few digits for a sum over many tokens. float64 stays, for proofs.
+        # 16-bit formats have too few digits for a sum over many tokens. float64 stays, for proofs.
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         if self.group is None:
             return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -48,7 +49,7 @@ class TokenLoss:
             num_tokens: () int64, the number of trained tokens in the global batch.
             scale: the loss scale of float16.
         """
-        # A batch without a trained token has loss 0 and no gradient, not 0 / 0.
+        # A batch without a trained token has loss 0 and no gradient, instead of 0 / 0.
         return MeanLoss(self, num_tokens.clamp(min=1), scale)
 
 
@@ -58,7 +59,8 @@ class MeanLoss:
 
     Attributes:
         total: the sum over the trained tokens of a microbatch.
-        num_tokens: () int64, the number of trained tokens in the global batch, or 1 if there is none.
+        num_tokens: () int64, the number of trained tokens in the global batch, or 1 if there is
+            none.
         scale: the loss scale of float16, which the result is multiplied by.
     """
 
@@ -67,12 +69,12 @@ class MeanLoss:
     scale: float
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the () share; arguments as for `TokenLoss`."""
+        """Return the () share of a microbatch; the arguments are those of `TokenLoss`."""
         return self.total(logits, labels) * self.scale / self.num_tokens
 
 
 def build_loss(pipeline: Pipeline) -> TokenLoss:
-    """Return the loss of a pipeline's model, for logits as its last stage gives them."""
+    """Return the loss of a pipeline's model, for logits as its last stage returns them."""
     vocabulary = pipeline.stages[0].model.config.get_text_config().vocab_size
     return TokenLoss(vocabulary, pipeline.mesh.get_group(TP) if pipeline.logits_are_sharded else None)
 
@@ -103,7 +105,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         shifted = logits - largest.unsqueeze(-1)
         target = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         weights = shifted.exp_()
-        # One reduction for both sums.
+        # One reduction is enough for both sums.
         normaliser, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
         weights /= normaliser.unsqueeze(-1)
         ctx.save_for_backward(weights, columns, here, counted)

@@ -1,4 +1,4 @@
-"""The number that the loss is multiplied by, so that small gradients survive in float16."""
+"""Loss scaling: the loss is multiplied by a number, so that small gradients survive in float16."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from meshtrain.config.plan import LossScalePlan, PrecisionPlan
 from meshtrain.config.settings import LARGEST
 
 UNSCALED = LossScalePlan(initial=1.0, minimum=1.0, growth_interval=LARGEST)
-"""A scale that is 1 for ever: nothing is tolerated, and nothing grows."""
+"""A scale that is always 1: no overflow is tolerated, and the scale never grows."""
 
 
 @dataclass
@@ -15,9 +15,9 @@ class LossScale:
     """Dynamic loss scaling: lower after overflows, higher after a long time without one.
 
     Attributes:
-        value: of the next step.
-        growth_steps: steps without an overflow since the last overflow or growth.
-        hysteresis_left: overflows until one lowers the scale; not refilled by anything but growth.
+        value: the scale of the next step.
+        growth_steps: number of steps without an overflow since the last overflow or growth.
+        hysteresis_left: number of overflows until one lowers the scale; only growth refills it.
 
     Source: Megatron-LM, megatron/core/optimizer/grad_scaler.py, DynamicGradScaler.
     """
@@ -29,11 +29,11 @@ class LossScale:
 
     @property
     def can_be_lower(self) -> bool:
-        """Whether an overflow may come from the scale."""
+        """Return whether an overflow may come from the scale, so that a lower one can help."""
         return self.value > self.plan.minimum
 
     def update(self, *, overflowed: bool) -> None:
-        """Move on by one step."""
+        """Adjust the scale after a step."""
         if overflowed:
             self.growth_steps = 0
             self.hysteresis_left -= 1
@@ -47,7 +47,7 @@ class LossScale:
             self.value *= self.plan.growth_factor
 
     def metrics(self, num_skipped: int) -> dict[str, float]:
-        """Return what the next step is scaled by and how many were skipped; nothing if there is no scaling."""
+        """Return the next scale and the number of skipped steps; nothing if there is no scaling."""
         return {} if self.plan is UNSCALED else {"loss_scale": self.value, "skipped_steps": num_skipped}
 
     def saved(self) -> SavedLossScale | None:
@@ -57,13 +57,13 @@ class LossScale:
         return SavedLossScale(value=self.value, growth_steps=self.growth_steps, hysteresis_left=self.hysteresis_left)
 
     def restore(self, saved: SavedLossScale | None) -> None:
-        """Go on from a checkpoint; from one that had no scaling, with the initial scale of the plan."""
+        """Take over the scale of a checkpoint; without one, keep the initial scale of the plan."""
         if saved is not None and self.plan is not UNSCALED:
             self.value, self.growth_steps = saved.value, saved.growth_steps
             self.hysteresis_left = saved.hysteresis_left
 
 
 def build_loss_scale(precision: PrecisionPlan) -> LossScale:
-    """Return the scale that a run starts with: dynamic for float16, else 1 for ever."""
+    """Return the scale that a run starts with: dynamic for float16, otherwise always 1."""
     plan = precision.loss_scale if precision.compute == "float16" else UNSCALED
     return LossScale(plan, value=plan.initial, growth_steps=0, hysteresis_left=plan.hysteresis)

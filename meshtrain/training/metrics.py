@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, and the line or bar on the screen. On rank 0 only."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, and the line or bar on the screen; rank 0 only."""
 
 import json
 import math
@@ -39,15 +39,17 @@ NO_WORDS: Mapping[str, str] = {}
 
 
 class MetricsWriter:
-    """Writes every object of metrics to all places; a context manager.
+    """Writes each object of metrics to the files and the screen; a context manager.
 
-    A file that cannot be written does not raise here, where the other ranks would not learn of it: see `problem`.
+    A file that cannot be written does not raise an error here, because the other ranks would not
+    learn of it. `problem` reports it instead.
 
     Args:
-        directory: of the run.
-        first_step: steps done before; what a stopped run wrote behind its last checkpoint is dropped.
-        progress: where the person looks.
-        tensorboard: whether to write events.
+        directory: the run directory.
+        first_step: number of steps done before. What a stopped run wrote after its last checkpoint
+            is dropped.
+        progress: shows the metrics on the screen.
+        tensorboard: whether to write events for TensorBoard.
     """
 
     def __init__(self, directory: Path, *, first_step: int, progress: TrainingProgress, tensorboard: bool) -> None:
@@ -68,7 +70,7 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self._progress.__exit__(*exception)
         for file in self._files:
-            # Everything was flushed when it was written, and a failure noted then.
+            # Every write was flushed at once, and a failure was noted then.
             with suppress(OSError):
                 file.close()
 
@@ -88,13 +90,13 @@ class MetricsWriter:
             self._progress.update(step, metrics)
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
-        """Write one object that is no row of numbers."""
+        """Write one object that is not a row of numbers."""
         with self._noting_problems():
             for file in self._files:
                 file.write_note(step, note)
 
     def write_epoch(self, step: int) -> None:
-        """Write the averages over the epoch of the latest step, as far as it has come."""
+        """Write the averages over the epoch of the latest step, up to that step."""
         self.write(step, self._epoch.averages())
 
     def _open_files(self) -> None:
@@ -124,13 +126,13 @@ class _MetricsFile(Protocol):
 
 
 class _JsonLines:
-    """One JSON object per line."""
+    """Metrics as one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
-        # JSON has no infinity: the loss of a step that overflowed is null.
+        # JSON has no infinity: the loss of a step that overflowed becomes null.
         self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}, **words})
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
@@ -147,7 +149,8 @@ class _JsonLines:
 class _Events:
     """TensorBoard's event file.
 
-    Not torch's SummaryWriter: its thread writes minutes later, and shows a traceback of its own when the disk is full.
+    torch's SummaryWriter is not used. Its thread writes minutes later, and prints its own
+    traceback when the disk is full.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
@@ -157,7 +160,7 @@ class _Events:
         self._file = (directory / name).open("wb")
         self._records = RecordWriter(self._file)
         self._add(Event(file_version="brain.Event:2"))
-        # Readers then forget what a stopped run wrote behind its last checkpoint.
+        # Readers then drop what a stopped run wrote after its last checkpoint.
         self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
@@ -165,7 +168,7 @@ class _Events:
         self._add(Event(step=step, summary=Summary(value=values)))
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
-        """Leave it out: it draws numbers."""
+        """Do nothing: TensorBoard draws numbers only."""
 
     def close(self) -> None:
         self._file.close()
@@ -177,7 +180,7 @@ class _Events:
 
 
 class _EpochAverages:
-    """Averages over the steps of the latest epoch, those before a resume included."""
+    """Averages over the steps of the latest epoch, including those before a resume."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -186,7 +189,7 @@ class _EpochAverages:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Count a step in; what is not a step's does not count, nor does a loss that is not finite."""
+        """Add a step to the averages. Other objects and values that are not finite do not count."""
         if "loss" not in metrics:
             return
         epoch = metrics["epoch"]
@@ -203,13 +206,13 @@ class _EpochAverages:
                 self._counts[name] += 1
 
     def averages(self) -> dict[str, float]:
-        """Return them as metrics of the epoch."""
+        """Return the averages as metrics of the epoch."""
         averages = {f"epoch_{name}": total / self._counts[name] for name, total in self._sums.items()}
         return {"epoch": self._epoch, "epoch_steps": self._steps, **averages}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has used so far: of its GPU, else of its machine."""
+    """Return the most bytes this process has used so far: of its GPU, otherwise of its machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -225,7 +228,7 @@ def _drop_lines_behind(path: Path, step: int) -> list[dict[str, float | None]]:
 
 
 def _tensorboard_tag(name: str) -> str:
-    """Return group/name; TensorBoard folds groups."""
+    """Return group/name: TensorBoard shows each group as a section that can be folded."""
     if name.startswith("epoch_"):
         return f"epoch/{name.removeprefix('epoch_')}"
     if name.endswith("seconds"):

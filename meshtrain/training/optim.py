@@ -11,15 +11,16 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel.local_parameter import as_local
 from meshtrain.parallel.pipeline import Pipeline
 
-# What transformers.get_scheduler would leave out without a word.
+# Keys that transformers.get_scheduler would ignore silently.
 IGNORED = {"constant": ("warmup_steps", "arguments"), "constant_with_warmup": ("arguments",)}
 
 
 def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> AdamW:
-    """Build AdamW over what lies on this process, with torch's fused kernel on every device.
+    """Build AdamW over the local parts of the parameters.
 
-    Weight decay is for matrices: norms and biases are left out. Frozen parameters are not part of it, and a parameter
-    without a gradient is left as it is, as in one process.
+    It uses torch's fused kernel on every device. Weight decay applies to matrices; norms and biases
+    are left out. Frozen parameters are not in the optimizer. A parameter without a gradient stays
+    as it is, as in one process.
     """
     trained = [parameter for _, parameter in pipeline.trainable_parameters()]
     matrices = [as_local(parameter) for parameter in trained if parameter.dim() >= 2]
@@ -36,11 +37,11 @@ def build_optimizer(pipeline: Pipeline, config: OptimizerConfig) -> AdamW:
 def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, counted from 0.
 
-    It is the function inside transformers' scheduler; as it depends on nothing but the step, a resumed run needs no
-    scheduler state.
+    It is the function inside transformers' scheduler. It depends only on the step, so a resumed run
+    needs no scheduler state.
 
     Raises:
-        ConfigError: for an argument that the schedule does not take, or a value that it cannot work with.
+        ConfigError: for an argument that the schedule does not take, or a value that it cannot use.
     """
     from transformers import get_scheduler  # noqa: PLC0415 - with it comes all of peft, where that is installed
 
@@ -58,7 +59,7 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
             scheduler_specific_kwargs=config.arguments or None,
         )
         factor = scheduler.lr_lambdas[0]
-        # Some arguments are looked at behind the warm-up only.
+        # Some arguments are read only after the warm-up.
         factor(num_steps)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"learning_rate: the schedule {config.name!r} refuses its arguments: {error}") from error

@@ -1,6 +1,7 @@
-"""What a torch optimizer remembers of each parameter: by name, in the layout of the parameter, so on any mesh.
+"""State that a torch optimizer keeps for each parameter: by name, in the layout of the parameter.
 
-A parameter that never had a gradient has no state, and none is made up for it.
+So it can be restored on any mesh. A parameter that never had a gradient has no state, and none is
+made up for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ class Slot(NamedTuple):
 
     group: int
     parameter: Tensor
-    """As the optimizer has it: the model's parameter, or a LocalParameter of it."""
+    """The tensor in the optimizer: the model's parameter, or its LocalParameter."""
 
 
 def slots_of(optimizer: Optimizer | None) -> dict[int, Slot]:
@@ -40,7 +41,9 @@ def slots_of(optimizer: Optimizer | None) -> dict[int, Slot]:
 
 
 def state_tensors(optimizer: Optimizer | None, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Return `optimizer.<state>.<FQN>` -> tensor over the same memory: laid out as the parameter, or (1,) for a number.
+    """Return `optimizer.<state>.<FQN>` -> state, in the layout of the parameter; (1,) for a number.
+
+    Tensors share the memory of the optimizer's state. Numbers of Python are copied.
 
     Args:
         parameters: FQN -> parameter of the model.
@@ -55,10 +58,13 @@ def state_tensors(optimizer: Optimizer | None, parameters: Mapping[str, Paramete
 
 
 def kind_of(state: str, value: object, parameter: Tensor) -> str | None:
-    """Return what a state is: `none`, `number` (of Python), `scalar`, `parameter` (laid out as it); None: none of them.
+    """Return the kind of a state: `none`, `number` (of Python), `scalar` or `parameter`.
+
+    A `scalar` has no dimensions, and a `parameter` has the shape of the parameter. None is returned
+    for any other kind.
 
     Args:
-        parameter: as the optimizer has it.
+        parameter: the tensor in the optimizer.
     """
     if value is None:
         return "none"
@@ -72,14 +78,16 @@ def kind_of(state: str, value: object, parameter: Tensor) -> str | None:
 
 
 class LoadedState:
-    """The states of parameters while a checkpoint is read into them; the optimizer has them after `keep`.
+    """States of parameters while a checkpoint is read into them.
+
+    `keep` passes them to the optimizer.
 
     Args:
-        optimizer: None: nothing is read.
-        parameters: name -> parameter of the model; the two ends of a tied weight go by one FQN.
+        optimizer: if None, nothing is read.
+        parameters: name -> parameter of the model; the two ends of a tied weight share one FQN.
         fqns: name -> FQN in the checkpoint.
         metadata: the table of the checkpoint.
-        saved: what the manifest says of the optimizer.
+        saved: the description of the optimizer in the manifest.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class LoadedState:
                 )
 
     def keep(self) -> None:
-        """Give the optimizer what was read, and take away what it had."""
+        """Replace the states of the optimizer by those that were read."""
         for parameter, states in self._states.items():
             assert self._optimizer is not None
             self._optimizer.state.pop(parameter, None)
@@ -120,13 +128,14 @@ class LoadedState:
         if state not in self._scalars:
             return torch.empty_like(slot.parameter.detach(), dtype=dtype)
         group = self._optimizer.param_groups[slot.group]
-        # As torch's own `load_state_dict`: kernels that never wait for the device want the count of steps there.
+        # As in torch's own `load_state_dict`: kernels that never wait for the device need the step
+        # count on the device.
         on_host = state in self._numbers or (state == "step" and not (group.get("fused") or group.get("capturable")))
         return torch.empty((), dtype=dtype, device="cpu" if on_host else slot.parameter.device)
 
 
 def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Say which states a checkpoint cannot hold, and which parameters are not the model's.
+    """Return what a checkpoint cannot hold, or which parameters are not the model's; at most one.
 
     Args:
         names: id of the model's parameter -> FQN.
@@ -153,7 +162,7 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[s
 
 
 def kinds_of_states(optimizer: Optimizer) -> set[tuple[str, str]]:
-    """Return (state, kind), the kind being `number`, `scalar` or `parameter`, of all there are."""
+    """Return (state, kind) of all states; the kind is `number`, `scalar` or `parameter`."""
     return {
         (state, kind)
         for slot in slots_of(optimizer).values()
@@ -174,7 +183,7 @@ def _laid_out(optimizer: Optimizer, slot: Slot) -> dict[str, Tensor]:
 
 
 def _whole(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a state as a checkpoint has it."""
+    """Return a state in the form that a checkpoint has."""
     if value.dim() == 0:
         return value.view(1)
     return value if isinstance(value, DTensor) else laid_out_as(value, parameter)

@@ -1,4 +1,4 @@
-"""What `meshtrain check` and `meshtrain plan` show, and the head of every run."""
+"""Resolve a run and print it: `meshtrain check`, `meshtrain plan`, and the head of every run."""
 
 import inspect
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from meshtrain.training.beginning import check_beginning
 from meshtrain.training.directory import check_directory
 from meshtrain.training.optim import build_learning_rate
 
-# Of steps, where only the text knows how many there are.
+# Stands in for a number of steps that is known only after the text is read.
 ANY_NUMBER = 1_000_000
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run with nothing left open.
+    """A run with every setting resolved.
 
     Attributes:
-        hf_config: of the model.
-        model: the stock model on meta.
-        plan: without -1, `auto`, `balanced` or `even`.
+        hf_config: the Hugging Face configuration of the model.
+        model: the stock model on the meta device.
+        plan: the plan without -1, `auto`, `balanced` or `even`.
     """
 
     hf_config: PretrainedConfig
@@ -43,7 +43,7 @@ class Resolved:
 
 
 def resolve_run(config: RunConfig, world_size: int) -> Resolved:
-    """Build the model on meta and fit the plan to it.
+    """Build the model on the meta device and fit the plan to it.
 
     Args:
         world_size: number of processes.
@@ -51,7 +51,7 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
     Raises:
         UserError: with every contradiction.
     """
-    # Before anything is prepared: what the schedule refuses, it refuses for every length.
+    # Checked before anything is prepared: what a schedule refuses, it refuses for every length.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, config.steps or ANY_NUMBER)
     hf_config = hf_config_of(config)
     if config.data.tokenizer.vocab_size is not None:
@@ -68,10 +68,12 @@ def resolve_run(config: RunConfig, world_size: int) -> Resolved:
 
 
 def hf_config_of(config: RunConfig, *, end_id: int | None = None) -> PretrainedConfig:
-    """Return the Hugging Face configuration of a run's model, with room for every token if the run asks for it.
+    """Return the Hugging Face configuration of a run's model.
+
+    If the run asks for it, the vocabulary is enlarged to hold every token.
 
     Args:
-        end_id: token that ends a document, for a new model that does not say its own.
+        end_id: token that ends a document, for a new model whose configuration does not set it.
 
     Raises:
         UserError: if there is no such model, or no such tokenizer.
@@ -103,10 +105,10 @@ def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
 
 
 def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
-    """Check that the model has room for every token.
+    """Check that the model's vocabulary can hold every token.
 
     Raises:
-        DataError: if it has not.
+        DataError: if it cannot.
     """
     room = hf_config.get_text_config().vocab_size
     if needed > room:
@@ -118,13 +120,13 @@ def check_vocabulary(needed: int, hf_config: PretrainedConfig) -> None:
 
 
 def batch_shape(config: RunConfig) -> BatchShape:
-    """Return what a run says about batches."""
+    """Return the shape of a run's batches."""
     data = config.data
     return BatchShape(config.global_batch_size, config.micro_batch_size, data.sequence_length, data.pad_to_multiple_of)
 
 
 def check_run(config: RunConfig, world_size: int) -> None:
-    """Print who would hold what with so many processes.
+    """Print what each of `world_size` processes would hold.
 
     Raises:
         UserError: with every contradiction.
@@ -142,8 +144,9 @@ def show_plan(config: RunConfig, *, world_size: int | None, as_toml: bool) -> No
     """Print the resolved plan of a run.
 
     Args:
-        world_size: number of processes; None: those of torchrun, or as many as the given degrees need.
-        as_toml: as a plan file and nothing else.
+        world_size: number of processes; None: that of torchrun, or the number that the given
+            degrees need.
+        as_toml: print a plan file and nothing else.
     """
     resolved = resolve_run(config, world_size or natural_world_size(config.plan))
     if as_toml:
@@ -185,7 +188,7 @@ def show_plan_table(resolved: Resolved) -> None:
 
 
 def show_shares(shares: list[StageShare]) -> None:
-    """Print who holds which stage, and the bytes of it on each process."""
+    """Print which ranks hold each stage, and its bytes on each process."""
     rows = [
         (
             share.stage,
@@ -204,7 +207,7 @@ def show_shares(shares: list[StageShare]) -> None:
 
 
 def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
-    """Return how the global batch comes about, in words."""
+    """Return how the global batch is made up, as text."""
     return (
         f"global batch {batch.global_batch_size} sequences = {batch.micro_batch_size} per microbatch "
         f"x {num_microbatches(plan, batch)} microbatches x {plan.mesh.data_degree} data-parallel; "
@@ -213,7 +216,7 @@ def batch_equation(plan: ParallelPlan, batch: BatchShape) -> str:
 
 
 def natural_world_size(plan: ParallelPlan) -> int:
-    """Return the number of processes of torchrun; without it, as many as the given degrees need."""
+    """Return the number of processes of torchrun; without it, the number that the degrees need."""
     world_size = world_size_from_environment()
     return world_size if world_size > 1 else plan.mesh.fixed_degree
 

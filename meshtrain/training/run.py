@@ -39,7 +39,7 @@ from meshtrain.training.self_check import check_parameters
 
 
 class Ending(Enum):
-    """How a run ends that does not fail."""
+    """How a run ends if it does not fail."""
 
     DONE = "all steps are done"
     ASKED = "this process, or all, should stop, and has saved"
@@ -47,13 +47,13 @@ class Ending(Enum):
 
 
 def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
-    """Train a run, or go on with it from its newest checkpoint.
+    """Train a run, or resume it from its newest checkpoint.
 
     Args:
-        hooks: are told what happens, after the built-in ones; on every rank.
+        hooks: the user's hooks; on every rank they are called after the built-in ones.
 
     Raises:
-        UserError: before any process group is joined, wherever the mistake can be known there.
+        UserError: before any process group is joined, if the mistake can be found there.
     """
     started = time.monotonic()
     check_devices()
@@ -79,25 +79,25 @@ def _resolve(config: RunConfig) -> tuple[Identity, Dataset, int]:
     """Resolve a run as far as one process can, before any process group is joined.
 
     Returns:
-        The run with its data; the samples and their order; the number of steps.
+        The identity of the run; the samples and their order; the number of steps.
     """
     resolved = resolve_run(config, world_size_from_environment())
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
     feed = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed)
     num_steps = _num_steps(config, feed)
-    # Only checked here: the text says how many steps there are.
+    # This is only a check. It comes here because the text determines the number of steps.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
     hf_config = hf_config_of(config, end_id=data.tokenizer.end_id)
     return Identity(config, data, resolved, hf_config), feed, num_steps
 
 
 def _num_steps(config: RunConfig, feed: Dataset) -> int:
-    """Return the length of the run.
+    """Return the length of the run in optimizer steps.
 
     Raises:
-        ConfigError: if it is given in epochs and there are none.
-        DataError: if the data ends before.
+        ConfigError: if the length is given in epochs and the data has none.
+        DataError: if the data ends earlier.
     """
     if config.epochs is None:
         assert config.steps is not None
@@ -113,10 +113,10 @@ def _num_steps(config: RunConfig, feed: Dataset) -> int:
 
 
 def _agree_on_data(data: PreparedData) -> None:
-    """Compare what the processes have read. Collective.
+    """Compare the data that the processes have read. Collective.
 
     Raises:
-        DataError: if a machine has other text, or another tokenizer, than the first process.
+        DataError: if a machine has another text, or another tokenizer, than the first process.
     """
     answers = gather_objects((socket.gethostname(), data.identity))
     others = sorted({host for host, identity in answers if identity != answers[0][1]})
@@ -160,6 +160,6 @@ def _write_resolved(run: Run) -> None:
 def _ending(reason: int, process: Process) -> Ending:
     if reason == 0:
         return Ending.DONE
-    # A person ends the run with SIGUSR1. SIGTERM means that a machine has to go, or that torchrun
-    # restarts with other machines: then the remaining processes must meet again, not end.
+    # The user ends a run with SIGUSR1. SIGTERM means that a machine must leave, or that torchrun
+    # restarts with other machines. Then the remaining processes must meet again instead of ending.
     return Ending.FOLLOWED if reason == SIGTERM and not process.stop.is_asked() else Ending.ASKED

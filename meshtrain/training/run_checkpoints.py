@@ -1,4 +1,4 @@
-"""The checkpoints of a run: go on from one, save, and go back to one after a bad step."""
+"""Checkpoints of a run: resume from one, save one, and go back to one after a bad step."""
 
 import time
 from pathlib import Path
@@ -28,10 +28,11 @@ Found = tuple[Location, Manifest]
 
 
 def find_checkpoint(identity: Identity) -> Found | None:
-    """Return the newest whole checkpoint of the run, if there is one. Collective.
+    """Return the newest intact checkpoint of the run; None if the run never saved one. Collective.
 
     Raises:
-        CheckpointError: the same on all processes: none is whole, it is of another run, or it is gone.
+        CheckpointError: the same on all processes: no checkpoint is intact, it belongs to another
+            run, or the saved checkpoints are missing.
     """
     checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
     if checkpoint is None:
@@ -43,10 +44,10 @@ def find_checkpoint(identity: Identity) -> Found | None:
 
 
 def give_values(run: Run, found: Found | None) -> None:
-    """Give the parameters their values, and the state the number of steps already done. Collective.
+    """Set the values of the parameters, and the number of steps already done. Collective.
 
     Args:
-        found: the checkpoint to go on from; None: the run begins.
+        found: the checkpoint to resume from; None: the run begins.
     """
     if found is None:
         _give_first_values(run)
@@ -61,18 +62,20 @@ def give_values(run: Run, found: Found | None) -> None:
 
 
 def save(run: Run, step: int, evaluation_loss: float | None) -> None:
-    """Save a checkpoint and tell the hooks of it. Collective.
+    """Save a checkpoint and notify the hooks. Collective.
 
     Args:
-        evaluation_loss: after this step, in nats, if there was an evaluation.
+        evaluation_loss: loss after this step, in nats per token; None if there was no evaluation.
 
     Raises:
-        TrainingStopped: the same on all ranks: what is to be saved is not finite, or another run has taken over.
-        CheckpointError: the same on all ranks: this checkpoint, or the one before it, cannot be written.
+        TrainingStopped: the same on all ranks: the state is not finite, or another run has taken
+            over the folders.
+        CheckpointError: the same on all ranks: this checkpoint, or the one before it, cannot be
+            written.
     """
     run.pipeline.place.begin("checkpoint")
     begin = time.perf_counter()
-    # All ranks have finished the save before this one now, so all hear of it here.
+    # All ranks have now finished the previous save, so all of them can notify their hooks.
     run.saver.finish()
     tell_of_saved(run)
     run.lock.check()
@@ -96,33 +99,33 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for the save in the background, and tell the hooks of it. Collective."""
+    """Wait for the save in the background, and notify the hooks. Collective."""
     run.pipeline.place.begin("checkpoint")
     run.saver.finish()
     tell_of_saved(run)
 
 
 def tell_of_saved(run: Run, *, at_most: int | None = None) -> None:
-    """Tell the hooks which checkpoints were published in the background since the last call.
+    """Notify the hooks of the checkpoints published in the background since the last call.
 
     Args:
-        at_most: the number that all ranks know of, so that all tell of the same ones.
+        at_most: the number that all ranks know of, so that all ranks report the same ones.
     """
     for saved in run.saver.published(at_most):
         run.hooks.checkpoint({"checkpoint_background_seconds": saved.seconds}, saved)
 
 
 def rewind(run: Run, bad: BadStep) -> None:
-    """Go back to the newest whole checkpoint and leave out the batch of a bad step. Collective.
+    """Go back to the newest intact checkpoint, and leave out the batch of a bad step. Collective.
 
     Raises:
         TrainingStopped: if there is no checkpoint yet, or too little data without that batch.
-        CheckpointError: if none is whole.
+        CheckpointError: if no checkpoint is intact.
     """
     history = run.context.history
-    # The checkpoint may be older than an earlier rewind, and not know what that one left out.
+    # The checkpoint may be older than an earlier rewind, and may lack what that rewind left out.
     left_out = tuple(sorted({*history.left_out, bad.data_step}))
-    # Not `identity.check`: the run wrote it itself, or has checked it when it began.
+    # `identity.check` is not needed: the run wrote the checkpoint, or checked it at the start.
     checkpoint = newest_whole_checkpoint(checkpoints_root(run.config))
     if checkpoint is None:
         raise TrainingStopped(
@@ -146,7 +149,7 @@ def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     restore_snapshot(checkpoint, manifest, run.pipeline, run.state)
     run.context.loss_scale.restore(manifest.loss_scale)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
-    # A rewind may go further back than the streams remember.
+    # A rewind may go further back than the streams remember, so the checkpoint has their state.
     run.feed.restore_streams(manifest.streams)
 
 

@@ -1,4 +1,7 @@
-"""Whether a checkpoint is of the model that is here: what it computes does not follow from its tensors alone."""
+"""Check that a checkpoint belongs to the model of this program.
+
+What a model computes does not follow from its tensors alone, so configurations are compared.
+"""
 
 import json
 import re
@@ -14,9 +17,9 @@ from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import failing_together, raise_together
 from meshtrain.training.directory import differences
 
-# Values of a Hugging Face configuration that say nothing about what the model computes.
+# Values of a Hugging Face configuration that do not determine what the model computes.
 _VOLATILE = ("transformers_version", PATH_KEY, "dtype", "architectures")
-# What a program may change of a model without making another of it: dropout, generation, outputs, notes.
+# Values that a program may change in a model: dropout, generation, outputs, notes.
 _FREE = re.compile(
     r".*drop.*|.*token_id|output_.*|use_cache|return_dict|id2label|label2id|problem_type|initializer_range|.*aux_loss.*"
     r"|router_jitter_noise|auto_map"
@@ -24,10 +27,10 @@ _FREE = re.compile(
 
 
 def check_same_kind(checkpoint: Location, manifest: Manifest, config: PretrainedConfig) -> None:
-    """Check that a checkpoint is of the kind of model that is here. Collective.
+    """Check that a checkpoint has the same kind of model as this program. Collective.
 
     Raises:
-        CheckpointError: on all processes alike, if it is of another.
+        CheckpointError: on all processes alike, if it has another kind.
     """
     advice = f"meshtrain.build_model({str(checkpoint)!r}) builds the model that it is of"
     raise_together(
@@ -36,10 +39,11 @@ def check_same_kind(checkpoint: Location, manifest: Manifest, config: Pretrained
 
 
 def check_same_model(checkpoint: Location, manifest: Manifest, config: PretrainedConfig) -> None:
-    """Check that a checkpoint is of the model that is here, as far as its configuration tells. Collective.
+    """Check that a checkpoint has the same model as this program, by its configuration. Collective.
 
     Raises:
-        CheckpointError: on all processes alike, if it is of another, or its configuration cannot be read.
+        CheckpointError: on all processes alike, if it has another model, or if its configuration
+            cannot be read.
     """
     check_same_kind(checkpoint, manifest, config)
     with failing_together(CheckpointError):
@@ -55,15 +59,15 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
 
 
 def kind_differences(manifest: Manifest, config: PretrainedConfig) -> list[str]:
-    """Say whether a checkpoint is of another kind of model."""
+    """Return a line if a checkpoint has another kind of model; otherwise an empty list."""
     if manifest.model_type == config.model_type:
         return []
     return [f"the model is a {manifest.model_type} there and a {config.model_type} here"]
 
 
 def config_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return what a configuration says of a model, as it is when it has been read from a file."""
+    """Return the values of a configuration that describe a model, as if read from a file."""
     values = {name: value for name, value in config.to_dict().items() if name not in _VOLATILE}
-    # Through JSON, as one of two sides has gone: its keys are strings, and it has no tuples.
+    # One of the two sides was read from JSON, which has string keys and no tuples.
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain

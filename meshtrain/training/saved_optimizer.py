@@ -1,4 +1,4 @@
-"""What a manifest says of an optimizer beside its tensors: class, options, and who is in which group."""
+"""Description of an optimizer in a manifest, besides its tensors: class, options and groups."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,30 +13,30 @@ from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
 from meshtrain.training.optimizer_state import kinds_of_states, slots_of, unsupported_states
 
-# Of a parameter group: how this machine computes, and what is kept elsewhere.
+# Options of a group that are not saved: how this machine computes, and what is saved elsewhere.
 NOT_KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 KINDS = {"number": "a number", "scalar": "a tensor of one element", "parameter": "a tensor of the parameter's shape"}
 
 
 class _Here(NamedTuple):
-    """What a process has."""
+    """The optimizer of one process."""
 
     name: str
     options: tuple[str, ...]
-    """JSON, for each group."""
+    """The options of each group, as JSON."""
     parameters: tuple[tuple[str, int | None, tuple[str, ...]], ...]
-    """FQN, group, and the names of the states; both ends of a tied weight under one FQN."""
+    """FQN, group, and the names of the states; both ends of a tied weight have one FQN."""
     kinds: set[tuple[str, str]]
-    """State, and what it is."""
+    """Each state and its kind, see `kind_of`."""
 
 
 def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimizer:
     """Describe an optimizer. Collective.
 
     Raises:
-        CheckpointError: on all processes alike: a checkpoint cannot hold what it keeps, it is not the model's, or the
-            processes have different ones.
+        CheckpointError: on all processes alike: a checkpoint cannot hold a state or an option, the
+            optimizer is not the model's, or the processes have different optimizers.
     """
     fqns = pipeline.canonical_names()
     problems = unsupported_states(optimizer, {id(p): fqns[name] for name, p in pipeline.named_parameters()})
@@ -53,7 +53,7 @@ def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimiz
 
 
 def optimizer_problems(there: SavedOptimizer, here: SavedOptimizer) -> list[str]:
-    """Say what keeps a saved optimizer from becoming this one, a line each."""
+    """Return what prevents loading a saved optimizer into this one, one line each."""
     if there.name != here.name:
         return [f"the optimizer is {there.name} there and {here.name} here; go on with the same one"]
     groups_there, groups_here = (
@@ -72,7 +72,7 @@ def optimizer_problems(there: SavedOptimizer, here: SavedOptimizer) -> list[str]
 
 
 def restore_options(optimizer: Optimizer, saved: SavedOptimizer) -> None:
-    """Give the groups of an optimizer the options that were saved."""
+    """Set the options of an optimizer's groups to those that were saved."""
     for group, there in zip(optimizer.param_groups, saved.groups, strict=True):
         for name, value in json.loads(there.options).items():
             current = group.get(name)
@@ -83,7 +83,7 @@ def restore_options(optimizer: Optimizer, saved: SavedOptimizer) -> None:
 
 
 def not_json(value: object, where: str) -> Iterator[str]:
-    """Say what of a value would not come back from JSON as it was."""
+    """Yield a message for each part of a value that would not come back from JSON unchanged."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(key, str):
@@ -118,7 +118,7 @@ def _options(index: int, group: Mapping[str, Any]) -> str:
     """Return the options of a group as JSON.
 
     Raises:
-        CheckpointError: for one that JSON does not have.
+        CheckpointError: for an option that JSON cannot hold.
     """
     options = {
         name: value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
@@ -147,7 +147,7 @@ def _check_alike(ranks: list[_Here]) -> None:
 
 
 def _differences(one: _Here, first: _Here) -> Iterator[tuple[str, str]]:
-    """Say how the optimizers of two ranks differ: both sides of each difference."""
+    """Yield how the optimizers of two ranks differ: both sides of each difference."""
     if one.name != first.name:
         yield f"is {one.name}", f"is {first.name}"
     if len(one.options) != len(first.options):

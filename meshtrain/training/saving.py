@@ -1,4 +1,4 @@
-"""The checkpoints of a program with its own loop, in the format of those of a run."""
+"""Checkpoints of a program with its own loop, in the same format as those of a run."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from meshtrain.training.same_model import check_same_model
 from meshtrain.training.saved_optimizer import describe_optimizer, optimizer_problems, restore_options
 from meshtrain.training.state import TrainState, restore_snapshot, take_snapshot
 
-# The optimizer of every run.
+# Every run uses this optimizer.
 RUN_OPTIMIZER = "AdamW"
 
 
@@ -38,18 +38,20 @@ def save_state(
     """Write a checkpoint of `state.step` under `root`. Collective.
 
     Args:
-        pipeline: of `state.model`.
-        keep: number of the newest checkpoints that stay.
-        origin: the directory that the model came from, with its tokenizer; None: what its configuration says.
+        pipeline: the pipeline of `state.model`.
+        keep: number of newest checkpoints to keep.
+        origin: the directory that the model came from, with its tokenizer; None: what the model's
+            configuration names.
         forward_passes: number of training passes so far.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: the same on all processes: it cannot be written, another program writes there, there is a
-            checkpoint of a later step, or something in the state that a checkpoint does not hold.
-        TrainingStopped: the same on all processes: something is not finite.
+        CheckpointError: the same on all processes: the checkpoint cannot be written, another
+            program writes there, there is a checkpoint of a later step, or the state has something
+            that a checkpoint cannot hold.
+        TrainingStopped: the same on all processes: a value is not finite.
     """
     problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
     raise_together(problems, CheckpointError)
@@ -74,15 +76,16 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     """Fill `state` in place from a checkpoint that was saved on any mesh. Collective.
 
     Args:
-        where: a checkpoint, or the directory above: of those there the newest that is whole.
-        pipeline: of `state.model`.
+        where: a checkpoint, or the directory above; there the newest intact checkpoint is used.
+        pipeline: the pipeline of `state.model`.
         missing_ok: leave the state as it is if there is no checkpoint yet.
 
     Returns:
-        What the checkpoint says of itself; None if there is none.
+        The manifest of the checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: the same on all processes: there is none, it is damaged, or holds something else.
+        CheckpointError: the same on all processes: there is no checkpoint, it is damaged, or it
+            holds something else.
     """
     checkpoint = _find(where)
     if checkpoint is None:
@@ -96,7 +99,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
     here = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     there = manifest.optimizer
     if there is None and tensor_entries(read_table(checkpoint), OPTIMIZER_PREFIX):
-        # Of a run. Its options are in the run file, and its groups may be any.
+        # The checkpoint belongs to a run. Its options are in the run file, and any groups fit.
         there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
     if problems := _optimizer_problems(there, here):
         raise CheckpointError(f"{checkpoint}: {problem}" for problem in problems)
@@ -112,7 +115,7 @@ def _find(where: Location) -> Location | None:
         answer = (is_checkpoint(where), ())
     except CheckpointError as error:
         answer = (False, error.problems)
-    # Not all machines may see it at once: the first decides.
+    # Not all machines may see the checkpoint at the same time, so the first rank decides.
     is_one, problems = gather_objects(answer)[0]
     if problems:
         raise CheckpointError(problems)
@@ -129,10 +132,10 @@ def _read_manifest(checkpoint: Location) -> Manifest:
 
 
 def _check_nothing_is_later(root: Location, step: int) -> None:
-    """Check that a restart would go on from what is to be saved. Collective.
+    """Check that a restart would continue from the checkpoint to be saved. Collective.
 
     Raises:
-        CheckpointError: if there is a whole checkpoint of a later step.
+        CheckpointError: if there is an intact checkpoint of a later step.
     """
     for later in [path for path in agreed_checkpoints(root) if step_of(path) > step]:
         if not find_damage(later):

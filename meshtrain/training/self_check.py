@@ -1,6 +1,8 @@
-"""What must hold if the plan is right, looked at while it is cheap: once the parameters have values, and in one step.
+"""Self-checks: what must hold if the plan is right.
 
-A plan that breaks any of it would train, with a plausible loss, and drift away from what one process computes.
+The parameters are checked once they have values, inputs and gradients in one step. Checks are cheap
+at these points. A plan that breaks a check would still train with a plausible loss, and drift away
+from what one process computes.
 """
 
 from collections import defaultdict
@@ -27,20 +29,20 @@ ADVICE = (
     "checks off with self_checks = false"
 )
 TOKENS = ("input_ids", "labels")
-# Elements of a parameter that are hashed at once: an index and a hash of 8 bytes each lie beside them.
+# Number of elements hashed at once. Each needs an index and a hash of 8 bytes in addition.
 CHUNK = 2**22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter of a stage, as its process describes it to those of the other stages.
+    """One parameter of a stage, as its process describes it to the processes of other stages.
 
     Attributes:
-        stage: its index.
-        fqn: under which it is saved; the far copy of a tied weight has that of its original.
+        stage: index of the stage.
+        fqn: name in a checkpoint; a tied weight's copy on another stage has that of the original.
         is_copy: whether it is such a copy.
-        checksum: of the whole parameter, signed 64 bits.
+        checksum: checksum of the full parameter, signed 64 bits.
     """
 
     stage: int
@@ -52,11 +54,12 @@ class Held:
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """What the check of the parameters has found to be in order.
+    """Result of a check of the parameters that found no problem.
 
     Attributes:
-        checksum: 16 hexadecimal digits that depend on every bit of every parameter, and not on the mesh.
-        tied_copies: the parameters that are in a second stage as well.
+        checksum: 16 hexadecimal digits that depend on every bit of every parameter, but not on the
+            mesh.
+        tied_copies: the parameters that a second stage holds as well.
     """
 
     checksum: str
@@ -64,24 +67,24 @@ class ParameterReport:
 
 
 class FirstStepCheck:
-    """An inspection that checks the first step that changes parameters, and lets all others pass."""
+    """An inspection of the first step that changes parameters; it lets all other steps pass."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._is_due = True
 
     def __call__(self, batch: Mapping[str, Tensor]) -> None:
-        """Check the step, if it is the first."""
+        """Check the step if it is the first."""
         if self._is_due:
             self._is_due = False
             check_step(self._pipeline, batch)
 
 
 def check_parameters(pipeline: Pipeline) -> ParameterReport:
-    """Check that the stages together hold the model, and that what is held twice is equal. Collective.
+    """Check that the stages together hold the model, and that all copies are equal. Collective.
 
     Raises:
-        TrainingStopped: on all processes alike, naming parameters and ranks.
+        TrainingStopped: on all processes alike, with the names of parameters and ranks.
     """
     names = [name for name, _ in pipeline.named_parameters()]
     checksums = _whole_checksums(pipeline)
@@ -95,23 +98,25 @@ def check_parameters(pipeline: Pipeline) -> ParameterReport:
 
 
 def check_step(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> None:
-    """Check what a step was given and what came out of its backward pass. Collective.
+    """Check the inputs of a step and the gradients of its backward pass. Collective.
 
     Args:
-        batch: of this process; all of a tp group and of a pipeline must have the same.
+        batch: the batch of this process; all processes of a tp group and of a pipeline must have
+            the same.
 
     Raises:
-        TrainingStopped: on all processes alike, naming inputs or parameters and ranks.
+        TrainingStopped: on all processes alike, with the names of inputs or parameters and ranks.
     """
     problems = [*_unequal_batches(pipeline, batch), *_unequal_gradients(pipeline)]
     raise_together(_advised(problems), TrainingStopped)
 
 
 def checksum(tensor: Tensor, fqn: str) -> int:
-    """Return the part of a parameter's checksum that its elements on this process make, signed 64 bits.
+    """Return this process's part of a parameter's checksum, signed 64 bits.
 
-    The sum, modulo 2**64, of the bits of every element times an odd number that is a hash of its global place: parts
-    add up to the same number however the parameter is sharded.
+    The checksum is a sum over all elements, modulo 2**64. Each term is the bits of an element times
+    an odd number, a hash of its global position. So the parts add up to the same number however the
+    parameter is sharded.
     """
     local = local_tensor(tensor.detach())
     if local.numel() == 0:
@@ -127,7 +132,7 @@ def checksum(tensor: Tensor, fqn: str) -> int:
 
 
 def _places(tensor: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the global flat index of the first element of each local row, and what to add to it along a row."""
+    """Return the global flat index of each local row's first element, and the offsets in a row."""
     flat = torch.zeros((), dtype=torch.int64)
     columns, rows = flat.view(1), flat.view(1)
     stride = 1
@@ -141,19 +146,23 @@ def _places(tensor: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _odd_hash(places: Tensor, key: int) -> Tensor:
-    """Return an odd number for each place; int64 arithmetic wraps around.
+    """Return an odd number for each position; int64 arithmetic wraps around.
 
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    Source: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+        generators, 2014).
     """
     mixed = places * -7046029254386353131 + key
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        # Arithmetic shifts would drag the sign along.
+        # The shift is arithmetic, so the mask removes the copies of the sign bit.
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
     return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
 
 
 def _whole_checksums(pipeline: Pipeline) -> Tensor:
-    """Return the checksum of every whole parameter of this process, in their order; equal wherever it is held."""
+    """Return the checksum of every full parameter of this process, in the order of the parameters.
+
+    It is the same on every process that holds the parameter.
+    """
     canonical = pipeline.canonical_names()
     parts = [checksum(parameter, canonical[name]) for name, parameter in pipeline.named_parameters()]
     sums = torch.tensor(parts, dtype=torch.int64)
@@ -184,7 +193,7 @@ def _unequal_replicas(mesh: DeviceMesh, names: list[str], checksums: Tensor) -> 
 
 
 def _gather_along(mesh: DeviceMesh, axis: str, values: Tensor) -> list[Tensor]:
-    """Return the values of every process along an axis, in its order."""
+    """Return the values of every process along an axis, in the order of the axis."""
     if axis_size(mesh, axis) == 1:
         return [values]
     gathered = [torch.empty_like(values) for _ in range(axis_size(mesh, axis))]
@@ -193,7 +202,7 @@ def _gather_along(mesh: DeviceMesh, axis: str, values: Tensor) -> list[Tensor]:
 
 
 def _ranks(mesh: DeviceMesh, axis: str, other: int) -> str:
-    """Name this process and the one at `other` on an axis, the lower first."""
+    """Return the ranks of this process and of the one at `other` on an axis, as text."""
     place = [axis_rank(mesh, name) for name in AXES]
     pair = {dist.get_rank()}
     place[AXES.index(axis)] = other
@@ -202,11 +211,11 @@ def _ranks(mesh: DeviceMesh, axis: str, other: int) -> str:
 
 
 def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Held]:
-    """Return what all stages of this pipeline hold."""
+    """Return the parameters that all stages of this pipeline hold."""
     canonical = pipeline.canonical_names()
     mine = []
     for stage in pipeline.stages:
-        # Both ends of a tie may lie on this stage, and the copy may come first.
+        # Both ends of a tied weight may be on this stage, and the copy may come first.
         here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
         for name, _ in stage.named_parameters():
             mine.append(Held(stage.index, name, canonical[name], canonical[name] not in here, checksums[name]))
@@ -218,7 +227,10 @@ def _gather_stages(pipeline: Pipeline, checksums: Mapping[str, int]) -> list[Hel
 
 
 def _misplaced(held: list[Held], expected: frozenset[str]) -> Iterable[str]:
-    """Say which parameters are not in exactly one stage; the far copies of tied weights come on top."""
+    """Yield a line for parameters that are not in exactly one stage.
+
+    Copies of tied weights on another stage do not count.
+    """
     stages: dict[str, list[int]] = defaultdict(list)
     for one in held:
         if not one.is_copy:
@@ -245,7 +257,7 @@ def _unequal_ties(held: list[Held]) -> Iterable[str]:
 
 def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterable[str]:
     mesh, values = pipeline.mesh, {**batch, "what is trained on": batch["labels"] != IGNORE_INDEX}
-    # What lies between the embedding and the head reads no tokens.
+    # Stages between the embedding and the head read no tokens.
     has_tokens = pipeline.has_first_stage or pipeline.has_last_stage
     is_read = torch.tensor([has_tokens or name not in TOKENS for name in values])
     checksums = torch.tensor([checksum(value, name) for name, value in values.items()], dtype=torch.int64)
@@ -263,10 +275,11 @@ def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterabl
 
 @torch.no_grad()
 def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
-    """Name the parameters that every process of a tp group holds whole, but whose gradients differ.
+    """Yield a line for parameters that a tp group holds in full, but whose gradients differ.
 
-    The sums behind them are the same on every process, but some kernels add in an order of their own: up to the
-    square root of the number format's precision is let pass. A gradient that lacks a sum is off by its own size.
+    The sums behind them are the same on every process, but some kernels add in an order of their
+    own. So differences up to the square root of the number format's precision are accepted. A
+    gradient that lacks a sum is wrong by its own size.
     """
     mesh = pipeline.mesh
     tolerance = torch.finfo(getattr(torch, pipeline.plan.precision.compute)).eps ** 0.5
@@ -285,7 +298,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
 
 
 def _spread(parameter: nn.Parameter, mesh: DeviceMesh) -> float:
-    """Return the largest difference between the gradients of a tp group, relative to their largest element."""
+    """Return the largest difference between a tp group's gradients, over their largest element."""
     assert parameter.grad is not None
     gradient = local_tensor(parameter.grad)
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -1,7 +1,8 @@
-"""The state that survives a restart: how a checkpoint takes it, and how it is filled from one.
+"""State that survives a restart: how a checkpoint takes it, and how it is filled from one.
 
-It is made of parameters and the optimizer's states of those that train. Data order, learning rate and
-dropout are functions of the step. Runs and programs with their own loop save and restore it here.
+It consists of the parameters, and of the optimizer's states for those that train. Data order,
+learning rate and dropout are functions of the step. Runs and programs with their own loop save and
+restore it here.
 """
 
 import json
@@ -29,17 +30,17 @@ from meshtrain.training.saved_optimizer import not_json
 
 @dataclass
 class TrainState:
-    """What survives a restart: `save_checkpoint` writes it, `load_checkpoint` fills it.
+    """State that survives a restart: `save_checkpoint` writes it, `load_checkpoint` fills it.
 
     Attributes:
-        model: what `parallelize` has returned.
-        optimizer: of its parameters; None if there is none. It may be any torch optimizer that keeps, for
-            each parameter, numbers and tensors of the parameter's (local) shape: SGD, Adam, AdamW,
-            Adagrad, RMSprop and others.
-        step: optimizer steps done.
+        model: the result of `parallelize`.
+        optimizer: the optimizer of its parameters; None if there is none. It may be any torch
+            optimizer that keeps, for each parameter, numbers and tensors of the parameter's (local)
+            shape: SGD, Adam, AdamW, Adagrad, RMSprop and others.
+        step: number of optimizer steps done.
         values: what else must survive, the same on all processes. For example the `state_dict` of a
-            learning-rate scheduler, or the place in the data. Allowed are None, bools, numbers (not NaN)
-            and strings, in lists and in dicts with strings for keys.
+            learning-rate scheduler, or the position in the data. Allowed are None, bools, numbers
+            (not NaN) and strings, in lists and in dicts with strings for keys.
 
     The data order is a function of `step`, so it is not saved.
 
@@ -56,20 +57,21 @@ class Snapshot(NamedTuple):
     """What a checkpoint of a state holds."""
 
     tensors: dict[str, Tensor]
-    """Checkpoint key -> what lies on this process."""
+    """Checkpoint key -> the part of the tensor on this process."""
     manifest: Manifest
-    """Describes model, step and values; whoever saves adds the fields of its own."""
+    """Describes model, step and values; the caller adds its own fields."""
 
 
 def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
     """Collect what a checkpoint of a state holds. Collective.
 
     Args:
-        pipeline: of `state.model`.
+        pipeline: the pipeline of `state.model`.
 
     Raises:
-        CheckpointError: the same on all processes: step or values cannot be saved, or differ between ranks.
-        TrainingStopped: the same on all processes: something is not finite.
+        CheckpointError: the same on all processes: step or values cannot be saved, or differ
+            between ranks.
+        TrainingStopped: the same on all processes: a value is not finite.
     """
     step, values = _agreed_step_and_values(state)
     _reshard(pipeline)
@@ -86,15 +88,16 @@ def restore_snapshot(
     state: TrainState,
     optimizer: SavedOptimizer | None = None,
 ) -> None:
-    """Fill a state in place from a whole checkpoint, saved on any mesh. Collective.
+    """Fill a state in place from an intact checkpoint, saved on any mesh. Collective.
 
     Args:
-        manifest: of the checkpoint.
-        pipeline: of `state.model`.
-        optimizer: describes the optimizer that was saved; None: it is that of a run.
+        manifest: the manifest of the checkpoint.
+        pipeline: the pipeline of `state.model`.
+        optimizer: describes the optimizer that was saved; None: the optimizer of a run.
 
     Raises:
-        CheckpointError: the same on all processes: files cannot be read, or they hold another model.
+        CheckpointError: the same on all processes: files cannot be read, or they hold another
+            model.
     """
     _reshard(pipeline)
     load_state(checkpoint, pipeline, state.optimizer, optimizer)
@@ -103,9 +106,9 @@ def restore_snapshot(
 
 
 def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return checkpoint key -> what this process adds to a checkpoint.
+    """Return checkpoint key -> the tensor that this process adds to a checkpoint.
 
-    The far copy of a tied weight is left out.
+    The copy of a tied weight on another stage is left out.
     """
     owned = pipeline.owned_parameters()
     weights = {f"{MODEL_PREFIX}{fqn}": parameter.detach() for fqn, parameter in owned.items()}
@@ -117,13 +120,14 @@ def saved_tensors(pipeline: Pipeline, optimizer: Optimizer | None) -> dict[str, 
 def load_state(
     checkpoint: Location, pipeline: Pipeline, optimizer: Optimizer | None, saved: SavedOptimizer | None = None
 ) -> None:
-    """Fill parameters and optimizer states from a whole checkpoint. Collective.
+    """Fill parameters and optimizer states from an intact checkpoint. Collective.
 
     Args:
-        saved: describes the optimizer that was saved; None: it is that of a run.
+        saved: describes the optimizer that was saved; None: the optimizer of a run.
 
     Raises:
-        CheckpointError: the same on all processes: files cannot be read, or they hold another model.
+        CheckpointError: the same on all processes: files cannot be read, or they hold another
+            model.
     """
     fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
@@ -136,12 +140,13 @@ def load_state(
 
 @torch.no_grad()
 def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
-    """Fill the parameters alone from a checkpoint. Collective.
+    """Fill the weights alone from a checkpoint. Collective.
 
     Values are cast to the number format that the parameters have here.
 
     Raises:
-        CheckpointError: the same on all processes: files are missing or damaged, or they hold another model.
+        CheckpointError: the same on all processes: files are missing or damaged, or they hold
+            another model.
     """
     fqns = pipeline.canonical_names()
     parameters = pipeline.named_parameters()
@@ -152,10 +157,11 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
 
 
 def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
-    """Return step and values as JSON. Collective.
+    """Return the step, and the values as JSON. Collective.
 
     Raises:
-        CheckpointError: if they are not JSON, or differ between ranks.
+        CheckpointError: if the values cannot be saved as JSON, or step or values differ between
+            ranks.
     """
     advice = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
     problems = [f"{problem}; {advice}" for problem in not_json(state.values, "state.values")]
@@ -182,9 +188,9 @@ def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:
 
 
 def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return key -> tensor, and (copy, original) of keys that are asked for twice.
+    """Return key -> tensor, and (copy, original) for keys that occur twice.
 
-    A checkpoint is read by name, and a process with both ends of a tie asks for one name twice.
+    A checkpoint is read by name. A process with both ends of a tied weight needs one name twice.
     """
     wanted: dict[str, Tensor] = {}
     twins: list[tuple[Tensor, Tensor]] = []
@@ -197,7 +203,7 @@ def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Te
 
 
 def _fill_twins(twins: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give the far copy of a tied weight what the original has."""
+    """Copy the values of the originals into the copies of tied weights."""
     for copy, original in twins:
         local_tensor(copy).copy_(local_tensor(original))
 
@@ -207,7 +213,8 @@ def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     """Check that every number in a state to be saved is finite. Collective.
 
     Raises:
-        TrainingStopped: on all processes alike, if a parameter or moment of any of them is not finite.
+        TrainingStopped: on all processes alike, if a parameter, buffer or optimizer state of any of
+            them is not finite.
     """
     floats = [local_tensor(tensor) for tensor in tensors.values() if tensor.is_floating_point()]
     largest = norms([tensor for tensor in floats if tensor.numel()], float("inf"))

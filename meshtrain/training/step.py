@@ -29,11 +29,11 @@ from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.timer import mark
 
 Inspection = Callable[[Mapping[str, Tensor]], None]
-"""Looks at the batch and the whole gradients of a step before any parameter changes."""
+"""Inspects the batch and the complete gradients of a step before any parameter changes."""
 
 
 def no_inspection(batch: Mapping[str, Tensor]) -> None:
-    """Look at nothing."""
+    """Inspect nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class StepContext:
     A checkpoint holds the parameters, the state of the optimizer, the loss scale and the history.
 
     Attributes:
-        optimizer: over local parts; its learning rate is set at every step.
-        learning_rate: of a step, counted from 0; steps that were skipped do not count.
-        max_gradient_norm: gradients are scaled down to it; `inf` leaves them as they are.
+        optimizer: works on local parts; its learning rate is set at every step.
+        learning_rate: learning rate of a step, counted from 0; skipped steps do not count.
+        max_gradient_norm: gradients are scaled down to this norm; `inf` leaves them as they are.
         loss_scale: dynamic for float16; otherwise always 1.
-        history: tells a bad step from a good one.
-        inspect: called once the gradients are whole.
+        history: decides whether a step is bad.
+        inspect: called once the gradients are complete.
     """
 
     pipeline: Pipeline
@@ -66,16 +66,16 @@ class StepResult:
     """The result of one optimizer step.
 
     Attributes:
-        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss of
-            routers.
-        gradient_norm: before clipping, and without the loss scale.
-        num_tokens: trained tokens in the global batch.
-        without_gradient: names of this process's trainable parameters that no sample of the batch gave a
-            gradient.
-        forward_backward_seconds: on this process, including the time that it waits for others.
-        optimizer_seconds: gradient reductions beyond FSDP's, norm, clipping and update.
-        is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter has
-            changed.
+        loss: mean over the trained tokens of the global batch, in nats; without the auxiliary loss
+            of routers.
+        gradient_norm: norm before clipping, and without the loss scale.
+        num_tokens: number of trained tokens in the global batch.
+        without_gradient: names of this process's trainable parameters for which no sample of the
+            batch gave a gradient.
+        forward_backward_seconds: time on this process, including the wait for others.
+        optimizer_seconds: time for gradient reductions beyond FSDP's, norm, clipping and update.
+        is_skipped: whether a float16 gradient overflowed or the step is bad, so that no parameter
+            has changed.
         fault: what is wrong with a bad step.
         router: the mean auxiliary loss of the routers, if there is one; before its coefficient.
         scaling: the loss scale of the next step and the number of skipped steps, if there is loss
@@ -101,11 +101,12 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     Args:
         step: counted from 0.
         batch: `input_ids`, `labels` (local_batch, seq) and further model inputs, on the device.
-        sample_ids: of the whole global batch; an error names them.
+        sample_ids: samples of the full global batch; an error names them.
 
     Raises:
-        TrainingStopped: on all processes alike, before any parameter changes: the step is bad, a lower
-            loss scale cannot help, and the policy for bad steps does not let the run go on.
+        TrainingStopped: on all processes alike, before any parameter changes: the step is bad, a
+            lower loss scale cannot help, and the policy for bad steps does not let the run
+            continue.
     """
     begin = time.perf_counter()
     pipeline, history = context.pipeline, context.history
@@ -130,7 +131,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
     if not is_skipped:
         context.inspect(batch)
         _scale(context, norm)
-        # Usually no process has filled in a gradient, and nothing needs to be asked.
+        # Usually no process has filled in a gradient, and no exchange is needed.
         unused = forget_unused(pipeline, filled) if totals.num_filled else ()
         _update(context, learning_rate)
     context.loss_scale.update(overflowed=overflowed)
@@ -151,7 +152,7 @@ def train_step(context: StepContext, step: int, batch: Mapping[str, Tensor], sam
 
 
 class _Computed(NamedTuple):
-    """What the forward and backward passes give beside gradients."""
+    """Results of the forward and backward passes, besides the gradients."""
 
     loss: Tensor
     """() float64: this process's share in the mean loss, times the loss scale."""
@@ -168,7 +169,7 @@ class _Totals(NamedTuple):
     norm: float
     loss: float
     num_filled: float
-    """Gradients that were filled in with zeros, on all processes."""
+    """Number of gradients that were filled in with zeros, on all processes."""
     router_mean: float
     num_tokens: float
 
@@ -183,7 +184,7 @@ def _compute_gradients(context: StepContext, step: int, batch: Mapping[str, Tens
 
 
 def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[str], Tensor, Tensor]:
-    """Make the gradients whole.
+    """Complete the gradients.
 
     Returns:
         The names of the gradients that were filled in with zeros on this process; the () norm, for
@@ -194,7 +195,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     loss = computed.loss
-    # Experts may be used on one process of a tp group only.
+    # A tp group may have used some experts on one of its processes only.
     num_filled = all_reduce_over(loss.new_full((), float(len(filled))), pipeline.mesh, [TP])
     sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
     norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
@@ -220,7 +221,7 @@ def _update(context: StepContext, learning_rate: float) -> None:
 def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
     """Return the mean loss over the trained tokens of all batches, in nats, and their number.
 
-    Every process must be given the same number of batches.
+    Every process must get the same number of batches.
     """
     pipeline = context.pipeline
     grown = pipeline.longest.grown()
@@ -228,7 +229,7 @@ def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> t
         torch.stack([pipeline.evaluate(batch, context.loss), count_trained_tokens(batch["labels"]).double()])
         for batch in batches
     ]
-    # A run that was stopped before this evaluation goes on without it.
+    # Undone, because a run that was stopped before this evaluation resumes without it.
     pipeline.longest.restore(grown)
     totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.

@@ -1,4 +1,4 @@
-"""Seconds between two points in the work of a device, without waiting for it at each of them."""
+"""Measure seconds between two points in the work of a device, without waiting at each of them."""
 
 import time
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ class Mark:
     """A point in the work of this process.
 
     Attributes:
-        host_seconds: when the host got there, on its monotonic clock.
-        event: on a GPU, which works behind the host: the point in its queue; elsewhere None.
+        host_seconds: when the host reached the point, on its monotonic clock.
+        event: on a GPU, which runs behind the host: the point in its queue; otherwise None.
     """
 
     host_seconds: float
