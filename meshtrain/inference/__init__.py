@@ -1,0 +1,8 @@
+"""Inference: generate text with exported models and checkpoints, on any mesh.
+
+prompts: continue prompts, for `meshtrain generate`.
+loading: find and load a model to generate from.
+generation: run transformers' `generate` on a parallel model.
+agreement: compare the arguments of the processes that hold one model, and let them draw alike.
+pipelined: a pipeline as one model, with a cache for each stage.
+"""

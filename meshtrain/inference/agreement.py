@@ -1,4 +1,4 @@
-"""The processes that hold one model generate one text: they are given the same, and draw alike."""
+"""Let the processes that hold one model generate one text: equal arguments, equal draws."""
 
 import json
 from collections.abc import Mapping
@@ -18,15 +18,17 @@ from meshtrain.runtime.mesh import axis_size
 
 
 def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> None:
-    """Compare what the processes of one model were given, and let all draw as the first of them. Collective.
+    """Check that the processes of one model got the same arguments, and let them draw alike.
+
+    All of them take over the random state of the first. Collective.
 
     Args:
-        mesh: all processes; those that differ on dp axes only may be given other texts.
+        mesh: all processes; those that differ on dp axes only may have other texts.
         given: name -> argument of `generate`.
-        device: where the model computes.
+        device: the device on which the model computes.
 
     Raises:
-        UserError: on all processes of the model, if they were given different things.
+        UserError: on all processes of the model, if their arguments differ.
     """
     answers = [(dist.get_rank(), {name: _digest(value) for name, value in given.items()}, _random_states(device))]
     for axis in MODEL_AXES:
@@ -56,7 +58,7 @@ def _digest(value: Any) -> str:
     try:
         return json.dumps(value)
     except TypeError:
-        # Two of a kind may still differ: what transformers calls at every step cannot be compared.
+        # Objects of one class may still differ: the callbacks of transformers cannot be compared.
         return type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""Text from a model as it lies on a mesh."""
+"""Generate text from a model that is distributed over a mesh."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,37 +28,41 @@ def generate_on_mesh(
     stock: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Let transformers generate from a parallel model, in evaluation mode. Collective over all processes.
+    """Generate from a parallel model with transformers, in evaluation mode. Collective.
+
+    All processes must call it.
 
     Args:
-        pipeline: with or without several stages.
-        inputs: token ids (batch, seq), left-padded, the same on all processes of one model (its tp and pp axes); those
-            that differ on a dp axis may have other prompts, of other shapes.
-        stock: the `generate` of the model itself, where that has been replaced by this function.
-        options: what transformers' `generate` takes, `attention_mask` (batch, seq) for example; a `streamer` may be
-            given to one process alone.
+        pipeline: with one stage or several.
+        inputs: token ids (batch, seq), left-padded, the same on all processes of one model (its tp
+            and pp axes); those that differ on a dp axis may have other prompts, of other shapes.
+        stock: the model's own `generate`, if this function has replaced it.
+        options: arguments of transformers' `generate`, such as `attention_mask` (batch, seq); a
+            `streamer` may be passed on one process only.
 
     Returns:
-        What transformers' `generate` returns, the same on all processes of one model: token ids (batch, seq + new).
+        The result of transformers' `generate`, the same on all processes of one model: token ids
+        (batch, seq + new).
 
     Raises:
-        UserError: if the processes of one model were given different things, no tokens or `max_time`, or for what a
-            pipeline cannot give.
+        UserError: if the processes of one model got different arguments, if the prompts have no
+            tokens, or for `max_time` or an option that a pipeline does not support.
         DataError: for tokens that the model does not know.
-        ModelError: under a pipeline, for a cache that holds something else than keys and values.
+        ModelError: under a pipeline, for a cache that holds anything but keys and values.
     """
     models = [stage.model for stage in pipeline.stages]
     _check(pipeline, inputs, options)
-    # Whoever shows the text as it comes is one process.
+    # The streamer is not compared: one process alone may show the text while it is generated.
     given = {name: value for name, value in options.items() if name != "streamer"}
     agree(pipeline.mesh, {"inputs": inputs, **given}, torch.device(pipeline.mesh.device_type))
     if axis_size(pipeline.mesh, *FSDP_AXES) > 1:
-        # All gather each other's shards at every forward pass, so all must make as many.
+        # All gather each other's shards at every forward pass, so all must run the same number.
         options.setdefault("synced_gpus", True)
     with _at_rest(models), ExitStack() as stack:
         if pipeline.plan.compile.enabled or pipeline.mesh.device_type == "cuda":
-            # A layer would be compiled anew at every token, as the cache has another length; and what transformers
-            # compiles by itself, where a cache has a fixed length, has messages between processes in it.
+            # A layer would be compiled again for every token, because the length of the cache
+            # changes. And what transformers compiles by itself, for a cache of a fixed length,
+            # contains messages between processes.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if pipeline.num_stages == 1 and pipeline.logits_are_sharded:
             stack.callback(models[0].register_forward_hook(partial(_join_logits, pipeline)).remove)
@@ -97,10 +101,10 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
 
 
 def check_prompts(asked: str, prompts: object) -> None:
-    """Check that prompts have been encoded.
+    """Check that prompts are encoded.
 
     Raises:
-        UserError: if not.
+        UserError: if they are not.
     """
     if not isinstance(prompts, Tensor):
         wanted = 'token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
@@ -109,7 +113,7 @@ def check_prompts(asked: str, prompts: object) -> None:
 
 @contextmanager
 def _at_rest(models: list[Any]) -> Iterator[None]:
-    """Switch what happens in training only off, and leave the models as they were."""
+    """Switch the models to evaluation mode; afterwards restore their modes and reshard them."""
     modes: list[tuple[nn.Module, bool]] = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()

@@ -1,4 +1,4 @@
-"""Where a model to generate from lies: a Hugging Face folder, or a checkpoint."""
+"""Find and load a model to generate from: a Hugging Face folder, or a checkpoint."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class ModelSource:
     """A model on disk.
 
     Attributes:
-        location: what holds the weights.
-        directory: what holds configuration and tokenizer.
-        manifest: of a checkpoint; None of a Hugging Face folder.
+        location: the folder or checkpoint that holds the weights.
+        directory: the folder that holds the configuration and the tokenizer.
+        manifest: manifest of a checkpoint; None for a Hugging Face folder.
     """
 
     location: Location
@@ -45,7 +45,7 @@ class ModelSource:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether it is a checkpoint, and no Hugging Face folder."""
+        """Return whether it is a checkpoint; otherwise it is a Hugging Face folder."""
         return self.manifest is not None
 
     def tokenizer(self) -> Any:
@@ -63,20 +63,21 @@ class ModelSource:
         """Load the configuration.
 
         Raises:
-            ModelError: if it describes no causal language model.
+            ModelError: if it does not describe a causal language model.
         """
         return load_hf_config(ModelConfig(path=str(self.directory)))
 
 
 def find_model_source(source: str, stack: ExitStack) -> ModelSource:
-    """Look for a model.
+    """Find a model.
 
     Args:
-        source: a Hugging Face folder, a checkpoint, or a run directory, whose newest checkpoint is taken; may be a URL.
-        stack: closed when the files are not needed any more.
+        source: a Hugging Face folder, a checkpoint, or a run directory, of which the newest
+            checkpoint is used; may be a URL.
+        stack: closed by the caller when the files are not needed any more.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if there is no model.
         CheckpointError: if the location cannot be reached, or the checkpoint is of another version.
     """
     location = open_location(source)
@@ -94,17 +95,19 @@ def find_model_source(source: str, stack: ExitStack) -> ModelSource:
 
 
 def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelPlan, device: torch.device) -> Pipeline:
-    """Lay a model out on the processes, in the number format that it was saved for. Collective.
+    """Lay a model out on the processes. Collective.
+
+    Its number format is the one that the manifest, or else the configuration, names.
 
     Raises:
         PlanError: if the plan does not fit the model or the number of processes.
-        ModelError: if the weights are not whole, or are those of another model.
-        CheckpointError: likewise, of a checkpoint.
+        ModelError: if the weights are incomplete, or belong to another model.
+        CheckpointError: the same, for a checkpoint.
     """
     dtype: Any = source.manifest.dtype if source.manifest else str(config.dtype or "float32").removeprefix("torch.")
     model = build_model(config, dtype=getattr(torch, dtype), attention=None)
     world_size = dist.get_world_size()
-    # Unchecked: what can be computed in is more than what can be trained in.
+    # Not validated: a model can generate in number formats in which it cannot be trained.
     precision = PrecisionPlan.model_construct(parameters=dtype, compute=dtype, reduce=dtype)
     tensor = plan.tensor.model_copy(update={"loss_parallel": False})
     plan = with_family(plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type)

@@ -1,7 +1,8 @@
 """A pipeline as one model, for transformers' own `generate`.
 
-The loop of `generate` runs on every process of the pipeline, on a model whose forward runs all stages, one after the
-other, and gives every process the logits of the last. So whatever `generate` can do, it does here as well.
+The loop of `generate` runs on every process of the pipeline. The model that it calls has a forward
+that runs all stages one after another, and returns the logits of the last stage on every process.
+So what `generate` can do, it can do here as well.
 """
 
 import copy
@@ -27,17 +28,19 @@ from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.runtime.mesh import axis_size
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-# What a forward pass could take or give, and one stage of it cannot.
+# Arguments that a forward pass of the full model supports, and one stage does not.
 WHOLE_MODEL_ONLY = ("inputs_embeds", "output_attentions", "output_hidden_states")
 
 
 def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
-    """Return a model that has the parts of this process's first stage, and a forward that runs all stages. Collective.
+    """Return a model with the parts of this process's first stage, whose forward runs all stages.
 
-    Its forward has the signature of the stock model, and wants to be called on all processes of the pipeline alike.
+    The forward has the signature of the stock model. It is collective: all processes of the
+    pipeline must call it alike.
     """
     stage = pipeline.stages[0].model
-    # Made past the class: FSDP2 would build another model, and its hooks belong to the stage.
+    # The class of the stage is not called: FSDP2's would build another model, and its hooks belong
+    # to the stage.
     stock = stock_class(stage)
     model: PreTrainedModel = instance_of(stock, stage)
     run = _Stages(pipeline)
@@ -65,15 +68,15 @@ class _Stages:
 
         Args:
             input_ids: (batch, seq), the tokens that are not in the cache yet.
-            past_key_values: what `generate` keeps; it grows by these tokens.
-            inputs: as for the stock forward.
+            past_key_values: the cache of `generate`; these tokens are added to it.
+            inputs: further arguments of the stock forward.
 
         Returns:
             The logits (batch, kept, vocab) on every process, and the cache.
 
         Raises:
-            UserError: for inputs and outputs that no single stage has.
-            ModelError: for a cache that is no cache of keys and values.
+            UserError: for arguments that no single stage supports.
+            ModelError: for a cache that does not hold keys and values.
         """
         if refused := [name for name in WHOLE_MODEL_ONLY if inputs.get(name) is not None and inputs[name] is not False]:
             raise UserError(
@@ -101,7 +104,7 @@ class _Stages:
         return CausalLMOutputWithPast(logits=self._share(output), past_key_values=past_key_values)
 
     def _share(self, output: Tensor) -> Tensor:
-        """Give every process the logits of the last stage."""
+        """Return the logits of the last stage on every process."""
         pipeline = self.pipeline
         last = pipeline.stages[-1]
         vocabulary = last.model.config.get_text_config().vocab_size
@@ -118,11 +121,12 @@ class _Stages:
 
 
 class _StageCaches:
-    """One cache for each stage of this process, made of the one that `generate` has.
+    """One cache for each stage of this process, made from the cache of `generate`.
 
-    Several stages cannot have one in common: masks and positions are made from the length of the first layers, which a
-    forward pass of one stage changes before that of the next. The cache of `generate` holds the layers of all of them,
-    so that what it does to its layers (to reorder beams, to crop) is done to all.
+    Several stages cannot share a cache. Masks and positions are made from the length of the first
+    layers, which a forward pass of one stage changes before that of the next. The cache of
+    `generate` holds the layers of all of them. So what it does to its layers (reorder beams, crop)
+    is done to all.
     """
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
@@ -160,9 +164,10 @@ class _StageCaches:
 
 
 def _begin_anew(model: Any) -> Cache | None:
-    """Return an empty cache for a model that has dropped the one of `generate`, as Phi-3 where its frequencies change.
+    """Return an empty cache for a model that has dropped the cache of `generate`.
 
-    A model that keeps something else was given none, and gets none here.
+    Phi-3 does so when its frequencies change. A model that keeps anything but keys and values was
+    given no cache, and gets none here.
     """
     return DynamicCache(config=model.config.get_text_config()) if keeps_keys_and_values(model) else None
 
@@ -175,7 +180,10 @@ def _refusal(model: str, what: str) -> str:
 
 
 def _count_elsewhere(cache: Cache, stage: Stage, input_ids: Tensor) -> None:
-    """Let the layers of other stages grow as well: a forward pass asks the first layers how long the sequence is."""
+    """Extend the layers of other stages by the new tokens.
+
+    A forward pass reads the length of the sequence from the first layers.
+    """
     nothing = input_ids.new_zeros((), dtype=stage.model.dtype).expand(input_ids.shape[0], 1, input_ids.shape[1], 1)
     for index, layer in enumerate(cache.layers):
         if not stage.first_layer <= index < stage.last_layer:

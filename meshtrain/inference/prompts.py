@@ -1,4 +1,4 @@
-"""Text that goes on from prompts, by an exported model or a checkpoint, on any mesh."""
+"""Continue prompts with an exported model or a checkpoint, on any mesh."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,15 +23,16 @@ from meshtrain.runtime.process import check_devices, process_group
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a text goes on.
+    """How a text is continued.
 
     Attributes:
-        max_new_tokens: how far, unless the model ends it earlier.
-        temperature: 0 takes the likeliest token each time; higher draws more freely. None: 0 for beams, else 0.8.
-        top_k: draw among so many of the likeliest tokens; 0: among all.
+        max_new_tokens: number of tokens to add, unless the model ends the text earlier.
+        temperature: 0 takes the likeliest token each time; higher values draw more freely. None: 0
+            with beams, otherwise 0.8.
+        top_k: draw among this number of the likeliest tokens; 0: among all.
         top_p: draw among the likeliest tokens that have this probability together.
-        num_beams: follow so many of the likeliest texts, and give the best.
-        seed: of the draws.
+        num_beams: follow this number of the likeliest texts, and return the best.
+        seed: seed of the draws.
     """
 
     max_new_tokens: int
@@ -42,10 +43,10 @@ class Decoding:
     seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return what transformers' `generate` takes.
+        """Return the arguments for transformers' `generate`.
 
         Raises:
-            UserError: for a choice that says how to draw, where nothing is drawn.
+            UserError: for draws together with beams, or for `top_k` or `top_p` without draws.
         """
         temperature = (0.8 if self.num_beams == 1 else 0.0) if self.temperature is None else self.temperature
         if temperature > 0 and self.num_beams > 1:
@@ -71,20 +72,21 @@ def generate_texts(
     """Continue prompts. Collective over the processes that torchrun started.
 
     Args:
-        source: what `meshtrain export` wrote, or any local Hugging Face model; or a checkpoint, or a run directory,
-            whose newest checkpoint is taken; may be a URL.
-        prompts: how the texts begin; several go on side by side.
-        decoding: how they go on.
-        plan: how the model lies on the processes; None: there is one.
+        source: the output of `meshtrain export`, or any local Hugging Face model; or a checkpoint,
+            or a run directory, of which the newest checkpoint is used; may be a URL.
+        prompts: the beginnings of the texts; several are continued side by side.
+        decoding: how the texts are continued.
+        plan: how the model is laid out on the processes; None: there is one process.
 
     Returns:
         Each prompt with its continuation, the same on all processes.
 
     Raises:
-        ModelError: if there is no whole model.
+        ModelError: if there is no complete model.
         CheckpointError: if the checkpoint cannot be read.
         PlanError: if the plan does not fit the model or the number of processes.
-        UserError: if a prompt is empty or too long for the model, or the choices contradict each other.
+        UserError: if a prompt is empty or too long for the model, or the settings contradict each
+            other.
     """
     options, world_size = decoding.options(), world_size_from_environment()
     if not all(prompts):
@@ -113,8 +115,8 @@ def generate_texts(
 
 
 def _stock(found: ModelSource) -> tuple[Any, Any]:
-    """Load tokenizer and model as anybody would."""
-    # Its bar would stand between the command and the text, even in a file.
+    """Load tokenizer and model with transformers alone."""
+    # The progress bar would appear between the command and the text, even in a file.
     had_bar = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -129,7 +131,7 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
             enable_progress_bar()
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        # transformers draws them by chance, and writes nonsense.
+        # transformers fills them with random values, and the text would be nonsense.
         raise ModelError(
             f"{found} lacks weights of the model ({len(missing)}): {name_some(missing)}; use a folder that has them all"
         )
@@ -140,10 +142,10 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
 def _encode(
     tokenizer: Any, prompts: Sequence[str], found: ModelSource, config: PretrainedConfig, decoding: Decoding
 ) -> dict[str, Tensor]:
-    """Return the tokens of the prompts, left-padded: (prompts, seq) each."""
+    """Return the tokens and the mask of the prompts, left-padded: (prompts, seq) each."""
     rows: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
     if not all(rows):
-        # transformers makes a tokenizer without a vocabulary where the files are missing.
+        # transformers makes a tokenizer without a vocabulary if the files are missing.
         raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; are its files there?")
     width, limit = max(map(len, rows)), most_positions(config)
     if limit is not None and width + decoding.max_new_tokens > limit:
@@ -159,7 +161,7 @@ def _encode(
 
 
 def _padding(tokenizer: Any) -> int:
-    # The mask hides it, so that any token would do.
+    # The mask hides the padding, so any token would do.
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in known if token is not None)
 
