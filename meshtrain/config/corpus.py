@@ -1,4 +1,4 @@
-"""The corpus file: from links or raw documents to a corpus that is ready to be tokenised."""
+"""The corpus file: from links or raw documents to a corpus that is ready to be tokenized."""
 
 import os
 from typing import Annotated, Any, Literal, Self

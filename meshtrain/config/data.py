@@ -57,7 +57,7 @@ class SourceConfig(Settings):
     completion_key: str = "completion"
     """Key of a `completion` record that holds what follows the prompt."""
     streaming: bool = False
-    """Read and tokenise during training, for data that is too large to tokenise first. Sources
+    """Read and tokenize during training, for data that is too large to tokenize first. Sources
     may then be URLs."""
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ replaced, inserted and deleted. What is similar is computed exactly, for all pai
 - decided/s: documents per second until it is known which of them go; docs/s: until the others are written, too.
 
 All take part with two processes, from the same gzipped JSON lines; datatrove and meshtrain also write what stays and
-what goes. datatrove has its default buckets (14 of 8 hashes) and words between white space, as its default tokeniser
+what goes. datatrove has its default buckets (14 of 8 hashes) and words between white space, as its default tokenizer
 needs spaCy; and bytes to hash, as xxhash 4 takes no text any more. rensa has 128 permutations, 16 bands, the words of
 meshtrain, and its estimate of the similarity as a check. They take turns, and the fastest turn of each counts.
 """

@@ -25,7 +25,7 @@ def test_both_sides_of_the_throughput_benchmark_train_in_every_layout() -> None:
     assert all(float(row[-1]) > 0 for row in rows)
 
 
-def test_the_tokenising_benchmark_measures_every_contender() -> None:
+def test_the_tokenizing_benchmark_measures_every_contender() -> None:
     lines = run_benchmark("tests.benchmarks.tokenizing")
     rows = {row[0]: row for row in lines if row and row[0] in installed()}
     assert {"bare", "meshtrain"} <= rows.keys() == set(installed())

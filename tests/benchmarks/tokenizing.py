@@ -97,10 +97,10 @@ def _bare_file(files: list[Path], tokenizer: Path, out: Path) -> None:
 
 
 def meshtrain(files: list[Path], tokenizer: Path, out: Path) -> None:
-    """Tokenise as `meshtrain tokenize` and the start of a training do."""
+    """Tokenize as `meshtrain tokenize` and the start of a training do."""
     found = tuple(find_files([str(file) for file in files], key="data.train"))
     corpus = Corpus(found, tuple(map(str, files)))
-    job = Job(corpus, find_tokenizer(str(tokenizer), Cache(out / "cache")), "Tokenising", num_workers=PROCESSES)
+    job = Job(corpus, find_tokenizer(str(tokenizer), Cache(out / "cache")), "Tokenizing", num_workers=PROCESSES)
     tokenize(out, job=job)
 
 
@@ -124,7 +124,7 @@ def datasets_map(files: list[Path], tokenizer: Path, out: Path) -> None:
 
 
 def datatrove(files: list[Path], tokenizer: Path, out: Path) -> None:
-    """Encode with datatrove's tokeniser, one task per file, and merge what it writes."""
+    """Encode with datatrove's tokenizer, one task per file, and merge what it writes."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
