@@ -1,4 +1,23 @@
-"""meshtrain: train any Hugging Face causal language model on PyTorch's own distributed stack."""
+"""Train any Hugging Face causal language model on PyTorch's own distributed stack.
+
+The public names are those of `__all__`. Each is loaded at its first use.
+
+api          the public functions for programs with their own training loop
+checkpoint   checkpoints and Hugging Face folders: writing, reading, converting, exporting
+cli          the command line, one function per command
+compat       private interfaces of other libraries that meshtrain uses
+config       run, plan and corpus files: reading and checking
+corpus       preparation of a text corpus
+data         tokens, tokenizers, samples and batches
+inference    text generation
+models       stock models: building, initialization, structure
+parallel     cutting and sharding a model, and its pipeline
+runtime      processes, process groups, the watchdog and other services of a run
+training     the training loop of a run
+verify       proofs that a plan computes what one device computes
+console.py   lines, tables and progress bars
+errors.py    the exceptions
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -59,7 +78,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: importing meshtrain costs nothing."""
+    """Load a public name at its first use, so that importing meshtrain is cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshtrain' has no attribute {name!r}; it has {', '.join(__all__)}")
     with rare_collections(NEVER):

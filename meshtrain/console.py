@@ -1,6 +1,7 @@
-"""Everything a person sees while meshtrain works: lines, tables, progress. Only rank 0 shows anything but errors.
+"""What the user sees while meshtrain works: lines, tables and progress.
 
-Texts are shown as they are: square brackets in a path or a model name are never taken for rich's markup.
+Only rank 0 prints anything but errors. Text is printed as it is: square brackets in a path or a
+model name are never read as rich's markup.
 """
 
 import sys
@@ -47,7 +48,7 @@ class _Screen:
 
 
 def _screen_of(rank: int) -> _Screen:
-    # A log is no terminal: it has no width, and rich would fold tables at 80 columns.
+    # A log is not a terminal and has no width; without one, rich would fold tables at 80 columns.
     return _Screen(rank, Console(width=None if sys.stdout.isatty() else LOG_COLUMNS))
 
 
@@ -55,52 +56,56 @@ _screen = _screen_of(rank=0)
 
 
 def configure(*, rank: int = 0) -> None:
-    """Say which rank this process is: only rank 0 shows anything but errors."""
+    """Set the rank of this process. Only rank 0 prints anything but errors."""
     global _screen
     _screen = _screen_of(rank)
 
 
 def line(text: str) -> None:
-    """Show a line, as long as it is; above the progress bar, if there is one."""
+    """Print a line of any length, above the progress bar if there is one."""
     _screen.show(Text(text), soft_wrap=True)
 
 
 def has_colours() -> bool:
-    """Tell whether styles can be seen."""
+    """Return whether styles are visible."""
     return _screen.draws and not _screen.console.no_color
 
 
 def styled(segments: Iterable[tuple[str, str]]) -> None:
-    """Show texts one after another, each with a style of rich."""
+    """Print texts one after another, each with a style of rich."""
     _screen.show(Text.assemble(*segments), soft_wrap=True)
 
 
 def warning(text: str) -> None:
-    """Show a line that starts with `warning:` on standard error."""
+    """Print a line that starts with `warning:` to standard error."""
     if _screen.rank == 0:
         _show_on_standard_error(f"warning: {text}")
 
 
 def error_lines(problems: Iterable[str]) -> None:
-    """Show each problem on standard error, in a line that starts with `error:`; other ranks than 0 say who they are."""
+    """Print each problem to standard error, in a line that starts with `error:`.
+
+    Ranks other than 0 add their number.
+    """
     speaker = f"rank {_screen.rank}: " if _screen.rank else ""
     for problem in problems:
         _show_on_standard_error(f"error: {speaker}{problem}")
 
 
 def stop_lines(lines: Sequence[str]) -> None:
-    """Show on standard error why this process stops, whatever its rank: a line, and lines that belong to it."""
-    # In one piece: all processes say it at the same time.
+    """Print to standard error why this process stops, on every rank: a line and its details."""
+    # In one write, because all processes print this at the same time.
     sys.stderr.write("".join(f"{text}\n" for text in [f"rank {_screen.rank} stops: {lines[0]}", *lines[1:]]))
 
 
 def _show_on_standard_error(text: str) -> None:
-    # Through sys.stderr, not through a rich console: while a bar is drawn, rich puts these lines above it.
+    # Through sys.stderr and without a rich console: while a bar is drawn, rich puts these lines
+    # above it.
     sys.stderr.write(" ".join(text.splitlines()) + "\n")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Show a table; columns of numbers (and numbers with units) are flush right."""
+    """Print a table; columns of numbers (and numbers with units) are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     shown = Table(title=Text(title, "bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
@@ -115,15 +120,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def progress(
     description: str, total: int, *, unit: Literal["MB", "shards", "steps"] = "steps"
 ) -> Iterator[Callable[[int], None]]:
-    """Show how far a job of known size is: as a bar, or as a line now and then where nothing can be drawn.
+    """Show the progress of a job of known size: as a bar, or as occasional lines in a log.
 
     Args:
-        description: of the job, in a word or two.
-        total: its size, in bytes, shards or steps.
+        description: of the job, one or two words.
+        total: size of the job, in bytes, shards or steps.
         unit: "MB" when sizes are bytes.
 
     Yields:
-        a function that takes what was done since its last call, in the same unit.
+        a function that takes the amount done since its last call, in the same unit.
     """
     scale, digits = (BYTES_PER_MB, 1) if unit == "MB" else (1, 0)
     left = _TimeLeft(total)
@@ -147,7 +152,9 @@ def progress(
 
 
 class TrainingProgress:
-    """Shows where training is: a bar on a terminal, elsewhere a line now and then; a context manager.
+    """Shows the progress of training: as a bar on a terminal, as occasional lines elsewhere.
+
+    It is a context manager.
 
     Args:
         total_steps: the step at which training ends.
@@ -171,7 +178,7 @@ class TrainingProgress:
             self._bar.__exit__()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show what is known after a step; an evaluation is always worth a line.
+        """Show the metrics of a step. An evaluation always gets a line.
 
         Args:
             step: optimizer steps done.
@@ -197,9 +204,10 @@ def _joined(*words: str) -> str:
 
 
 class _Bar:
-    """A bar between two texts.
+    """A progress bar between two texts.
 
-    Drawn only when something happens: rich's own refresh thread would be alive when a loader or a tokenizer forks.
+    It is drawn by calls only: rich's own refresh thread would be running when a loader or a
+    tokenizer forks.
     """
 
     def __init__(self, total: int) -> None:
@@ -226,7 +234,7 @@ class _Bar:
 
 
 class _Pace:
-    """Tells when the next frame or line is due; the first is due at once."""
+    """Limits how often frames or lines are shown; the first is due at once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -241,19 +249,22 @@ class _Pace:
 
 
 class _TimeLeft:
-    """The time that a job will still take, from the pace since its first report (what came before is start-up)."""
+    """Estimates the remaining time of a job from its pace since the first report.
+
+    Time before the first report is start-up and does not count.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._first: tuple[int, float] | None = None
 
     def per_second(self, done: int) -> float:
-        """Return the pace, once `at` tells something."""
+        """Return the pace; only valid after `at` has returned a text."""
         assert self._first is not None
         return (done - self._first[0]) / (time.monotonic() - self._first[1])
 
     def at(self, done: int) -> str:
-        """Return `eta 1:12`, or nothing while there is no telling or nothing left."""
+        """Return `eta 1:12`, or an empty string while it is unknown or nothing is left."""
         now = time.monotonic()
         if self._first is None:
             self._first = (done, now)

@@ -1,18 +1,18 @@
-"""What can go wrong, as a tree.
+"""The exceptions of meshtrain.
 
 MeshtrainError
-└── UserError                 the person can mend it: one line per problem, exit code 2
+└── UserError                 the user can fix it: one line per problem, exit code 2
     ├── ConfigError           a run or plan file, or an override, is wrong
     ├── PlanError             the plan contradicts the model, the run or the number of processes
     ├── ModelError            the model cannot be built, cut, sharded or loaded
-    │   └── NoAttribute       it has not what the stock model has; an AttributeError too, so that hasattr says no
+    │   └── NoAttribute       a parallel model lacks an attribute of the stock model
     ├── DataError             the data or the tokenizer is missing, broken or too small
-    ├── CheckpointError       a checkpoint is missing, foreign, of another shape, or cannot be written
+    ├── CheckpointError       a checkpoint is missing, foreign, misshapen, or cannot be written
     ├── HostError             a machine of the run cannot be reached by the others
     └── TrainingStopped       training went wrong while running (a loss that is not finite)
 
-Anything else that escapes is a bug in meshtrain: traceback, exit code 1.
-Every message answers three questions: what was asked, what was found, what to do.
+Any other exception that escapes is a bug in meshtrain: traceback, exit code 1. Every message
+answers three questions: what was asked, what was found, what to do.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,7 +25,7 @@ class MeshtrainError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. As a string it is one line for the user.
+    """One thing that is wrong. Converted to a string, it is one line for the user.
 
     Attributes:
         found: what was asked and what was found.
@@ -42,21 +42,21 @@ class Problem:
         return f"{about}{self.found}{f'; {self.advice}' if self.advice else ''}"
 
     def concerning(self, about: str) -> "Problem":
-        """Return the same problem, told about something that contains what it was about before."""
+        """Return the same problem with `about` put before what it concerned so far."""
         return replace(self, about=f"{about}: {self.about}" if self.about else about)
 
 
 class UserError(MeshtrainError):
-    """A mistake that the user can mend.
+    """A mistake that the user can fix.
 
     Args:
         problems: one problem, or several found at once; each is printed on its own line.
 
     Attributes:
-        problems: what is wrong; a text is a problem without further parts.
-        lines: each of them as one line. A line break becomes a space, and what cannot be printed becomes an
-            escape: messages quote what files hold.
-        reporting_rank: the rank that prints them, where the ranks have agreed on one.
+        problems: what is wrong; a plain string becomes a problem without advice.
+        lines: each problem as one line. A line break becomes a space, and a character that cannot
+            be printed becomes an escape, because messages quote the contents of files.
+        reporting_rank: the rank that prints the problems, where the ranks have agreed on one.
     """
 
     def __init__(self, problems: str | Problem | Iterable[str | Problem]) -> None:
@@ -83,7 +83,10 @@ class ModelError(UserError):
 
 
 class NoAttribute(ModelError, AttributeError):
-    """A parallel model has not what the stock one has."""
+    """A parallel model lacks an attribute of the stock model.
+
+    It is an AttributeError too, so that `hasattr` returns False.
+    """
 
 
 class DataError(UserError):
@@ -95,7 +98,7 @@ class CheckpointError(UserError):
 
 
 class HostError(UserError):
-    """A machine of the run cannot be reached by the others, or never came."""
+    """A machine of the run cannot be reached by the others, or never joined."""
 
 
 class TrainingStopped(UserError):
@@ -114,6 +117,6 @@ def printable(text: str) -> str:
 
 
 def name_some(names: Collection[str], limit: int = 10) -> str:
-    """Join the first names for a message, and count the others."""
+    """Return the first names joined for a message, with the number of the others."""
     shown = ", ".join(list(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,4 +1,7 @@
-"""Arguments of the public functions that only torch and transformers can tell; the others see `config.arguments`."""
+"""Checks of arguments of the public functions that need torch or transformers.
+
+The other checks are in `config.arguments`.
+"""
 
 import os
 from pathlib import Path
@@ -15,7 +18,7 @@ from meshtrain.runtime.agreement import raise_together
 
 
 def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype:
-    """Return a number format that is given itself, or by its name.
+    """Return a torch dtype that is given as such or by its name.
 
     Raises:
         kind: for anything else.
@@ -28,14 +31,15 @@ def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype
 
 
 def checkpoints_at(asked: str, given: object) -> Location:
-    """Return a directory for checkpoints. Collective.
+    """Return the location of a directory for checkpoints. Collective.
 
     Raises:
-        CheckpointError: if it is neither a path nor a URL; on all ranks alike, if it is a file on one of them.
+        CheckpointError: if the argument is neither a path nor a URL; on all ranks alike, if it is a
+            file on one of them.
     """
     text = str(given) if isinstance(given, UPath) else path_text(asked, given, CheckpointError, wanted="a path or URL")
     location = open_location(text)
-    # Not `Path.is_file`, which fails where nobody may look.
+    # `Path.is_file` would fail where a parent directory is not readable.
     is_file = isinstance(location, Path) and os.path.isfile(location)
     advice = "give the directory of the checkpoints"
     raise_together([f"{asked} = {text!r} is a file; {advice}"] if is_file else [], CheckpointError)
@@ -43,10 +47,10 @@ def checkpoints_at(asked: str, given: object) -> Location:
 
 
 def new_folder(asked: str, given: object) -> Path:
-    """Return a folder to write into.
+    """Return the path of a folder to write.
 
     Raises:
-        CheckpointError: if it is no path of this machine.
+        CheckpointError: if the argument is not a path on this machine.
     """
     text = path_text(asked, given, CheckpointError)
     if "://" in text:
@@ -55,7 +59,7 @@ def new_folder(asked: str, given: object) -> Path:
 
 
 def check_tokenizer(asked: str, given: object) -> None:
-    """Check that something is a tokenizer or a place of one, before anything is written.
+    """Check that an argument is a tokenizer or a path of one, before anything is written.
 
     Raises:
         CheckpointError: if not.
@@ -66,7 +70,7 @@ def check_tokenizer(asked: str, given: object) -> None:
 
 
 def check_optimizer(asked: str, given: object, kind: type[UserError] = ModelError) -> None:
-    """Check that something is an optimizer of torch.
+    """Check that an argument is an optimizer of torch.
 
     Raises:
         kind: if not.

@@ -1,4 +1,4 @@
-"""Batches as a user's program gives them: each data-parallel rank its own part, in Hugging Face's words."""
+"""Batches of a program: each data-parallel rank passes its own part, under Hugging Face names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,10 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
-    """Check that the ranks which share a model were given the same inputs. Collective over tp and pp.
+    """Check that the ranks that share a model got the same inputs. Collective over tp and pp.
 
-    A program that shuffles on every rank for itself would train on nonsense, without a word.
+    Without the check, a program that shuffles on every rank separately would silently train on
+    nonsense.
 
     Raises:
         DataError: on all of these ranks alike.
@@ -32,17 +33,17 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
 
 
 def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int) -> tuple[bool, list[int]]:
-    """Compare the inputs of the ranks that share a model, in one message. Collective over tp and pp.
+    """Compare the inputs of ranks that share a model, in one message. Collective over tp and pp.
 
     Args:
-        further: numbers of this rank.
+        further: other numbers of this rank.
 
     Returns:
-        Whether all have the same tensors, and the largest of each of the further numbers.
+        Whether all ranks have the same tensors, and the maximum of each of the further numbers.
     """
     digests = [(name, tensor_digest(value)) for name, value in _tensors(batch)]
     digest = xxhash.xxh3_64_intdigest(str(digests).encode()) >> 2
-    # The largest and the smallest in one message.
+    # One message carries the maximum and, negated, the minimum.
     numbers = all_reduce_over(
         torch.tensor([digest, -digest, *further]), pipeline.mesh, MODEL_AXES, dist.ReduceOp.MAX
     ).tolist()
@@ -50,17 +51,18 @@ def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int)
 
 
 def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Tensor | None:
-    """Return the attention mask that a call needs where it makes no cache, to compute what it computes with one.
+    """Return the attention mask with which a call without a cache computes what it would with one.
 
-    transformers keeps documents apart whose `position_ids` begin anew only if there is neither a mask nor a cache, and
-    a stock call makes a cache unless it is told otherwise; stages of a pipeline and recomputed layers have none.
+    transformers separates documents whose `position_ids` start from 0 again only if there is
+    neither a mask nor a cache. A stock call makes a cache unless `use_cache` is False. Stages of a
+    pipeline and recomputed layers have no cache.
 
     Args:
         config: of the model.
-        given: to the call, by name.
+        given: arguments of the call, by name.
 
     Returns:
-        Ones (rows, seq), or None: the call needs none.
+        Ones (rows, seq), or None if the call needs no mask.
     """
     wishes = given.get("use_cache")
     makes_cache = getattr(config.get_text_config(), "use_cache", False) if wishes is None else wishes
@@ -73,7 +75,7 @@ def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Te
 
 
 def other_batch(batch: Mapping[str, Any]) -> str:
-    """Return what a rank says that was given another batch than those it shares a model with."""
+    """Return the error message for a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
     return (
         f"rank {dist.get_rank()} was given another batch than a rank that shares its model over tp or pp (here: "

@@ -1,4 +1,4 @@
-"""The pieces of a parallel model, for who puts them together: mesh, model on meta, values, norm."""
+"""The parts of a parallel model: mesh, model on the meta device, weights, gradient norm."""
 
 import copy
 from collections.abc import Mapping
@@ -38,20 +38,21 @@ from meshtrain.training.state import load_weights_of
 
 
 def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMesh:
-    """Lay the processes of the program out as a plan says. Collective; joins the process group if nobody has.
+    """Build the device mesh of a plan. Collective; joins the process group if that is not done yet.
 
     Args:
-        plan: as for `parallelize`; of it only the degrees of the mesh count, such as `{"mesh": {"pp": 2, "tp": 2}}`.
+        plan: as for `parallelize`; only the degrees of the mesh are used, such as `{"mesh": {"pp":
+            2, "tp": 2}}`.
 
     Returns:
-        The mesh with the axes (pp, dp_replicate, dp_shard, tp), those of size 1 too.
+        The mesh with the axes (pp, dp_replicate, dp_shard, tp), including those of size 1.
 
     Raises:
         ConfigError: if the plan is wrong.
-        PlanError: if its degrees do not multiply to the number of processes.
+        PlanError: if the product of its degrees is not the number of processes.
 
-    Source: torch.distributed.device_mesh.init_device_mesh; torchtitan's axes (arXiv:2410.06511), tp innermost as in
-    Megatron-LM (arXiv:2104.04473).
+    Source: torch.distributed.device_mesh.init_device_mesh; torchtitan's axes (arXiv:2410.06511), tp
+    innermost as in Megatron-LM (arXiv:2104.04473).
     """
     degrees = read_plan(plan).mesh
     device = join_for_script()
@@ -65,17 +66,18 @@ def build_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build a causal LM on the meta device: all of its structure, none of its bytes.
+    """Build a causal LM on the meta device: its complete structure, without memory for parameters.
 
     Args:
         source: a Hugging Face directory, a hub id, a checkpoint of meshtrain, or a configuration.
-        dtype: of every parameter, whatever the configuration says; itself, or its name.
-        attention: an attention implementation of transformers; None: that of the configuration if it names one, else
-            what transformers takes for this class by itself.
+        dtype: of every parameter, whatever the configuration says: a torch dtype or its name.
+        attention: an attention implementation of transformers; None: that of the configuration if
+            it names one, else the default of transformers for this class.
         trust_remote_code: run Python code that comes with the model.
 
     Returns:
-        The stock model in training mode. Give it to `parallelize`, then call `load_weights` or `initialize`.
+        The stock model in training mode. Pass it to `parallelize`, then call `load_weights` or
+        `initialize`.
 
     Raises:
         ModelError: if there is no such model, or transformers refuses the configuration.
@@ -94,7 +96,8 @@ def build_model(
         generation = stored_generation_config(local_directory(path, asked=f"{call}: source"))
     original = config.dtype
     model = build_stock(copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
-    # What `save_pretrained` writes unless it is told otherwise: training in float32 changes no model for good.
+    # `save_pretrained` writes this dtype by default, so training in float32 does not change the
+    # dtype of the saved model.
     model.config.dtype = dtype if original is None else original
     if generation is not None:
         model.generation_config = generation
@@ -102,24 +105,25 @@ def build_model(
 
 
 def initialize(model: Any, seed: int = 0) -> None:
-    """Fill a parallel model as Hugging Face would initialise it: the same bits on every mesh.
+    """Initialize a parallel model as Hugging Face would, bit-identical on every mesh.
 
     Args:
         model: what `parallelize` returned for a model on meta.
-        seed: of the draws, any integer.
+        seed: seed of the random values, any integer.
 
     Raises:
-        ModelError: for a parameter whose rule cannot be repeated on every mesh; on all ranks alike, if their seeds
-            differ.
+        ModelError: for a parameter whose rule cannot be repeated on every mesh; on all ranks alike,
+            if their seeds differ.
 
-    Source: the rules of each model in transformers (PreTrainedModel._init_weights), drawn tile by tile.
+    Source: the rules of each model in transformers (PreTrainedModel._init_weights), drawn tile by
+    tile.
     """
     handle = handle_of(model)
     seed = whole_number("initialize: seed", seed, ModelError)
     check_alike("initialize", {"seed": seed}, ModelError)
     for stage in handle.pipeline.stages:
         for parameter in stage.model.parameters():
-            # What has values already is drawn anew all the same.
+            # Parameters that have values already are drawn again too.
             forget_marks(parameter)
         initialize_weights(stage.model, seed=seed, names=handle.pipeline.canonical_names())
     handle.has_values = True
@@ -129,19 +133,21 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     """Fill a parallel model from files. Collective; each rank reads only what it keeps.
 
     Args:
-        model: what `parallelize` returned, for a model on meta or one whose values are to be replaced. LoRA adapters
-            of one on meta begin as peft draws them, with the seed of `parallelize`; others stay as they are.
-        folder: a local Hugging Face directory with safetensors, what `save_parallelized` wrote, or a checkpoint of a
-            run; or a hub id. Values are cast to the number format that the parameters have here.
-        enlarge_vocabulary: where the model was built with a larger `vocab_size` than the Hugging Face directory has,
-            the new rows of embedding and head become the mean of the others.
+        model: what `parallelize` returned, for a model on meta or one whose values are to be
+            replaced. LoRA adapters of a model on meta get the initial values of peft, with the seed
+            of `parallelize`; adapters that have values keep them.
+        folder: a local Hugging Face directory with safetensors, what `save_parallelized` wrote, a
+            checkpoint of a run, or a hub id. Values are cast to the dtype of the parameters.
+        enlarge_vocabulary: where the model was built with a larger `vocab_size` than the Hugging
+            Face directory has, fill the new rows of embedding and head with the mean of the others.
 
     Raises:
-        ModelError: on all ranks alike: files are missing or broken, they hold another model, the vocabulary of a
-            checkpoint is to be enlarged, or the ranks name different folders.
-        CheckpointError: likewise, for a checkpoint.
+        ModelError: on all ranks alike: files are missing or broken, they hold another model, the
+            vocabulary of a checkpoint is to be enlarged, or the ranks name different folders.
+        CheckpointError: on all ranks alike, for a checkpoint.
 
-    Source: the layouts of the hub, transformers.conversion_mapping and transformers.core_model_loading.
+    Source: the layouts of the hub, transformers.conversion_mapping and
+    transformers.core_model_loading.
     """
     handle = handle_of(model)
     pipeline = handle.pipeline
@@ -171,7 +177,7 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
 
 
 def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
-    """Let a model write as the files say, unless it has been told already."""
+    """Use the generation configuration of the files, unless the program has set one."""
     generation = stored_generation_config(directory)
     own = getattr(pipeline.stages[0].model, "generation_config", None)
     if generation is not None and own is not None and is_made_of_configuration(own):
@@ -179,7 +185,7 @@ def _take_generation_config(directory: Path, pipeline: Pipeline) -> None:
 
 
 def _find_folder(folder: str | Path) -> Path:
-    """Return where the weights lie, if every rank finds them. Collective."""
+    """Return the directory that holds the weights, if every rank finds it. Collective."""
     directory = Path(folder)
     with failing_together(ModelError):
         if not (directory / MANIFEST_NAME).is_file():
@@ -189,26 +195,27 @@ def _find_folder(folder: str | Path) -> Path:
 
 @torch.no_grad()
 def clip_grad_norm(model: Any, max_norm: float) -> Tensor:
-    """Scale the gradients of a parallel model down so that their norm is at most `max_norm`. Collective.
+    """Scale the gradients of a parallel model down to a norm of at most `max_norm`. Collective.
 
-    It is the norm of the whole model over all ranks, where a tied weight counts once;
-    `torch.nn.utils.clip_grad_norm_` would take that of what lies on one rank.
+    The norm is that of the complete model over all ranks, and a tied weight counts once.
+    `torch.nn.utils.clip_grad_norm_` would use only the gradients stored on one rank.
 
     Args:
         model: what `parallelize` returned, after a backward pass.
         max_norm: in the unit of the norm (nats per unit of a parameter); `inf` only measures.
 
     Returns:
-        () float64, the norm before, the same on every rank.
+        () float64, the norm before clipping, the same on every rank.
 
     Raises:
-        ModelError: if the model is no parallel one.
-        ConfigError: if `max_norm` is no number above 0.
+        ModelError: if the model is not parallel.
+        ConfigError: if `max_norm` is not a number above 0.
 
-    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks"
+    (arXiv:1211.5063).
     """
     pipeline = handle_of(model).pipeline
-    # Below 0 it would turn the gradients around.
+    # A negative value would reverse the gradients.
     max_norm = positive_number("clip_grad_norm: max_norm", max_norm, wanted="a number above 0, or inf to measure only")
     (norm,) = gradient_norm(pipeline)
     scale_gradients([parameter for _, parameter in pipeline.trainable_parameters()], norm, max_norm)

@@ -1,4 +1,4 @@
-"""What happens around every call of a parallel model without a pipeline."""
+"""Hooks around every call of a parallel model without a pipeline."""
 
 import inspect
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from meshtrain.runtime.mesh import axis_size
 
 
 class Calls:
-    """Stands around every call of the model: its forward pass itself is the stock one."""
+    """Surrounds every call of the model with checks; the forward pass itself is the stock one."""
 
     def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
         self._model, self._handle, self._gradients = model, handle, gradients
@@ -37,8 +37,9 @@ class Calls:
         self._is_inside = self._has_gathered = False
 
     def watch(self) -> None:
-        """Be told of every call from now on."""
-        # Before all other hooks: those of FSDP2 gather parameters, and the streams of dropout set the generators.
+        """Register the hooks for every call from now on."""
+        # Before all other hooks: those of FSDP2 gather parameters, and those of dropout seed the
+        # generators.
         self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self._model.register_forward_hook(self._after, with_kwargs=True)
         self._model.register_forward_hook(self._leave, always_call=True)
@@ -57,7 +58,8 @@ class Calls:
         self._gradients.recover()
         has_labels = given.get("labels") is not None
         if not self._handle.is_generating:
-            # What a forward pass without a backward pass has gathered may have changed since.
+            # Parameters that a forward pass without a backward pass has gathered may have changed
+            # since.
             reshard(model)
             check_tokens(self._handle.pipeline, given.get("input_ids"))
             check_same_batch(self._handle.pipeline, given)
@@ -66,7 +68,7 @@ class Calls:
             self._handle.pipeline.longest.begin(given)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
         if recomputes and "use_cache" in self._names:
-            # Computed again, a layer would find in the cache what it has put there itself.
+            # A recomputed layer would find its own entries in the cache.
             mask = mask_without_cache(self._model.config, given)
             args, kwargs = (), given | {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
         if model.training:
@@ -93,7 +95,8 @@ class Calls:
         if torch.is_grad_enabled():
             mark_gathered(self._model)
         elif not self._handle.is_generating:
-            # No backward pass will do it, and an optimizer that is made now shall find the model's own parameters.
+            # No backward pass will reshard, and an optimizer that is made now must find the model's
+            # own parameters.
             reshard(self._model)
 
     def _has_parts(self) -> bool:
@@ -117,10 +120,10 @@ class Calls:
             )
 
     def _check_wishes(self, given: Mapping[str, Any]) -> None:
-        """Refuse what would be silently wrong, or fail much later.
+        """Refuse options whose result would be silently wrong, or that would fail much later.
 
         Raises:
-            ModelError: naming it.
+            ModelError: naming the option.
         """
         if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._wants(given, "output_attentions"):
             raise ModelError(

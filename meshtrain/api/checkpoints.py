@@ -1,4 +1,4 @@
-"""Checkpoints of a program with its own loop."""
+"""Checkpoints of a program with its own training loop."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from meshtrain.training.state import TrainState
 def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) -> Location:
     """Write a checkpoint of `state.step` into `directory`/step-N. Collective.
 
-    The checkpoint is published completely or not at all, and its files are hashed. Every rank writes
-    its own shards of parameters and optimizer states, under the names of the stock model, so any mesh
-    can load it. It also holds the options of the optimizer's groups (such as the learning rate),
-    `state.values`, the configuration of the model, and its tokenizer if one lies where the model came
-    from. `meshtrain export` turns it into an ordinary model.
+    The checkpoint is published completely or not at all, and its files are hashed. Every rank
+    writes its own shards of parameters and optimizer states, under the names of the stock model, so
+    any mesh can load it. It also holds the options of the optimizer's groups (such as the learning
+    rate), `state.values`, the configuration of the model, and its tokenizer if there is one in the
+    directory that the model came from. `meshtrain export` turns it into an ordinary model.
 
     Args:
         directory: a directory that every machine sees, or a URL that fsspec knows.
@@ -32,10 +32,10 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
 
     Raises:
         CheckpointError: on all ranks alike. The checkpoint cannot be written, and earlier ones are
-            untouched; `directory` has a whole checkpoint of a later step, from which a restart would
-            go on; or the state has something that a checkpoint cannot hold.
+            untouched; `directory` has a complete checkpoint of a later step, from which a restart
+            would resume; or the state has something that a checkpoint cannot hold.
         ModelError: if the model is not parallel, or has no values.
-        TrainingStopped: on all ranks alike: something in it is not finite.
+        TrainingStopped: on all ranks alike: something in the state is not finite.
 
     Source: torch.distributed.checkpoint, to which hashes and a manifest are added.
     """
@@ -62,21 +62,22 @@ def load_checkpoint(directory: str | Path, state: TrainState, *, missing_ok: boo
 
     Model and optimizer must be those that were saved; an error lists what is missing or unexpected.
     The optimizer's groups get the options that were saved, and `state.step` and `state.values` are
-    restored. Dropout continues as it would have without the restart. A checkpoint of `meshtrain train`
-    can be loaded too, with AdamW.
+    restored. Dropout continues as it would have without the restart. A checkpoint of `meshtrain
+    train` can be loaded too, with AdamW.
 
     Args:
-        directory: a step-N directory, or its parent, whose newest whole checkpoint is taken.
-        state: of a model that `parallelize` returned; one from meta needs no other values.
-        missing_ok: leave the state as it is if there is no checkpoint yet, so that a program starts and
-            resumes with the same line.
+        directory: a step-N directory, or its parent, whose newest complete checkpoint is taken.
+        state: of a model that `parallelize` returned; a model from meta needs no `initialize`
+            before.
+        missing_ok: leave the state as it is if there is no checkpoint yet, so that a program starts
+            and resumes with the same line.
 
     Returns:
         `state`.
 
     Raises:
-        CheckpointError: on all ranks alike: there is no checkpoint, none is whole, or it is of another
-            model or optimizer.
+        CheckpointError: on all ranks alike: there is no checkpoint, none is complete, or it is of
+            another model or optimizer.
         ModelError: if the model is not parallel.
 
     Source: torch.distributed.checkpoint, which reads any layout into any other.

@@ -1,4 +1,4 @@
-"""What a program has put into a model that would be left behind when it is cut, without a word."""
+"""Check for code of the program inside a model that would silently be lost when it is cut."""
 
 from types import MethodType
 
@@ -14,7 +14,7 @@ from meshtrain.parallel.cut.hooks import has_hooks_on_itself
 
 
 def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    """Check that nothing of the program's own would be lost: its loss, hooks, or a forward that it has put in.
+    """Check that no loss, hook or forward that the program has put into the model would be lost.
 
     Args:
         model: stock, not cut yet.

@@ -1,4 +1,4 @@
-"""Dropout in a user's program: seeded as in every run, and the program's own draws go on as if nothing had been."""
+"""Dropout in a program: seeded as in a run, without effect on the program's own random numbers."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,11 @@ from meshtrain.api.handle import Handle
 
 
 class ProgramStreams:
-    """Around a training forward pass: the model draws from its own streams, a function of (seed, number of the pass).
+    """Gives the model its own random streams during a training forward pass.
 
-    Ranks that share a model must drop alike what they hold alike, whatever the program has drawn on each before.
+    The streams are a function of the seed and the number of the pass. Ranks that share a model must
+    drop the same elements of what they hold in common, whatever the program has drawn before on
+    each rank.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -17,14 +19,14 @@ class ProgramStreams:
         self._kept: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self) -> None:
-        """Keep the state of the generators; the stage's own hook seeds them then."""
+        """Save the state of the generators; the hook of the stage then seeds them."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self._kept = torch.get_rng_state(), cuda
         self._handle.pipeline.streams.begin_step(self._handle.num_forwards)
         self._handle.num_forwards += 1
 
     def end(self) -> None:
-        """Give the program its generators back, if they were taken."""
+        """Restore the program's generators, if they were saved."""
         if self._kept is None:
             return
         cpu, cuda = self._kept

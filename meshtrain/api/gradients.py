@@ -1,4 +1,4 @@
-"""Whole gradients after every backward pass, however a user's program comes to call it."""
+"""Complete gradients after every backward pass of a program, however the program starts it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,12 +17,13 @@ NO_BACKWARD_PASS = -1
 
 
 class WholeGradients:
-    """Finishes the gradients of each backward pass of a model without a pipeline.
+    """Completes the gradients of each backward pass of a model without a pipeline.
 
-    What FSDP2 does not reduce is reduced here: copies of the model over dp_replicate, and parts over tp. Only what the
-    backward pass itself has added may be summed, since a program may call several before it takes a step: gradients
-    that are there already are set aside meanwhile, as soon as the pass reaches the output of the model or one of these
-    parameters. The weight of the head comes first where a program computes its loss with it from hidden states.
+    What FSDP2 does not reduce is reduced here: copies of the model over dp_replicate, and parts
+    over tp. A program may run several backward passes before it takes a step, so only the gradients
+    of the current pass may be summed. Earlier gradients are therefore set aside as soon as the pass
+    reaches the output of the model or one of these parameters. The weight of the head is reached
+    first where a program computes its loss with it from hidden states.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -34,8 +35,8 @@ class WholeGradients:
         self._watch_parameters()
 
     def watch(self, output: Any) -> None:
-        """Be told when the backward pass of this forward pass begins."""
-        # Again and again: parameters may be frozen and thawed between passes.
+        """Detect when the backward pass of this forward pass begins."""
+        # At every pass, because parameters may be frozen and unfrozen between passes.
         self._watch_parameters()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -48,7 +49,7 @@ class WholeGradients:
                 parameter.register_hook(partial(self._reach, parameter))
 
     def recover(self) -> None:
-        """Clear away what a backward pass has left that has ended with an exception, before a forward pass."""
+        """Remove what a backward pass that raised an exception has left, before a forward pass."""
         if self._running is None or number_of_backward_pass() != NO_BACKWARD_PASS:
             return
         self._forget()
@@ -65,7 +66,7 @@ class WholeGradients:
                 "an earlier backward pass of this model has ended with an exception, and has left gradients that are "
                 "in part those of this rank; call optimizer.zero_grad(), and the model again, before the next one"
             )
-        # Gradients are enabled in a backward pass whose own gradients are wanted.
+        # Gradients are enabled during a backward pass only with `create_graph`.
         if torch.is_grad_enabled() and any(fsdp_modules(stage.model) for stage in self._pipeline.stages):
             raise ModelError(
                 "create_graph = True: gradients of gradients do not pass through parameters that FSDP2 has gathered; "
@@ -77,7 +78,7 @@ class WholeGradients:
         when_backward_ends(self._finish)
 
     def _reach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        # A checkpoint that computes again runs backward passes within this one.
+        # Recomputation of activations runs backward passes inside this one.
         if self._running is None:
             self._begin(gradient)
         self._reached.add(parameter)
@@ -105,7 +106,7 @@ class WholeGradients:
 
 
 def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:
-    """Take the gradients off the parameters whose gradients will be summed over processes, and return them."""
+    """Remove and return the gradients of parameters that are summed over processes."""
     earlier = {}
     for parameter in _summed_parameters(pipeline):
         if parameter.grad is not None:
@@ -123,6 +124,6 @@ def _summed_parameters(pipeline: Pipeline) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def add_gradients(earlier: dict[nn.Parameter, Tensor]) -> None:
-    """Add gradients to those that are there."""
+    """Add gradients to those that the parameters have."""
     for parameter, gradient in earlier.items():
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -1,4 +1,4 @@
-"""What a parallel model of a user's knows of itself."""
+"""The state that meshtrain keeps for a parallel model of a program."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,15 +15,15 @@ ATTRIBUTE = "meshtrain"
 
 @dataclass
 class Handle:
-    """A parallel model, as the functions of this room see it.
+    """A parallel model, as the functions of this package see it.
 
     Attributes:
-        pipeline: what computes.
-        device: where.
-        source: the local directory that the model came from, if it is known.
+        pipeline: computes the model.
+        device: of this rank's part.
+        source: the local directory that the model came from, if known.
         has_values: whether the parameters have been filled; a model from meta has none at first.
         adapted: the PeftModel around the model, if there is one.
-        num_forwards: training steps so far, for the streams of dropout.
+        num_forwards: number of training passes so far, for the random streams of dropout.
         is_generating: whether forward passes follow each other with the same parameters.
     """
 
@@ -42,10 +42,10 @@ class Handle:
         )
 
     def check_values(self) -> None:
-        """Check that there is something to compute with.
+        """Check that the parameters have values.
 
         Raises:
-            ModelError: if the parameters have no values yet.
+            ModelError: if not.
         """
         if not self.has_values:
             raise ModelError(
@@ -56,10 +56,10 @@ class Handle:
 
 
 def handle_of(model: object) -> Handle:
-    """Return the handle of what `meshtrain.parallelize` returned, or of the model inside of an adapter around it.
+    """Return the handle of a parallel model, or of the model inside an adapter around it.
 
     Raises:
-        ModelError: for anything else.
+        ModelError: if it is not what `meshtrain.parallelize` returned.
     """
     handle = find_handle(model)
     if handle is None:
@@ -70,13 +70,13 @@ def handle_of(model: object) -> Handle:
 
 
 def find_handle(model: object) -> Handle | None:
-    """Return the handle of a parallel model; None of any other."""
+    """Return the handle of a parallel model; None for anything else."""
     if isinstance(model, Pipeline):
-        # That of a run, which its hooks are given.
+        # The model of a run, which its hooks receive.
         on_gpu = model.mesh.device_type == "cuda"
         return Handle(model, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     inner: Any = model
-    # An adapter of peft around it.
+    # An adapter of peft may surround it.
     if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()  # type: ignore[operator]
     handle = vars(inner).get(ATTRIBUTE) if hasattr(inner, "__dict__") else None
@@ -84,5 +84,5 @@ def find_handle(model: object) -> Handle | None:
 
 
 def pipeline_of(model: object) -> Pipeline:
-    """Return what computes in a parallel model."""
+    """Return the pipeline of a parallel model."""
     return handle_of(model).pipeline

@@ -1,4 +1,4 @@
-"""The loss of the stock forward pass, made that of all data ranks."""
+"""The loss of the stock forward pass, turned into the mean over all data ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,10 +25,10 @@ TINY_LAYERS = 4
 
 
 class LossOfAllRanks:
-    """Weighs the loss of each data rank by the labels that it is the mean over.
+    """Weights the loss of each data rank by the number of labels it is the mean over.
 
-    Its value is then the same on all ranks, and their gradients add up to that of one process with the whole batch.
-    Without dp axes nothing is changed.
+    The loss is then the same on all ranks, and their gradients add up to that of one process with
+    the global batch. Without dp axes nothing changes.
 
     Args:
         model: stock, or already parallel.
@@ -46,10 +46,10 @@ class LossOfAllRanks:
 
         Args:
             output: of the stock forward pass.
-            given: to it, by name.
+            given: arguments of the forward pass, by name.
 
         Raises:
-            ModelError: if the loss cannot be found, or may be no mean over labels.
+            ModelError: if the loss cannot be found, or may not be a mean over labels.
         """
         if not self._axes:
             return
@@ -67,13 +67,13 @@ class LossOfAllRanks:
 
     def _share(self, output: Any, counted: Tensor) -> Tensor:
         total = all_reduce_over(counted.clone(), self._mesh, self._axes)
-        # The mean over no label is not a number, and would spread.
+        # The mean over no labels is NaN, which would spread to the other ranks.
         loss = output.loss * (counted / total.clamp(min=1)) if bool(counted) else (output.logits * 0.0).sum()
         return loss.to(output.loss.dtype)
 
     def _shifts(self, labels: Tensor) -> bool:
         if labels.dim() < 2 or labels.is_floating_point():
-            # A label for a row, and not for a token.
+            # One label for each row, not for each token.
             return False
         if not self._is_known:
             self._own_shifts, self._is_known = _own_loss_shifts(self._model), True
@@ -104,12 +104,13 @@ class LossOfAllRanks:
 
 
 def count_labels(given: Mapping[str, Any], *, shifts: bool) -> Tensor:
-    """Return over how many labels a stock loss takes its mean, () float64.
+    """Return the number of labels that a stock loss is the mean over, () float64.
 
     Args:
-        given: to the model: `labels`, and what transformers' losses take beside them: `shift_labels`, which are used
-            in their place, and `ignore_index`.
-        shifts: whether the loss leaves out the first label of each row, as that of most causal LMs does.
+        given: arguments of the model: `labels`, and what transformers' losses take beside them:
+            `shift_labels`, which replace them, and `ignore_index`.
+        shifts: whether the loss leaves out the first label of each row, as that of most causal LMs
+            does.
     """
     labels, shifted = given["labels"], given.get("shift_labels")
     if labels.is_floating_point():
@@ -120,13 +121,15 @@ def count_labels(given: Mapping[str, Any], *, shifts: bool) -> Tensor:
 
 
 def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
-    """Return whether a loss that the forward pass computes by itself shifts the labels; None: it calls another's.
+    """Return whether a loss that the forward pass computes itself shifts the labels.
 
-    The decoders of BART and its kin want labels that are shifted already. A tiny copy of the model tells. Some classes
-    cannot be shrunk; one of these is run on meta, where it must call the loss of transformers.
+    None means that the model calls the loss of transformers. The decoders of BART and similar
+    models expect labels that are shifted already. A tiny copy of the model is run to find out. Some
+    classes cannot be shrunk; such a model is run on meta, where it must call the loss of
+    transformers.
 
     Raises:
-        ModelError: if it does not, or does not run either.
+        ModelError: if it does not call that loss, or does not run either.
     """
     try:
         return _shifts_alone(_tiny_copy(model))
@@ -144,7 +147,7 @@ def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
 
 
 def _shifts_alone(copy: Any) -> bool | None:
-    """Return whether the first label of a row changes nothing; None if the loss of transformers is called."""
+    """Return whether the first label of a row has no effect; None if transformers' loss runs."""
     copy.loss_function = called = _Called()
     ids = torch.tensor([[3, 4, 5, 6]], device=copy.device)
     labels, without_first = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -155,7 +158,7 @@ def _shifts_alone(copy: Any) -> bool | None:
 
 
 class _Called:
-    """Stands in for the loss of transformers."""
+    """Replaces the loss of transformers, and counts its calls."""
 
     times = 0
 

@@ -1,4 +1,4 @@
-"""What a parallel model without a pipeline does otherwise than the stock one."""
+"""The methods of a parallel model without a pipeline that differ from those of the stock model."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,18 +30,21 @@ OF_PEFT = ("tokenizer", "selected_adapters", "path_initial_model_for_weight_conv
 
 
 class ParallelModel(Unmovable):
-    """Mixed into the class of a parallel model: refuses what would break it, and saves what lies on all ranks."""
+    """Mixed into the class of a parallel model.
+
+    It refuses what would break the model, and saves the tensors of all ranks.
+    """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or fill them with zeros."""
-        # Where FSDP2 has parameters gathered, they stand in the place of those that have the gradients.
+        """Remove the gradients, or fill them with zeros."""
+        # While FSDP2 has parameters gathered, these replace the parameters that have the gradients.
         model: Any = self
         reshard(model)
         stock: Any = super()
         stock.zero_grad(set_to_none)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
-        """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
+        """Generate as the stock model does; see `meshtrain.generate`. Collective."""
         stock: Any = super()
         if generation_config is not None:
             options["generation_config"] = generation_config
@@ -53,14 +56,17 @@ class ParallelModel(Unmovable):
             handle.is_generating = False
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Do `meshtrain.save_pretrained`: collective, unlike the stock one, which would save this rank's part."""
+        """Call `meshtrain.save_pretrained`. Collective.
+
+        The stock method would save only this rank's part.
+        """
         save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take what the `state_dict()` of a model with the same plan has given; no whole tensors.
+        """Load the `state_dict()` of a model with the same plan; full tensors are refused.
 
         Raises:
-            ModelError: if there are whole tensors where this rank keeps shards.
+            ModelError: if there are full tensors where this rank keeps shards.
         """
         model: Any = self
         for name, parameter in model.named_parameters():
@@ -75,24 +81,24 @@ class ParallelModel(Unmovable):
         return stock.load_state_dict(state_dict, *args, **kwargs)
 
     def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Do `meshtrain.save_parallelized`. Collective."""
+        """Call `meshtrain.save_parallelized`. Collective."""
         save_parallelized(self, save_directory, **kwargs)
 
     @property
     def data_rank(self) -> int:
-        """Which part of every global batch this rank reads: 0 to `num_data_ranks`, excluded."""
+        """The part of every global batch that this rank reads: 0 to `num_data_ranks` - 1."""
         return data_rank(pipeline_of(self).mesh)
 
     @property
     def num_data_ranks(self) -> int:
-        """In how many parts a global batch is read."""
+        """The number of parts in which a global batch is read."""
         return axis_size(pipeline_of(self).mesh, *DATA_AXES)
 
     def check_move(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Refuse to be moved or cast, by itself or with a module around it (PeftModel).
+        """Refuse to be moved or cast, directly or with a module around the model (PeftModel).
 
         Raises:
-            ModelError: if `change` is one.
+            ModelError: if `change` moves or casts.
         """
         model: Any = self
         before = torch.empty(0, dtype=model.dtype, device=handle_of(self).device)
@@ -109,7 +115,8 @@ class ParallelModel(Unmovable):
         """The configurations of the LoRA adapters that the model had when it became parallel.
 
         Raises:
-            ModelError: if it had none: peft asks for them before it adapts a model, and then it is too late.
+            ModelError: if it had none: peft reads them before it adapts a model, and a parallel
+                model cannot be adapted any more.
         """
         configs = vars(self).get("peft_config")
         if configs is None:
@@ -124,7 +131,7 @@ class ParallelModel(Unmovable):
         handle_of(self).__deepcopy__(memo)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the rows lie on several processes, with optimizer states beside them.
+        """Refuse to resize: the rows are stored on several processes, with their optimizer states.
 
         Raises:
             ModelError: always.
@@ -136,9 +143,9 @@ class ParallelModel(Unmovable):
 
 
 def make_adapted(model: Any, pipeline: Pipeline) -> None:
-    """Let a PeftModel around a parallel model save what lies on all ranks, and load nothing into parts of it."""
+    """Let a PeftModel around a parallel model save from all ranks, and refuse to load into it."""
     save = partial(_save_adapters, model, pipeline)
-    # peft skips what it does not find, such as B of a fused projection, which is kept in parts.
+    # peft skips what it does not find, such as B of a fused projection, which is stored in parts.
     replace_methods(model, save_pretrained=save, load_adapter=_refuse_loading, load_state_dict=_refuse_loading)
 
 
@@ -169,7 +176,7 @@ def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
 
 
 def make_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
-    """Let a model that `meshtrain.parallel.parallelize` has taken apart be used as the stock one is."""
+    """Give a model that `meshtrain.parallel.parallelize` has cut its stock interface."""
     vars(model)[ATTRIBUTE] = handle
     mix_in(model, ParallelModel, __module__=type(model).__module__)
     Calls(model, handle, gradients).watch()

@@ -1,4 +1,4 @@
-"""From a user's model to a parallel one, by the same path as every run."""
+"""The function `parallelize`: it makes a program's model parallel by the same path as every run."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -40,7 +40,7 @@ from meshtrain.verify.first_use import ensure_model_proven
 AnyPlan = ParallelPlan | Mapping[str, Any] | str | Path
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 LONGEST_BALANCED = 1024
-"""Stages are balanced for sequences of so many tokens, or as many as the model has positions for."""
+"""Stages are balanced for sequences of at most this many tokens."""
 
 
 def parallelize(
@@ -52,45 +52,51 @@ def parallelize(
     seed: int | None = None,
     prove_unknown_class: bool = True,
 ) -> Any:
-    """Make a parallel model of a Hugging Face model. Collective: every process of the program calls it.
+    """Make a Hugging Face model parallel. Collective: every process of the program calls it.
 
-    Without a pipeline (pp = 1) it returns the model that was given, which is used as before:
-    `model(**batch, labels=...)` gives the stock loss and whole logits, and after `loss.backward()` every gradient is
-    whole. With data parallelism each rank gives its own part of the batch; the loss is the mean over the trained tokens
-    of all parts, and its gradient that of this mean (the auxiliary loss of routers in it is that of each part, weighted
-    by its tokens). A loss of your own, made of the logits, is added up over the parts: divide what is a mean on each
-    rank by `model.num_data_ranks`. A penalty on the parameters themselves is added up over dp_replicate only. After an
-    exception in a backward pass call `optimizer.zero_grad()`.
+    Without a pipeline (pp = 1) it returns the model that was passed, which is used as before:
+    `model(**batch, labels=...)` returns the stock loss and full logits, and after `loss.backward()`
+    every gradient is complete. With data parallelism each rank passes its own part of the batch.
+    The loss is the mean over the trained tokens of all parts, and its gradient is that of this
+    mean. (The auxiliary loss of routers in it is that of each part, weighted by its tokens.) A loss
+    of your own, computed from the logits, is summed over the parts: divide what is a mean on each
+    rank by `model.num_data_ranks`. A penalty on the parameters themselves is summed over
+    dp_replicate only. After an exception in a backward pass call `optimizer.zero_grad()`.
 
-    With a pipeline it returns a `PipelinedModel`, and the model that was given cannot be used any more.
+    With a pipeline it returns a `PipelinedModel`, and the model that was passed cannot be used any
+    more.
 
-    The process group is joined if the program has not done so, and left when it ends.
+    The process group is joined if the program has not done so, and left when the program ends.
 
     Args:
-        model: any causal LM of transformers (without a pipeline also one with another head), with values that are the
-            same on every rank, or on the meta device: then follow with `initialize` or `load_weights`. Or such a model
-            with LoRA adapters of peft, as `peft.get_peft_model` returns it.
-        plan: a `ParallelPlan`, a table such as `{"mesh": {"tp": 4}}`, a .toml or .json file, or a shipped plan's name.
-            What it says of precision holds; where it says nothing, the model keeps its number format.
+        model: any causal LM of transformers (without a pipeline also one with another head), with
+            values that are the same on every rank, or on the meta device: then call `initialize` or
+            `load_weights` afterwards. Or such a model with LoRA adapters of peft, as
+            `peft.get_peft_model` returns it.
+        plan: a `ParallelPlan`, a table such as `{"mesh": {"tp": 4}}`, a .toml or .json file, or a
+            shipped plan's name. If it sets no precision, the model keeps its number format.
         mesh: from `build_mesh`; None: as the plan says.
-        micro_batch_size: sequences that pass through a pipeline at once; without a pipeline a whole batch does.
+        micro_batch_size: sequences that pass through a pipeline at once; without a pipeline a
+            complete batch does.
         seed: for dropout; None: torch's initial seed on the first rank.
-        prove_unknown_class: prove on a tiny copy, once, that the plan computes what one device does, if no shipped
-            family is written for the class.
+        prove_unknown_class: prove on a tiny copy, once, that the plan computes what one device
+            computes, if no shipped family is written for the class.
 
     Returns:
         The model itself, or a `PipelinedModel`.
 
     Raises:
-        ConfigError: if the plan is wrong, or another argument no number or flag of its kind.
-        PlanError: if it does not fit the model or the number of processes, or differs between ranks.
-        ModelError: if the model is parallel already, differs between ranks, cannot be cut or sharded, has weights tied
-            otherwise than its configuration says, or code of the program's own where it would be left behind.
+        ConfigError: if the plan is wrong, or another argument has the wrong type or value.
+        PlanError: if the plan does not fit the model or the number of processes, or differs between
+            ranks.
+        ModelError: if the model is parallel already, differs between ranks, cannot be cut or
+            sharded, has other tied weights than its configuration says, or has code of the
+            program's own that would be lost.
 
-    What is refused for the plan, or for another model on another rank, leaves the model as it was.
+    If the plan is refused, or the model of another rank differs, the model stays as it was.
 
-    Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream (arXiv:1806.03377) for pp,
-    ZeRO (arXiv:1910.02054) for dp_shard.
+    Source: Megatron-LM (arXiv:1909.08053) for tp, GPipe (arXiv:1811.06965) and PipeDream
+    (arXiv:1806.03377) for pp, ZeRO (arXiv:1910.02054) for dp_shard.
     """
     micro_batch_size = whole_number("parallelize: micro_batch_size", micro_batch_size, least=1)
     seed = None if seed is None else whole_number("parallelize: seed", seed)
@@ -100,7 +106,7 @@ def parallelize(
     wanted = _complete(read_plan(plan), stock, mesh)
     _check_call(wanted, micro_batch_size, prove_unknown_class)
     with ExitStack() as undo:
-        # What is refused leaves the model as it was.
+        # An exception in this block restores the model.
         adapters = take_off_adapters(stock)
         undo.callback(put_on_adapters, stock, adapters)
         check_ties(stock)
@@ -129,7 +135,7 @@ def parallelize(
     adapted = None if model is stock else model
     handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta, adapted=adapted)
     if resolved.mesh.pp > 1:
-        # What was given stays whole, on meta: it knows how its adapters are saved.
+        # The model that was passed stays complete, on meta: it defines how its adapters are saved.
         put_on_adapters(stock, adapters)
         return PipelinedModel(handle)
     make_parallel(stock, handle, WholeGradients(pipeline))
@@ -140,10 +146,12 @@ def parallelize(
 
 def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_values: bool) -> None:
     if has_values:
-        # What stock `save_pretrained` writes: after `model.float()` the configuration still names the files' format.
+        # Stock `save_pretrained` writes this dtype; after `model.float()` the configuration still
+        # has the dtype of the files.
         stock.config.dtype = stock.dtype
     for parameter in stock.parameters():
-        # Not `stock.to`: the frequencies of rotary positions stay in the format that the model keeps them in.
+        # `stock.to` would also cast the rotary frequencies, which the model keeps in a format of
+        # their own.
         parameter.data = parameter.data.to(getattr(torch, precision.parameters))
 
 
@@ -192,7 +200,7 @@ def _inside_of_adapter(model: Any) -> Any:
 
 
 def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | None) -> ParallelPlan:
-    """Fill in what the mesh and the model say."""
+    """Return the plan completed with the mesh, and the model's precision and rules."""
     if mesh is not None:
         plan = _with_mesh(plan, mesh)
     if "precision" not in plan.model_fields_set:
@@ -201,7 +209,10 @@ def _complete(plan: ParallelPlan, model: PreTrainedModel, mesh: DeviceMesh | Non
 
 
 def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: bool) -> None:
-    """Check that all ranks ask for the same: others would wait for messages that never come. Collective."""
+    """Check that all ranks pass the same arguments. Collective.
+
+    Otherwise some ranks would wait for messages that never come.
+    """
     given: dict[str, object] = {"micro_batch_size": micro_batch_size, "prove_unknown_class": prove_unknown_class}
     for table, values in plan.model_dump().items():
         keys = values if isinstance(values, dict) else {"": values}
@@ -210,13 +221,13 @@ def _check_call(plan: ParallelPlan, micro_batch_size: int, prove_unknown_class: 
 
 
 def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, *, prove: bool) -> ParallelPlan:
-    # Before the proof: what contradicts itself at its real size is a mistake, and said first.
+    # Resolve before the proof, so that a contradiction at the real size is reported first.
     resolved = resolve_plan(plan, model, _any_batch(plan, model, micro_batch_size), dist.get_world_size())
     if prove and dist.get_world_size() > 1:
         ensure_model_proven(model, plan)
     if resolved.mesh.pp > 1:
         return resolved
-    # Whoever calls the model looks at its logits.
+    # The caller of the model uses its logits.
     tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
     return resolved.model_copy(update={"tensor": tensor})
 
@@ -237,7 +248,7 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
 
 
 def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
-    # Adapters keep a number format of their own: peft makes float32 of them beside a bfloat16 model.
+    # Adapters have a number format of their own: peft makes them float32 in a bfloat16 model.
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
     name = str(next(iter(dtypes))).removeprefix("torch.")
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
@@ -251,7 +262,7 @@ def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
 
 
 def _any_batch(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int) -> BatchShape:
-    """Return a batch that every plan can run: the real ones are known when they come."""
+    """Return a batch shape that every plan can run; the real shapes are known at each call only."""
     rows = dist.get_world_size() * plan.mesh.pp * plan.pipeline.stages_per_rank * micro_batch_size
     length = min(most_positions(model.config) or LONGEST_BALANCED, LONGEST_BALANCED)
     tp = plan.mesh.tp

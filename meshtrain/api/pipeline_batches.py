@@ -1,6 +1,6 @@
-"""Whole batches for a pipeline: what is wrong with one is said on all ranks alike, before a stage computes.
+"""Batches of a pipeline: errors are raised on all ranks alike, before a stage computes.
 
-A rank that found it out by itself would leave the others waiting for its messages.
+A rank that raised alone would leave the others waiting for its messages.
 """
 
 import inspect
@@ -25,23 +25,23 @@ from meshtrain.training.loss import count_trained_tokens
 
 TOKENS = (torch.int64, torch.int32)
 AS_IT_IS = {"use_cache": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
-"""What a program may say of a training pass that is so anyway."""
+"""Options that a program may pass to a training pass because they hold anyway."""
 INSTEAD = {
     "inputs_embeds": "only the first stage could use them; give input_ids",
     "shift_labels": "the ranks of a pipeline shift labels themselves; give labels, unshifted",
     "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
 }
 MOST_OFFSET = 2
-"""OPT and BART keep so many rows before those of their positions."""
+"""OPT and BART keep up to this many rows before those of their positions."""
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A batch that fits.
+    """A batch that has passed all checks.
 
     Attributes:
         inputs: for the stages, on their device; `labels` are shifted.
-        num_tokens: () int64, how many labels count on all data ranks.
+        num_tokens: () int64, number of labels that count on all data ranks.
         trains: whether any parameter of the model is not frozen.
     """
 
@@ -51,11 +51,11 @@ class WholeBatch:
 
 
 class WholeBatches:
-    """Takes the batches of one model.
+    """Checks and prepares the batches of one model.
 
     Args:
-        pipeline: that is to compute them.
-        device: where.
+        pipeline: computes them.
+        device: of this rank's stages.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
@@ -66,10 +66,12 @@ class WholeBatches:
         self._known = None if takes_any else {*names, "labels"}
 
     def take(self, batch: Mapping[str, Any]) -> WholeBatch:
-        """Check a batch. Collective over all ranks; as many messages as it takes to compare and to count.
+        """Check a batch and prepare it. Collective over all ranks.
+
+        It takes one message over tp and pp to compare, and one over the data axes to count.
 
         Raises:
-            DataError: on all ranks alike, if it is wrong on one.
+            DataError: on all ranks alike, if the batch is wrong on one.
         """
         inputs: dict[str, Tensor] = {}
         problems: tuple[Problem, ...] = ()
@@ -93,7 +95,8 @@ class WholeBatches:
         if num_wrong:
             _raise_first(problems, None if is_same else other_batch(inputs))
         inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
-        # torch's stages want the strides of a whole tensor, which columns cut off a wider one do not have.
+        # torch's stages expect the strides of a contiguous tensor, which a slice of columns does
+        # not have.
         placed = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
         return WholeBatch(placed, num_tokens.to(self._device), bool(trains))
 
@@ -156,7 +159,10 @@ class WholeBatches:
 
 
 def _learned_positions(pipeline: Pipeline) -> int | None:
-    """Return how many positions the first stage has a table for; None elsewhere, and where they are computed."""
+    """Return the number of positions that the first stage has a table for.
+
+    None on other stages, and where positions are computed.
+    """
     if not pipeline.has_first_stage:
         return None
     model: Any = pipeline.stages[0].model
@@ -170,7 +176,7 @@ def _learned_positions(pipeline: Pipeline) -> int | None:
 
 
 def _tensors_of(batch: Any) -> dict[str, Tensor]:
-    """Return what is in a batch, without what changes nothing."""
+    """Return the tensors of a batch, without options that have no effect."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the batch is a {type(batch).__name__}; give a mapping with input_ids and labels, as a tokenizer returns "
@@ -201,14 +207,14 @@ def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
 
 
 def _shifted(labels: Tensor) -> Tensor:
-    """Return what a stock loss makes of labels (rows, seq): each token predicts the next."""
+    """Return labels (rows, seq) as a stock loss shifts them: each token predicts the next."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
 
 
 def _raise_first(problems: tuple[Problem, ...], other: str | None) -> NoReturn:
-    """Raise what the first rank has found that has found something. Collective over all ranks.
+    """Raise the problem of the first rank that has found one. Collective over all ranks.
 
-    A rank whose batch is whole knows of those it shares a model with only that theirs is another.
+    A rank whose batch is intact only knows that another rank of its model has a different one.
     """
     answers = gather_objects((problems, () if other is None else (other,)))
     own = [found for found, _ in answers]

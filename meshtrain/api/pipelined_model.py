@@ -1,4 +1,4 @@
-"""A parallel model with a pipeline: no rank holds all of it, so it is not called but given whole batches."""
+"""A parallel model with a pipeline. No rank holds it in full; it takes complete batches."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,10 +46,11 @@ INSTEAD = {
 class PipelinedModel:
     """The stages that this rank holds of a model, and how they train with those of the other ranks.
 
-    Every call is collective: all ranks make it. Ranks that share a model (pp and tp) give the same batch; over the dp
-    axes each gives its own part. `meshtrain.generate`, `save_pretrained`, `save_checkpoint` and `clip_grad_norm` take
-    it as they take a model without a pipeline. A tied weight has two ends, on the first stage and on the last; it is
-    frozen where the first is, under the name that the stock model has for it.
+    Every call is collective: all ranks make it. Ranks that share a model (pp and tp) pass the same
+    batch; over the dp axes each passes its own part. `meshtrain.generate`, `save_pretrained`,
+    `save_checkpoint` and `clip_grad_norm` take it like a model without a pipeline. A tied weight
+    has two copies, on the first stage and on the last. Freeze the first, under the name that the
+    stock model has for it, to freeze both.
 
     Args:
         handle: of the model.
@@ -66,12 +67,12 @@ class PipelinedModel:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Hugging Face configuration of the whole model."""
+        """The Hugging Face configuration of the full model."""
         return self._pipeline.stages[0].model.config
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """How `generate` writes where it is not told; may be set, on all ranks alike."""
+        """The defaults of `generate`; may be set, on all ranks alike."""
         return self._pipeline.stages[0].model.generation_config
 
     @generation_config.setter
@@ -80,7 +81,7 @@ class PipelinedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self._handle.device
 
     @property
@@ -95,23 +96,23 @@ class PipelinedModel:
 
     @property
     def data_rank(self) -> int:
-        """Which part of every global batch this rank reads: 0 to `num_data_ranks`, excluded."""
+        """The part of every global batch that this rank reads: 0 to `num_data_ranks` - 1."""
         return data_rank(self._pipeline.mesh)
 
     @property
     def num_data_ranks(self) -> int:
-        """In how many parts a global batch is read."""
+        """The number of parts in which a global batch is read."""
         return axis_size(self._pipeline.mesh, *DATA_AXES)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what lies on this rank, under the names of the stock model; a fused projection in its parts."""
+        """Yield this rank's parameters under their stock names; a fused projection in its parts."""
         return self._pipeline.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what lies on this rank, for an optimizer; then call `meshtrain.rebind(optimizer)`.
+        """Yield this rank's parameters, for an optimizer; then call `meshtrain.rebind(optimizer)`.
 
-        Give it all, frozen ones too, which it leaves alone: of those that train there may be none on a rank, and torch
-        makes no optimizer of nothing.
+        Pass all of them, including frozen ones, which the optimizer leaves alone. A rank may have
+        no trained parameters, and torch makes no optimizer without parameters.
         """
         return (parameter for _, parameter in self.named_parameters())
 
@@ -126,7 +127,7 @@ class PipelinedModel:
         return self.train(mode=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or fill them with zeros."""
+        """Remove the gradients, or fill them with zeros."""
         for parameter in self.parameters():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -134,26 +135,28 @@ class PipelinedModel:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
     def forward_backward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Run all microbatches of a batch forward and backward; afterwards every gradient is whole.
+        """Run all microbatches of a batch forward and backward. Every gradient is complete then.
 
-        As with `loss.backward()`, gradients are added to those that are there: call `optimizer.zero_grad()` before.
+        As with `loss.backward()`, gradients are added to existing ones: call
+        `optimizer.zero_grad()` before.
 
         Args:
-            batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them, unshifted and -100 where a
-                token shall not count, and further inputs of the model, such as `attention_mask` (rows, seq). The rows
-                are a multiple of the micro batch size, and enough for the schedule. What is None is left out. With
-                `use_cache` False, here or in the configuration, documents of one row are kept apart whose
-                `position_ids` begin anew, as in the stock call.
+            batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them,
+                unshifted and -100 where a token shall not count, and further inputs of the model,
+                such as `attention_mask` (rows, seq). The number of rows is a multiple of the micro
+                batch size, and large enough for the schedule. Entries that are None are left out.
+                With `use_cache` False, here or in the configuration, documents of one row are kept
+                apart where `position_ids` start from 0 again, as in the stock call.
 
         Returns:
-            () float64, the same on every rank: the mean loss over the trained tokens of all data ranks, in nats;
-            without the auxiliary loss of routers, which trains nevertheless.
+            () float64, the same on every rank: the mean loss over the trained tokens of all data
+            ranks, in nats; without the auxiliary loss of routers, which is trained nevertheless.
 
         Raises:
-            ModelError: if the parameters have no values yet, all are frozen, gradients are switched off, or an earlier
-                batch has ended with an exception halfway.
-            DataError: on all ranks alike: the batch does not fit the plan or the model, or differs between ranks that
-                share a model.
+            ModelError: if the parameters have no values yet, all are frozen, gradients are switched
+                off, or an earlier batch has ended with an exception halfway.
+            DataError: on all ranks alike: the batch does not fit the plan or the model, or differs
+                between ranks that share a model.
         """
         whole = self._take(batch)
         if not whole.trains:
@@ -166,7 +169,7 @@ class PipelinedModel:
                 local = self._pipeline.forward_backward(whole.inputs, self._loss.mean_over(whole.num_tokens))
                 complete_gradients(self._pipeline)
         except BaseException:
-            # What is there is in part that of this rank.
+            # The new gradients are in part those of this rank alone.
             for parameter, gradient in earlier.items():
                 parameter.grad = gradient
             raise
@@ -174,13 +177,16 @@ class PipelinedModel:
         return self._summed(local)
 
     def evaluate(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss of a batch, without dropout and gradients; as `forward_backward` otherwise."""
+        """Return the mean loss of a batch, without dropout and gradients.
+
+        Arguments and errors are those of `forward_backward`.
+        """
         whole = self._take(batch)
         with self._exchange("evaluate"):
             return self._summed(self._pipeline.evaluate(whole.inputs, self._loss.mean_over(whole.num_tokens)))
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
-        """Write as the stock model does, in evaluation mode; see `meshtrain.generate`. Collective."""
+        """Generate as the stock model does; see `meshtrain.generate`. Collective."""
         self._handle.check_values()
         self._check_stages_wait_for_nothing()
         if generation_config is not None:
@@ -188,27 +194,28 @@ class PipelinedModel:
         return generate_on_mesh(self._pipeline, inputs, **options)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Do `meshtrain.save_pretrained`. Collective."""
+        """Call `meshtrain.save_pretrained`. Collective."""
         save_pretrained(self, save_directory, **without_stock_keywords(kwargs))
 
     def save_parallelized(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Do `meshtrain.save_parallelized`. Collective."""
+        """Call `meshtrain.save_parallelized`. Collective."""
         save_parallelized(self, save_directory, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise ModelError(f"a model over pp is not called, as no rank has all of it: {TRAIN}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Asked for what is not there only. What begins with an underscore is asked for by Python and libraries.
+        # Python calls this for missing attributes only. Python itself and libraries probe names
+        # with an underscore.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NoAttribute(f"a model over pp has no {name}: {INSTEAD.get(name, MODULES)}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set what can be, and notes of a program's own.
+        """Set an attribute that may be set, or one that a program adds.
 
         Raises:
-            ModelError: for what would change a stock model, and nothing here.
+            ModelError: for an attribute that would change a stock model but has no effect here.
         """
         is_own = name.startswith("_") or name in (ATTRIBUTE, "generation_config")
         stock = None if is_own else self._pipeline.stages[0].model
@@ -239,11 +246,14 @@ class PipelinedModel:
 
     @contextmanager
     def _exchange(self, call: str) -> Iterator[None]:
-        """Remember an exception: messages between stages are then lost, and the next batch would take those of this."""
+        """Remember an exception in a pass, after which the model cannot be used.
+
+        Messages between stages are lost then, and the next batch would receive those of this one.
+        """
         try:
             yield
         except UserError:
-            # Found on all ranks, before anything was sent.
+            # All ranks raise it, before anything was sent.
             raise
         except BaseException as error:
             self._failure = f"an earlier {call} has ended halfway with an exception ({type(error).__name__})"

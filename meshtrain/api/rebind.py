@@ -1,4 +1,4 @@
-"""Optimizers that were made for a model before it became a parallel one."""
+"""The function `rebind`: it connects an optimizer to the parameters of a parallel model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels
 from meshtrain.parallel.shard import is_gathered
 
-# Element by element, so that what lies on this process is all they need to see.
+# They compute element by element, so the part of a parameter on this process is all they need.
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -33,35 +33,39 @@ ELEMENTWISE = (
 )
 SUCCESSORS = "meshtrain_heirs"
 HAS_ALL = "meshtrain_has_all"
-"""On a parameter of a parallel model: whether all of the others are on this process too, be it in part."""
+"""Attribute of a parallel parameter: whether this process holds a part of every parameter."""
 _WATCHED: list[RemovableHandle] = []
 
 
 def rebind(optimizer: Optimizer) -> None:
-    """Let an optimizer that was made before `meshtrain.parallelize` go on with the parameters that there are now.
+    """Connect an optimizer that was made before `meshtrain.parallelize` to the new parameters.
 
-    Its groups stay one by one, so a scheduler that was made for it goes on too, and what it has remembered of a
-    parameter (moments) is cut as the parameter was. An optimizer that was made afterwards, from `model.parameters()`,
-    may be given as well: it then works on what lies on this process, with torch's fused kernels.
+    Its parameter groups stay the same objects, so a scheduler that was made for it continues to
+    work. State of a parameter (moments) is cut as the parameter was. An optimizer that was made
+    afterwards, from `model.parameters()`, may be passed as well: it then works on the tensors of
+    this process, with torch's fused kernels.
 
-    The optimizers of torch that compute element by element get `LocalParameter`s; any other gets the DTensors
-    themselves, by which torch knows the whole matrix: Muon computes with them, torch's Adafactor does not and fails at
-    its first step over tp or dp_shard. Such optimizers see a projection that the stock model fuses (GPT-2's `c_attn`)
-    as the matrices that it is kept in (query, key, value), so they do another step than in one process.
+    The optimizers of torch that compute element by element get `LocalParameter`s. Any other gets
+    the DTensors themselves, through which torch computes with the full matrix. Muon supports them;
+    torch's Adafactor does not and fails at its first step over tp or dp_shard. Such optimizers see
+    a projection that the stock model fuses (GPT-2's `c_attn`) as the matrices that are stored
+    (query, key, value), so their step differs from that in one process.
 
-    With float16 take `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its `unscale_` before its
-    `step`: torch's own GradScaler would decide on each rank by itself whether to leave a step out. Clip with
-    `meshtrain.clip_grad_norm(model, ...)`, as what the optimizer holds afterwards has the norm of what lies on this
-    process. Both of torch's are an error with `LocalParameter`s.
+    With float16 use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, and call its
+    `unscale_` before its `step`: torch's own GradScaler would decide on each rank separately
+    whether to skip a step. Clip with `meshtrain.clip_grad_norm(model, ...)`, because the parameters
+    that the optimizer holds afterwards give the norm of this process only. torch's own GradScaler
+    and clipping raise an error with `LocalParameter`s.
 
     Args:
         optimizer: changed in place.
 
     Raises:
-        ModelError: if it remembers something that cannot be cut, holds no parameter of a parallel model, or is LBFGS,
-            whose parameters cannot be changed.
+        ModelError: if its state has something that cannot be cut, it holds no parameter of a
+            parallel model, or it is LBFGS, whose parameters cannot be changed.
 
-    Source: ZeRO (arXiv:1910.02054): an optimizer needs to see nothing but the shards that lie on its process.
+    Source: ZeRO (arXiv:1910.02054): an optimizer needs only the shards that are stored on its
+    process.
     """
     check_optimizer("rebind: optimizer", optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -94,7 +98,8 @@ def _held(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _is_of_parallel_model(parameter: nn.Parameter) -> bool:
-    # What was gathered is told more of at the first step.
+    # Gathered parameters are accepted here; the check at the first step reports them in more
+    # detail.
     known = hasattr(parameter, SUCCESSORS) or hasattr(parameter, HAS_ALL) or is_gathered(parameter)
     return known or isinstance(parameter, (LocalParameter, DTensor))
 
@@ -102,7 +107,8 @@ def _is_of_parallel_model(parameter: nn.Parameter) -> bool:
 def _check_sees_all(optimizer: Optimizer, held: Sequence[nn.Parameter]) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    # Over tp torch cannot join its gradients, of which some are cut; over pp each rank would go a way of its own.
+    # Over tp torch cannot concatenate its gradients, some of which are cut. Over pp each rank would
+    # take a different step.
     num_cut = sum(isinstance(parameter, DTensor) for parameter in held)
     if 0 < num_cut < len(held) or not all(getattr(parameter, HAS_ALL, True) for parameter in held):
         raise ModelError(
@@ -132,12 +138,12 @@ def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tup
 
 
 def _local_state(state: Mapping[str, object]) -> dict[str, object]:
-    """Return what an optimizer remembers of a whole DTensor, as of the part of it that lies here."""
+    """Return the state of an optimizer for a DTensor as that for its part on this process."""
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
 def record_successors(heirs: Mapping[nn.Parameter, Successors]) -> None:
-    """Note on every old parameter what it has become, so that an optimizer that still holds it can be told."""
+    """Record on every old parameter what it has become, for optimizers that still hold it."""
     has_all = all(any(True for _ in found) for found in heirs.values())
     for old, found in heirs.items():
         setattr(old, SUCCESSORS, found)
@@ -148,13 +154,13 @@ def record_successors(heirs: Mapping[nn.Parameter, Successors]) -> None:
 
 
 def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Refuse a step of an optimizer that holds parameters which nothing computes with any more.
+    """Refuse a step of an optimizer that holds parameters that nothing uses any more.
 
-    They have no gradients, so the step would change nothing, without a word.
+    They have no gradients, so the step would silently change nothing.
 
     Raises:
-        ModelError: naming one of them; or if they are gathered ones, or the model's parameters have left the memory
-            that they shared with it.
+        ModelError: naming one of them; or if they are gathered parameters, or the model's
+            parameters have left the memory that they shared with the optimizer's.
     """
     held = _held(optimizer)
     _check_sees_all(optimizer, held)

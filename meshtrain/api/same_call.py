@@ -1,4 +1,4 @@
-"""What all ranks must do alike when they call a parallel model, whatever rows each is given."""
+"""Check that all ranks call a parallel model alike, whatever rows each one passes."""
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,14 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 def check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
-    """Check that all ranks compute a loss, or none, and train the same parameters. Collective over all axes.
+    """Check that all ranks or none compute a loss, and train the same parameters. Collective.
 
-    A rank with a loss would wait for those without one, and copies of a parameter that is frozen on one rank alone
-    drift apart without a word.
+    It is collective over all axes. A rank with a loss would wait for those without one, and copies
+    of a parameter that is frozen on one rank alone would silently drift apart.
 
     Args:
         pipeline: of the model that is called.
-        has_labels: whether this rank has given labels.
+        has_labels: whether this rank has passed labels.
 
     Raises:
         ModelError: on all ranks alike.
@@ -27,7 +27,7 @@ def check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
         return
     trains = [parameter.requires_grad for _, parameter in pipeline.named_parameters()]
     digest = xxhash.xxh3_64_intdigest(bytes([has_labels, *trains])) >> 2
-    # The largest and the smallest in one message.
+    # One message carries the maximum and, negated, the minimum.
     extremes = all_reduce_over(torch.tensor([digest, -digest]), pipeline.mesh, AXES, dist.ReduceOp.MAX)
     if int(extremes[0]) != -int(extremes[1]):
         raise ModelError(

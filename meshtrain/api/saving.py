@@ -1,4 +1,4 @@
-"""Weights out of a parallel model: as an ordinary Hugging Face folder, or as they lie on the ranks."""
+"""Saving a parallel model: as an ordinary Hugging Face folder, or with one file per rank."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -19,8 +19,8 @@ from meshtrain.config.problems import did_you_mean
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.adapters import is_adapter_parameter
 
-# Of stock `save_pretrained`, of transformers and of peft: keyword -> values with which it changes nothing
-# here (None: any), what is written instead.
+# Keywords of stock `save_pretrained` (transformers and peft): keyword -> the values with which it
+# has no effect here (None: any), and what is written instead.
 STOCK_KEYWORDS: Mapping[str, tuple[tuple[object, ...] | None, str]] = {
     "is_main_process": (None, ""),
     "token": (None, ""),
@@ -44,34 +44,38 @@ def save_pretrained(
     tokenizer: Tokenizer = None,
     merge_adapters: bool = False,
 ) -> None:
-    """Write a parallel model as a Hugging Face folder, which stock `from_pretrained` loads bit for bit. Collective.
+    """Write a parallel model as a Hugging Face folder, bit for bit. Collective.
 
-    The folder is the one that stock `save_pretrained` would write, whatever the mesh (but that shards of a model with
-    experts may be cut between other tensors): safetensors in the layout of the
-    hub, an index if there are several files, config.json, generation_config.json and the tokenizer. It appears when it
-    is complete. Tensors are gathered one by one, on the rank that writes them: the first rank of every pipeline stage
-    needs host memory for the largest tensor (for experts, which the hub keeps apart, twice that), the others for their
-    own part of one.
+    Stock `from_pretrained` loads the folder. It is the one that stock `save_pretrained` would
+    write, whatever the mesh: safetensors in the layout of the hub, an index if there are several
+    files, config.json, generation_config.json and the tokenizer. (Only the shards of a model with
+    experts may be split between other tensors.) It appears when it is complete. Tensors are
+    gathered one by one, on the rank that writes them. The first rank of every pipeline stage needs
+    host memory for the largest tensor (for experts, which the hub stores separately, twice that),
+    the others for their own part of one.
 
-    Of a model with LoRA adapters these alone are written, as peft writes them: `PeftModel.from_pretrained` loads them.
+    Of a model with LoRA adapters only these are written, as peft writes them:
+    `PeftModel.from_pretrained` loads them.
 
     Args:
         model: what `parallelize` returned.
         folder: must not exist, or be empty; every machine must see the same one.
-        dtype: number format of the weights, such as `torch.bfloat16`, or its name; None: the original one, in which
-            `parallelize` was given the values, or `model.config.dtype` of a model from meta; not that in which the plan
-            trains. What transformers keeps in float32 whatever the rest is in stays so.
+        dtype: number format of the weights, such as `torch.bfloat16`, or its name; None: the
+            original one, in which `parallelize` received the values, or `model.config.dtype` of a
+            model from meta; not that in which the plan trains. Tensors that transformers always
+            keeps in float32 stay float32.
         max_shard_size: of a file, in bytes or as in "5GB"; a larger tensor has a file of its own.
-        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
-            loaded from, if it was one.
-        merge_adapters: write the whole model, with its active LoRA adapters added to the weights as peft adds them.
+        tokenizer: a tokenizer, or a directory that holds one; None: the one in the directory that
+            the model was loaded from, if there is one.
+        merge_adapters: write the complete model, with its active LoRA adapters added to the weights
+            as peft adds them.
 
     Raises:
-        ModelError: if the model is not parallel, has no values yet, has no adapters to merge, or trains something
-            beside adapters that would not be saved with them.
-        CheckpointError: on all ranks alike: the folder has something in it, cannot be written or is not the same on
-            all machines, there is no tokenizer where one should be, or tensors are missing or do not belong to the
-            model; those are listed.
+        ModelError: if the model is not parallel, has no values yet, has no adapters to merge, or
+            trains something beside adapters that would not be saved with them.
+        CheckpointError: on all ranks alike: the folder is not empty, cannot be written or is not
+            the same on all machines, there is no tokenizer where one should be, or tensors are
+            missing or do not belong to the model; those are listed.
 
     Source: the layout of the hub, transformers.core_model_loading.revert_weight_conversion.
     """
@@ -101,21 +105,23 @@ def save_pretrained(
 
 
 def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = None) -> None:
-    """Write the weights of a parallel model as they lie on the ranks, a file for each; nothing is gathered. Collective.
+    """Write the weights of a parallel model as they are stored, one file per rank. Collective.
 
-    `load_weights(model, folder)` loads them again on any mesh; `meshtrain merge FOLDER OUT` makes an ordinary model of
-    them, on one process without an accelerator; `meshtrain checkpoint verify FOLDER` compares every file with its
-    hash. Copies of the model over dp are written once.
+    Nothing is gathered. `load_weights(model, folder)` loads them again on any mesh; `meshtrain
+    merge FOLDER OUT` makes an ordinary model of them, on one process without an accelerator;
+    `meshtrain checkpoint verify FOLDER` compares every file with its hash. Copies of the model over
+    dp are written once.
 
     Args:
         model: what `parallelize` returned.
-        folder: must not exist, or be empty; appears when it is complete. Every machine must see the same one.
-        tokenizer: a tokenizer, or a directory that holds one; None: what lies in the directory that the model was
-            loaded from, if it was one.
+        folder: must not exist, or be empty; appears when it is complete. Every machine must see the
+            same one.
+        tokenizer: a tokenizer, or a directory that holds one; None: the one in the directory that
+            the model was loaded from, if there is one.
 
     Raises:
         ModelError: if the model is not parallel, or has no values yet.
-        CheckpointError: on all ranks alike: the folder has something in it or cannot be written.
+        CheckpointError: on all ranks alike: the folder is not empty or cannot be written.
 
     Source: OSLO's `save_parallelized`; the files are those of torch.distributed.checkpoint.
     """
@@ -131,14 +137,14 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
 
 
 def without_stock_keywords(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
-    """Return keywords without those of stock `save_pretrained` that change nothing here.
+    """Return keywords without those of stock `save_pretrained` that have no effect here.
 
     Args:
-        given: as a program for one process gives them.
-        own: what is taken beside them; nothing: what `save_pretrained` takes.
+        given: keywords as a program for one process passes them.
+        own: names that are accepted as well; empty: those of `save_pretrained`.
 
     Raises:
-        CheckpointError: for those that change something, and for what is no keyword.
+        CheckpointError: for a keyword that would have an effect, and for an unknown one.
     """
     parameters = inspect.signature(save_pretrained).parameters.values()
     own = own or [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
@@ -152,13 +158,13 @@ def without_stock_keywords(given: Mapping[str, Any], own: Collection[str] = ()) 
 
 def _check_stock_keyword(name: str, value: object) -> None:
     values, instead = STOCK_KEYWORDS[name]
-    # By type too: 0 and 1 are no flags, and a dict of tensors is not to be compared.
+    # The type is compared too: 0 and 1 are not flags, and tensors in a dict cannot be compared.
     if values is not None and not any(type(value) is type(one) and value == one for one in values):
         raise CheckpointError(f"save_pretrained: {name} is {described(value)}, and a parallel model writes {instead}")
 
 
 def source_of(handle: Handle) -> Path | None:
-    """Return the directory that a model came from, where its tokenizer may lie."""
+    """Return the directory that a model came from, which may hold its tokenizer."""
     return None if handle.source is None else Path(handle.source)
 
 

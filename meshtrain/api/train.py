@@ -1,4 +1,4 @@
-"""The training of a run file from a program of one's own."""
+"""The function `train`: the training of a run file inside a program."""
 
 from collections.abc import Iterable
 
@@ -16,24 +16,27 @@ from meshtrain.verify.first_use import ensure_proven
 
 
 def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
-    """Train a run, or go on with it where its newest checkpoint is: what `meshtrain train` does, with hooks of yours.
+    """Train a run, or resume it from its newest checkpoint, as `meshtrain train` does with hooks.
 
-    Every process that torchrun has started calls it; without torchrun the process is alone. It joins the process group
-    and leaves it.
+    Every process that torchrun has started calls it; without torchrun the process is alone. It
+    joins the process group and leaves it.
 
     Args:
         config: as `load_run` reads it.
-        hooks: objects of subclasses of `Hook`, told of everything after the built-in ones. A run that has nothing left
-            to do tells nothing.
+        hooks: objects of subclasses of `Hook`, called after the built-in ones. If the run has
+            nothing left to do, no hook is called.
 
     Returns:
-        Why it has ended: `Ending.DONE`, or asked to stop (by a signal, by `stop_after` or by a hook) with all saved.
+        Why training has ended: `Ending.DONE`, or asked to stop (by a signal, by `stop_after` or by
+        a hook) with everything saved.
 
     Raises:
-        ConfigError: if the program has joined a process group before, or a hook is none or would not be called.
-        UserError: for what else a person can mend; the message has a line for each problem.
+        ConfigError: if the program has joined a process group before, or a hook is not a `Hook` or
+            would not be called.
+        UserError: for anything else that the user can fix; the message has a line for each problem.
 
-    Source: the loop of torchtitan (arXiv:2410.06511), with the hooks of Colossal-AI and transformers.TrainerCallback.
+    Source: the loop of torchtitan (arXiv:2410.06511), with the hooks of Colossal-AI and
+    transformers.TrainerCallback.
     """
     if not isinstance(config, RunConfig):
         raise wrong("train: config", config, "what meshtrain.load_run(path) returns")

@@ -1,4 +1,4 @@
-"""The values of a user's model: taken off it before it is cut, and put into the shards afterwards."""
+"""The values of a program's model: taken out before the cut, copied into the shards later."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +24,20 @@ from meshtrain.runtime.agreement import gather_objects
 from meshtrain.runtime.digest import tensor_digest
 
 SAMPLED = 1024
-"""So many elements of a tensor tell whether two processes brought the same."""
+"""Number of elements of a tensor that are compared between processes."""
 
 
 @dataclass
 class Values:
-    """What lay in a model before it became a parallel one.
+    """The values of a model before it became parallel.
 
     Attributes:
-        parameters: stock FQN -> the parameter, a tied one once; `put` takes the values out of them, one by one.
+        parameters: stock FQN -> the parameter, a tied one once; `put` empties them one by one.
         buffers: FQN -> values.
-        is_meta: whether there are none.
-        scalings: stock FQN -> name of an adapter there -> its factor.
-        grown_length: for how many tokens its rotary frequencies have been made, 0: they are as in the beginning; None:
-            they do not depend on it.
+        is_meta: whether the parameters are on the meta device, without values.
+        scalings: stock FQN -> name of an adapter there -> its scaling factor.
+        grown_length: number of tokens for which its rotary frequencies were computed; 0: they are
+            unchanged; None: they do not depend on the length.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -48,15 +48,15 @@ class Values:
 
 
 def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -> Values:
-    """Move a model to the meta device in place, and return what it held.
+    """Move a model to the meta device in place, and return its values.
 
     Args:
         model: a stock model.
-        adapters: that were taken off it, likewise.
-        undo: is told how to put everything back.
+        adapters: adapters that were taken off it; moved too.
+        undo: receives callbacks that put everything back.
 
     Raises:
-        ModelError: if part of it is on meta, or has hooks on gradients.
+        ModelError: if part of the model is on meta, or has hooks on gradients.
     """
     parameters = dict(model.named_parameters()) | adapter_parameters(adapters)
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -92,11 +92,11 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -
 
 
 def check_equal_on_all(values: Values) -> None:
-    """Check that every process brought the same model. Collective.
+    """Check that every process passed the same model. Collective.
 
-    A sample of every tensor is compared: a model that each process drew for itself differs everywhere. So are what is
-    frozen, for the processes reduce the gradients of the others together, the gradients that are there, and the scaling
-    of adapters.
+    A sample of every tensor is compared, because a model that each process initialized separately
+    differs everywhere. Also compared are which parameters are frozen (processes reduce the
+    gradients of the others together), existing gradients, and the scaling of adapters.
 
     Raises:
         ModelError: on all processes alike, if not.
@@ -105,7 +105,7 @@ def check_equal_on_all(values: Values) -> None:
     mine |= {f"the scaling of {name}": str(scaling) for name, scaling in values.scalings.items()}
     if values.grown_length is not None:
         mine["the longest sequence of its rotary frequencies"] = f"{values.grown_length} tokens"
-    # A few bytes of every rank; all there is to say only where they differ.
+    # Gather a hash of every rank first, and the details only where the hashes differ.
     if len(set(gather_objects(xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())))) == 1:
         return
     first, *others = gather_objects(mine)
@@ -135,9 +135,10 @@ class Successors:
 
     Attributes:
         name: stock FQN.
-        shape: of the whole.
-        entry: how it is kept in parts, if it is.
-        parameters: name of a part (or its own) -> what lies here of it: nothing, one, or both ends of a tied weight.
+        shape: of the full parameter.
+        entry: how it is stored in parts, if it is.
+        parameters: name of a part (or its own) -> the parameters on this process: none, one, or
+            both copies of a tied weight.
     """
 
     name: str
@@ -149,7 +150,7 @@ class Successors:
         return (heir for heirs in self.parameters.values() for heir in heirs)
 
     def shards(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every heir with the view of its own part of a tensor of the whole parameter's shape."""
+        """Yield every successor with its own view of a tensor of the full parameter's shape."""
         parts = split_parts({self.name: whole}, [self.entry] if self.entry else [])
         for part, heirs in self.parameters.items():
             for heir in heirs:
@@ -158,7 +159,7 @@ class Successors:
 
 @torch.no_grad()
 def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Successors]:
-    """Copy values and gradients into the shards of this process, and free what they are copied from as it goes.
+    """Copy values and gradients into the shards of this process, and free the originals one by one.
 
     Returns:
         Old parameter -> what it has become here.
@@ -177,13 +178,13 @@ def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Successors]:
                 for heir, part in heirs[old].shards(old.grad):
                     heir.grad = laid_out_as(part.to(heir.device, heir.dtype, copy=True), heir)
                 old.grad = None
-            # An optimizer may hold it for ever.
+            # An optimizer may hold the old parameter forever.
             old.data = old.data.new_empty(0)
     return heirs
 
 
 def put_buffers(values: Values, pipeline: Pipeline) -> None:
-    """Copy the buffers, which every stage has whole."""
+    """Copy the buffers, which every stage has in full."""
     for stage in pipeline.stages:
         if values.grown_length:
             see_sequence(stage.model, values.grown_length)
