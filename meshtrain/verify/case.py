@@ -12,11 +12,13 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.run import OptimizerConfig
 
 Rows = Literal["joined", "separate", "padded", "bucketed"]
-"""The rows of a batch: full sequences; such of several documents, which `position_ids` keep apart; samples that end
-before the sequence does, with an attention mask; and such, in batches of different widths."""
+"""The rows of a batch. `joined`: full sequences. `separate`: sequences of several documents,
+which `position_ids` keep apart. `padded`: samples that are shorter than the sequence, with an
+attention mask. `bucketed`: such samples, in batches of different widths."""
 STEPS, SEED = 3, 0
 SEQUENCE, MICRO_BATCH_SIZE = 16, 2
-# AdamW divides by sqrt(v) + epsilon: with 1e-8 the rounding noise of a gradient that is zero becomes 1e-11.
+# AdamW divides by sqrt(v) + epsilon: with 1e-8 the rounding noise of a zero gradient grows to
+# 1e-11.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, max_gradient_norm=0.5)
 NOISE = 0.05
 DOCUMENTS_PER_TOKEN = 0.2
@@ -31,8 +33,9 @@ class ProofCase:
         hf_config: of the tiny model.
         plan: resolved, in float64.
         global_batch_size: in sequences.
-        rows: what the batches are made of.
-        pretrained: whether training starts from given weights, so that no initialisation needs to be repeatable.
+        rows: kind of the rows of the batches.
+        pretrained: whether training starts from given weights, so that the initialization need not
+            be repeatable.
     """
 
     architecture: str
@@ -61,17 +64,18 @@ class ProofCase:
 
 @dataclass
 class Trace:
-    """What a few training steps leave behind, under the stock names.
+    """The results of a few training steps, under the stock names.
 
     Attributes:
-        initial: parameters as they are initialised.
+        initial: initial parameters.
         losses: of each step, without the auxiliary loss of routers.
         router_losses: of each step, if there is one.
         norms: of each step's gradient, before clipping.
-        gradients: of each step, before clipping; of what lies on this process.
-        parameters: after the last step; of what lies on this process.
+        gradients: of each step, before clipping; those of this process.
+        parameters: after the last step; those of this process.
         evaluation: mean loss over the first batch, after the last step.
-        layers: output of each decoder layer for the very first microbatch, or this process's part of its sequence.
+        layers: output of each decoder layer for the very first microbatch, or this process's part
+            of its sequence.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -85,7 +89,7 @@ class Trace:
 
 
 def make_batches(vocabulary: int, global_batch_size: int, kind: Rows) -> list[dict[str, Tensor]]:
-    """Return one global batch per step; trained tokens are uneven between samples."""
+    """Return one global batch per step. The number of trained tokens differs between samples."""
     stream = torch.Generator().manual_seed(5)
     rows, half = global_batch_size, global_batch_size // 2
     batches = []
@@ -96,7 +100,7 @@ def make_batches(vocabulary: int, global_batch_size: int, kind: Rows) -> list[di
         labels = torch.randint(0, vocabulary, shape, generator=stream)
         labels[torch.rand(shape, generator=stream) < 0.2 + 0.2 * step] = -100
         labels[:half][torch.rand((half, width), generator=stream) < 0.4] = -100
-        # A whole microbatch without a trained token, on the first data rank.
+        # The second microbatch, on the first data rank, has no trained token.
         labels[MICRO_BATCH_SIZE : 2 * MICRO_BATCH_SIZE] = -100
         batch = {"input_ids": ids, "labels": labels}
         if kind in ("padded", "bucketed"):
@@ -112,7 +116,7 @@ def make_batches(vocabulary: int, global_batch_size: int, kind: Rows) -> list[di
 
 
 def with_noise(initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters to train from: no bias is zero, no norm is one, as a half-trained model has it."""
+    """Return parameters to train from: like a half-trained model, no bias is 0 and no norm is 1."""
     noisy = {}
     for number, (name, value) in enumerate(sorted(initial.items())):
         stream = torch.Generator().manual_seed(number)

@@ -1,4 +1,4 @@
-"""`meshtrain verify --models`: every causal-LM type of the installed transformers, and what can be done with it."""
+"""The command `meshtrain verify --models`: it proves every causal-LM type of transformers."""
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
@@ -23,10 +23,11 @@ from meshtrain.verify.tiny import default_config
 from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, words_of
 from meshtrain.verify.verify_run import make_subject
 
-# Each mesh proves one ability; the first two together, as every cut model is sharded too.
+# Each mesh proves one ability. Pipeline and sharding share one, because every cut model is sharded
+# too.
 TENSOR = MeshPlan(dp_shard=1, tp=2)
 ABILITIES = {"pipeline x sharding": MeshPlan(pp=2, dp_shard=2), "tensor": TENSOR}
-# Each mesh draws its own dropout masks, so the plan is measured against itself.
+# Dropout masks differ between meshes, so the plan is measured against itself.
 DROPOUT = "tensor with dropout"
 COLUMNS = (*ABILITIES, DROPOUT)
 FLAGS = "tensor, with flags"
@@ -36,12 +37,12 @@ WRONG = ("differs", "fails")
 
 @dataclass(frozen=True)
 class Variants:
-    """What came out with flags that are not the defaults.
+    """The results with flags that are not the defaults.
 
     Attributes:
         flags: those that change what the model computes.
         tried: number of variants, with the defaults.
-        proven: how many of them are.
+        proven: number of variants that are proven.
         others: flags of what is refused, or wrong -> the reason.
         record: what `write_record` keeps.
     """
@@ -61,13 +62,13 @@ class Variants:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the class of one model type can do.
+    """The result for the class of one model type.
 
     Attributes:
         model_type: as transformers names it.
         architecture: its class.
         abilities: ability -> `proven`, or the reason why not.
-        variants: what came out with other flags under tensor parallelism; None if that was not tried.
+        variants: results with other flags under tensor parallelism; None if these were not tried.
     """
 
     model_type: str
@@ -78,12 +79,12 @@ class Verdict:
 
 @quiet_ranks()
 def verify_models(model_types: Sequence[str], table: Path, *, only_defaults: bool = False) -> bool:
-    """Prove every class in variants of its configuration, show a line for each, and write the table.
+    """Prove every class in variants of its configuration, print a line for each, write the table.
 
     Args:
         model_types: empty: all.
-        table: Markdown file to write. Beside it comes a JSON file with the flags that are proven.
-        only_defaults: leave the variants out, and the JSON file.
+        table: Markdown file to write. A JSON file with the proven flags is written beside it.
+        only_defaults: leave out the variants and the JSON file.
 
     Returns:
         Whether each class is proven or refused: none differs, and none fails.
@@ -113,7 +114,7 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
     except Exception as error:  # noqa: BLE001 - a class may fail in its own code, in any way; the others go on
         name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         return Verdict(model_type, name, dict.fromkeys(COLUMNS, f"no tiny copy: {_last_line(error)}"))
-    # Of a type whose class has eyes or ears the language model alone is proven, which has a class of its own.
+    # Of a multimodal type only the language model is proven, which has a class of its own.
     name = _first(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type_of(config, model_type)])
     abilities = {ability: _prove(config, mesh) for ability, mesh in ABILITIES.items()}
     abilities[DROPOUT] = _drop(config)
@@ -124,11 +125,11 @@ def _verdict(model_type: str, *, only_defaults: bool) -> Verdict:
 
 
 def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
-    """Prove a type under tensor parallelism with its flags, each pair of their values at least once.
+    """Prove a type over tp with its flags, each pair of their values at least once.
 
     Args:
         model_type: of a language model whose defaults are proven.
-        pretrained: whether they are from given weights only.
+        pretrained: whether the defaults are proven from given weights only.
     """
     flags = find_flags(model_type)
     refused: dict[str, str] = {}
@@ -153,7 +154,10 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
 
 
 def _prove_each(configs: Sequence[PretrainedConfig], *, pretrained: bool) -> list[str]:
-    """Return what comes out for each configuration of one class: in the same processes, unless one of them fails."""
+    """Return the result for each configuration of one class.
+
+    All are proven in the same processes, unless one of them fails.
+    """
     subjects = [_subject(config, TENSOR, pretrained=pretrained) for config in configs]
     try:
         proofs = prove_together(subjects) if subjects else []
@@ -171,10 +175,10 @@ def _first(architecture: str | tuple[str, ...]) -> str:
 
 
 def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
-    """Return what comes out, and if the initialisation is refused, what comes out without it."""
+    """Return the result; if the initialization is refused, that with given weights."""
     result = _try(config, mesh, pretrained=False)
     if not result.startswith(REFUSED):
-        # What differs, or fails, is wrong, and stays so whatever comes out without the initialisation.
+        # If it differs or fails, it is wrong, whatever the result without the initialization.
         return result
     without = _try(config, mesh, pretrained=True)
     if without == PROVEN:
@@ -213,12 +217,15 @@ def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> P
 
 def _last_line(error: Exception) -> str:
     said = str(error).strip().splitlines() or [""]
-    # The last line of a rank's traceback names the exception already.
+    # The last line of a rank's traceback already names the exception.
     return said[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {said[-1]}"
 
 
 def _count(verdicts: Sequence[Verdict], ability: str) -> str:
-    """Return how many are proven, in words. Several types may share a class, which is proven if all of them are."""
+    """Return the number of proven types as text.
+
+    Several types may share a class, which is proven if all of them are.
+    """
     proven = [verdict for verdict in verdicts if verdict.abilities[ability].startswith(PROVEN)]
     others = {verdict.architecture for verdict in verdicts if verdict not in proven}
     classes = {verdict.architecture for verdict in verdicts}

@@ -1,4 +1,4 @@
-"""Two traces, side by side: one finding per kind of value, with the largest error and where it is."""
+"""Comparison of two traces: for each kind of value, the largest error and where it is."""
 
 import math
 import re
@@ -11,20 +11,20 @@ from torch import Tensor
 from meshtrain.verify.case import Trace
 
 TOLERANCE = 1e-12
-# A tensor whose largest element is this much smaller than that of all is measured at this scale: the gradient of a key
-# bias, which softmax ignores, is nothing but rounding.
+# Smallest scale of a tensor, relative to the largest element of all tensors. The gradient of a key
+# bias, which softmax ignores, is rounding noise only.
 SMALLEST_SCALE = 1e-3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How far a plan is from the stock model in one kind of value.
+    """The largest error of a plan in one kind of value.
 
     Attributes:
         what: the kind of value.
         where: the FQN, or the step, of the largest error.
         error: relative to the largest element; infinite for what is missing or not a number.
-        tolerance: what is allowed.
+        tolerance: the largest error that is allowed.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def compare(traces: Sequence[Trace], expected: Trace, *, smallest_scale: float = SMALLEST_SCALE) -> list[Finding]:
-    """Compare every rank's trace with that of the stock model.
+    """Compare every rank's trace with that of the stock model, and return the findings.
 
     Args:
         traces: of all ranks.
@@ -66,7 +66,10 @@ def compare(traces: Sequence[Trace], expected: Trace, *, smallest_scale: float =
 
 
 def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | None:
-    """Return the FQN of the first decoder layer whose output differs in the very first microbatch, if any does."""
+    """Return the FQN of the first decoder layer whose output differs, or None.
+
+    Only the outputs for the very first microbatch are compared.
+    """
     found: dict[str, list[Tensor]] = {}
     for trace in traces:
         for name, output in trace.layers.items():
@@ -82,7 +85,7 @@ def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | Non
 
 
 def are_watched(traces: Sequence[Trace], expected: Trace) -> bool:
-    """Return whether there is an output of any layer to compare: compiled layers have none."""
+    """Return whether the output of any layer was recorded; compiled layers have none."""
     return any(name in trace.layers and wanted.numel() for name, wanted in expected.layers.items() for trace in traces)
 
 
@@ -93,7 +96,10 @@ def relative_error(found: float, wanted: float) -> float:
 
 
 def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference over the largest element, or over `scale` if that is larger; infinite over 0."""
+    """Return the largest difference relative to the largest element or `scale`.
+
+    The larger of the two is used. A difference relative to 0, or between shapes, is infinite.
+    """
     if found.shape != wanted.shape:
         return math.inf
     if wanted.numel() == 0:
@@ -102,7 +108,7 @@ def tensor_error(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     if difference == 0.0:
         return 0.0
     whole = max(largest, scale)
-    # Nothing is small beside zeros.
+    # Relative to zeros, every difference is infinite.
     error = difference / whole if whole else math.inf
     return error if math.isfinite(error) else math.inf
 
@@ -114,11 +120,11 @@ def _initial(traces: Sequence[Trace], expected: Trace) -> Finding:
 
 
 def _gradient_errors(traces: Sequence[Trace], expected: Trace, smallest_scale: float) -> dict[str, float]:
-    """Return FQN -> error, up to the first step that differs: after it, every gradient does."""
+    """Return FQN -> error, up to the first step that differs: later gradients differ too."""
     errors: dict[str, float] = {}
     for step, wanted in enumerate(expected.gradients):
         found = [trace.gradients[step] for trace in traces]
-        # No gradient and a gradient of zeros say the same.
+        # A missing gradient equals a gradient of zeros.
         zeros = {name: torch.zeros_like(tensor) for tensors in [wanted, *found] for name, tensor in tensors.items()}
         missing = {name: zeros[name] for name in zeros if not any(name in tensors for tensors in found)}
         for name, error in _tensor_errors([*found, missing], {**zeros, **wanted}, smallest_scale).items():
@@ -131,7 +137,7 @@ def _gradient_errors(traces: Sequence[Trace], expected: Trace, smallest_scale: f
 def _tensor_errors(
     found: Sequence[Mapping[str, Tensor]], wanted: Mapping[str, Tensor], smallest_scale: float
 ) -> dict[str, float]:
-    """Return FQN -> error; what no rank has, or what the stock model has not, is infinitely wrong."""
+    """Return FQN -> error; infinite for what no rank has, or the stock model has not."""
     scale = smallest_scale * max((tensor.abs().max().item() for tensor in wanted.values() if tensor.numel()), default=0)
     errors = {name: math.inf for name in wanted if not any(name in tensors for tensors in found)}
     for tensors in found:

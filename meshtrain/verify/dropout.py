@@ -1,8 +1,9 @@
-"""Prove tensor parallelism with dropout: no stock model drops as a mesh does, so the plan is measured against itself.
+"""Proof of tensor parallelism with dropout, in which the plan is measured against itself.
 
-Dropout is a function of seed, step and microbatch, so a step that is repeated drops the same. Then the loss is a smooth
-function of the parameters, and the gradient must be its derivative: the finite difference along a random direction
-tells. What all processes of a tp group hold must stay equal in every bit while they train.
+No stock model drops the same elements as a mesh does. Dropout is a function of seed, step and
+microbatch, so a repeated step drops the same elements. The loss is then a smooth function of the
+parameters, and the gradient must be its derivative: it is compared with the finite difference along
+a random direction. What all processes of a tp group hold must stay bit-identical while they train.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,17 +32,19 @@ RATE, STEPS = 0.2, 5
 SMALL_STEP = 1e-6
 TOLERANCE = 1e-6
 ATTENTION_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# Whole layers are dropped by them, and what other models than the language model drops.
+# Rates that drop complete layers, and those of parts that are not the language model.
 OTHER_NAMES = ("layerdrop", "classifier", "summary")
 
 
 @dataclass(frozen=True)
 class DropoutProof:
-    """What came out.
+    """The result of a proof with dropout.
 
     Attributes:
-        error: of the derivative of the loss along a random direction, relative to the norm of the gradient.
-        drift: what differs between processes that must hold the same, after a few steps; None if nothing does.
+        error: of the derivative of the loss along a random direction, relative to the norm of the
+            gradient.
+        drift: what differs, after a few steps, between processes that must hold the same; None if
+            nothing does.
     """
 
     error: float
@@ -49,24 +52,24 @@ class DropoutProof:
 
     @property
     def difference(self) -> str | None:
-        """What is wrong, in words; None if nothing is."""
+        """What is wrong, as text; None if nothing is."""
         if self.drift is not None:
             return self.drift
-        # Not a number is no error that is allowed.
+        # NaN is not within the tolerance.
         return None if self.error <= TOLERANCE else f"the derivative of the loss by {self.error:.0e}"
 
 
 def drops_attention(config: PretrainedConfig) -> bool:
-    """Tell whether a class can drop attention probabilities."""
+    """Return whether a class can drop attention probabilities."""
     return any(name.rpartition(".")[2] in ATTENTION_NAMES for name in _rates(config.get_text_config().to_dict()))
 
 
 def dropped(subject: ProofCase) -> ProofCase:
-    """Return a subject that drops wherever its configuration says how much."""
+    """Return a case with dropout at every rate of its configuration."""
     config = subject.hf_config
     values = _filled(config.to_dict())
     if "output_router_logits" in values:
-        # The loss of routers is no part of the one that is measured.
+        # The loss that is measured does not include that of the routers.
         values["output_router_logits"] = False
     new = type(config).from_dict(values)
     new._experts_implementation = config._experts_implementation
@@ -74,7 +77,7 @@ def dropped(subject: ProofCase) -> ProofCase:
 
 
 def prove_dropout(subject: ProofCase) -> DropoutProof:
-    """Train a subject on its ranks, with dropout wherever it can be.
+    """Train a case on its ranks, with dropout at every rate, and return the proof.
 
     Raises:
         UserError: for a model or a plan that the ranks refuse.
@@ -93,7 +96,7 @@ def prove_dropout(subject: ProofCase) -> DropoutProof:
 
 @without_warnings()
 def measure(subject: ProofCase) -> float:
-    """Do on a rank what `prove_dropout` does, and return the error of the derivative."""
+    """Run the proof of `prove_dropout` on a rank, and return the error of the derivative."""
     weights = with_noise(given_weights(subject))
     pipeline = build_on_ranks(subject, subject.plan)
     for stage in pipeline.stages:
@@ -110,8 +113,11 @@ def measure(subject: ProofCase) -> float:
 
 
 def _without_padding(subject: ProofCase) -> dict[str, Tensor]:
-    """Return a global batch without the token of padding, whose embedding gets no gradient though the loss has one."""
-    # The configuration of CodeGen has no such name.
+    """Return a global batch without the padding token.
+
+    Its embedding gets no gradient, although the loss depends on it.
+    """
+    # The configuration of CodeGen has no `pad_token_id`.
     batch, padding = subject.batches()[0], getattr(subject.hf_config.get_text_config(), "pad_token_id", None)
     if padding is not None:
         ids = batch["input_ids"]
@@ -120,10 +126,10 @@ def _without_padding(subject: ProofCase) -> dict[str, Tensor]:
 
 
 def derivative_error(context: StepContext, batch: Mapping[str, Tensor]) -> float:
-    """Compare gradient and finite difference of the loss along a random direction, with the masks of step 0.
+    """Compare gradient and finite difference along a random direction, with the masks of step 0.
 
     Args:
-        context: its parameters are as before, but for rounding.
+        context: its parameters are restored afterwards, but for rounding.
         batch: of this process.
 
     Returns:
@@ -147,7 +153,7 @@ def derivative_error(context: StepContext, batch: Mapping[str, Tensor]) -> float
 
 
 def _slope(pipeline: Pipeline) -> float:
-    """Return the derivative of the loss along the direction, as the gradient has it."""
+    """Return the derivative of the loss along the direction, according to the gradient."""
     total = 0.0
     canonical = pipeline.canonical_names()
     for name, parameter in pipeline.owned_parameters().items():
@@ -174,7 +180,7 @@ def _direction(name: str, like: Tensor) -> Tensor:
 
 
 def _rates(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of what a configuration drops by, and those in the tables that it holds for its own model."""
+    """Yield the names of the dropout rates of a configuration and of its inner tables."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from (f"{name}.{inner}" for inner in _rates(_named(value)))
@@ -194,5 +200,5 @@ def _named(table: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _is_rate(name: str, value: Any) -> bool:
-    # MPT's own is an integer, which can drop nothing or all.
+    # MPT's rate is an integer, which can drop nothing or all.
     return isinstance(value, float) and "drop" in name and not any(other in name for other in OTHER_NAMES)

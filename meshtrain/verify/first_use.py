@@ -1,4 +1,4 @@
-"""A class, or a class with flags, that nothing has proven yet is proven before its first run; the answer is kept."""
+"""Proof of an unknown class, or of unproven flags, before the first run. Proofs are cached."""
 
 import inspect
 import multiprocessing
@@ -35,10 +35,11 @@ SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to
 
 
 def ensure_proven(config: RunConfig) -> None:
-    """Prove the plan of a run once, if its model is of a class that no shipped family is written for.
+    """Prove the plan of a run once, if no shipped family is written for the class of its model.
 
-    A class that comes with the model is none of them, whatever type of model it calls itself. Under tensor parallelism
-    a family's model is proven too if its configuration has flags with which the family is not proven.
+    A class that comes with the model never belongs to a family, whatever its model type. Under
+    tensor parallelism the model of a family is proven too if its configuration has flags with which
+    the family is not proven.
 
     All processes of a run call this at once: one of them works and the others wait for it.
 
@@ -48,11 +49,12 @@ def ensure_proven(config: RunConfig) -> None:
     hf_config = load_hf_config(config.model)
     flags = _uncovered(hf_config, config.plan)
     known = find_family(hf_config.model_type) is not None and not flags
-    # Whether a class keeps documents apart nobody tells but a proof: it may take positions and make no mask of them.
+    # Only a proof shows whether a class keeps documents apart: it may accept positions and make no
+    # mask of them.
     separates = config.data.documents == "separate"
     if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
         return
-    # What contradicts itself at its real size is a mistake, and said first.
+    # Contradictions at the real size are mistakes, and are reported first.
     check_directory(config)
     resolved = resolve_run(config, world_size_from_environment())
     model_class = type(resolved.model)
@@ -63,14 +65,15 @@ def ensure_proven(config: RunConfig) -> None:
 
 
 def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    """Do `ensure_proven` for a model that a program brings, before it is cut. All processes call it at once.
+    """Do `ensure_proven` for a program's model, before it is cut. All processes call it at once.
 
     Args:
-        model: on meta or with values; not changed. The language model of its type is what is proven.
-        plan: not resolved, but for its mesh.
+        model: on meta or with values; not changed. The language model of its type is proven.
+        plan: not resolved, except for its mesh.
 
     Raises:
-        ModelError: if the plan does not compute what one device computes, or the class cannot be built anew.
+        ModelError: if the plan does not compute what one device computes, or the class cannot be
+            built again.
     """
     model_class, config = type(model), model.config
     flags = _uncovered(config, plan)
@@ -91,14 +94,14 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
 
 
 def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
-    """Return the flags with which the rules of the model's shipped family are not proven, where rules are used."""
+    """Return the flags with which the tp rules of the model's shipped family are not proven."""
     has_family = find_family(config.model_type, config.to_dict()) is not None
     return uncovered_flags(config) if has_family and plan.mesh.tp > 1 else []
 
 
 @contextmanager
 def _hidden_program() -> Iterator[None]:
-    """Keep the ranks of a proof from running the program that asks for it: Python starts a process by importing it."""
+    """Keep the ranks of a proof from running the program: Python imports it in new processes."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -135,7 +138,7 @@ def _key(subject: ProofCase, model_class: type[PreTrainedModel]) -> str:
 
 
 def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
-    """Return the code that came with a class: its own file, and those beside it, which it may import."""
+    """Return the code that came with a class: its own file and those beside it."""
     # transformers keeps the files of each model in a directory of their own.
     files = sorted(Path(inspect.getfile(model_class)).parent.glob("*.py"))
     return [(file.name, file.read_text()) for file in files]

@@ -1,4 +1,4 @@
-"""What kinds of decoder layers a model has: a tiny copy proves nothing about a kind that it has not."""
+"""The kinds of decoder layers of a model: a tiny copy proves only the kinds that it has."""
 
 import re
 
@@ -9,7 +9,8 @@ from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.probe import find_layers
 
 Kind = tuple[str | None, frozenset[str], frozenset[str]]
-"""What the configuration calls the layer, the classes of its modules, the names of its parameters without numbers."""
+"""The layer type in the configuration, the classes of its modules, and the names of its
+parameters without numbers."""
 
 
 def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
@@ -17,7 +18,7 @@ def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
     try:
         name, layers = find_layers(model)
     except ModelError:
-        # Whether a plan can do without knowing the layers is for the check of the plan to say.
+        # The check of the plan decides whether it needs the layers.
         return {}
     words = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds: dict[Kind, str] = {}
@@ -27,6 +28,6 @@ def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
 
 
 def _kind(word: str | None, layer: nn.Module) -> Kind:
-    # How many experts there are makes no other kind.
+    # The number of experts does not change the kind.
     names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
     return word, frozenset(type(module).__name__ for module in layer.modules()), names

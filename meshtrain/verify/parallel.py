@@ -1,4 +1,4 @@
-"""The plan, trained on ranks by the product's own step."""
+"""Training of the plan on ranks, with the training step of a run."""
 
 import logging
 import warnings
@@ -33,7 +33,7 @@ from meshtrain.verify.reference import keep_outputs, widen
 
 
 def initial_weights(subject: ProofCase) -> dict[str, Tensor]:
-    """Return the random initialisation of the whole model in one process, under the stock names."""
+    """Return the random initialization of the model in one process, under the stock names."""
     layers = len(find_layers(_build(subject))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
     pipeline = build_on_ranks(subject, subject.plan.model_copy(update=alone))
@@ -43,7 +43,7 @@ def initial_weights(subject: ProofCase) -> dict[str, Tensor]:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Keep what torch says of tiny models, and of tensors that are gathered whole, from who asked for a proof."""
+    """Hide torch's warnings about tiny models and gathered DTensors while the block runs."""
     logger = logging.getLogger(REDISTRIBUTION_LOG)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -63,9 +63,10 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
 
     Returns:
-        What lies on this rank.
+        The trace of this rank.
     """
-    # The gradients of a tiny model are small ones, which travel together; those of a real model go one by one.
+    # Small gradients are reduced together, large ones one by one. With this limit those of a tiny
+    # model go one by one too, as those of a real model do.
     replicas.LARGE = 1
     pipeline = build_on_ranks(subject, subject.plan)
     own: dict[str, Tensor] = {}
@@ -75,11 +76,11 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     else:
         initialize_pipeline(pipeline)
         own = _gather(pipeline)
-    # Behind the buffers: those of the stock model are in float32 where the model says so.
+    # After the buffers are made: those of the stock model are float32 where the model says so.
     with float32_casts_lifted():
         fill(pipeline, with_noise(initial))
         check_parameters(pipeline)
-        # Other data ranks see other samples than the first microbatch of the stock model.
+        # Other data ranks have other samples than the first microbatch of the stock model.
         watches = not subject.plan.compile.enabled and data_rank(pipeline.mesh) == 0
         layers = keep_outputs(_own_layers(pipeline)) if watches else {}
         trace = train_pipeline(pipeline, subject.batches())
@@ -88,10 +89,10 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
 
 
 def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> Trace:
-    """Train a pipeline as it is, a step for each global batch.
+    """Train a pipeline as it is, one step for each global batch.
 
     Returns:
-        What lies on this rank.
+        The trace of this rank.
     """
     trace, context = Trace(), build_step_context(pipeline)
     for step, batch in enumerate(batches):
@@ -102,7 +103,7 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
 
 
 def initialize_pipeline(pipeline: Pipeline, seed: int = SEED) -> None:
-    """Fill with the random initialisation."""
+    """Fill a pipeline with the random initialization."""
     for stage in pipeline.stages:
         initialize_weights(stage.model, seed=seed, names=pipeline.canonical_names())
 

@@ -1,4 +1,4 @@
-"""Prove a subject: the stock model in one process, the plan on ranks of this machine, and what differs."""
+"""A proof: train the stock model in one process and the plan on local ranks, and compare."""
 
 import json
 import math
@@ -29,7 +29,7 @@ VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 @dataclass(frozen=True)
 class Proof:
-    """What came out.
+    """The result of a proof.
 
     Attributes:
         architecture: class of the model.
@@ -52,8 +52,9 @@ class Proof:
 
     @property
     def difference(self) -> str | None:
-        """What differs most, in words; None if the plan computes what one device computes."""
-        # What holds is left out first: where nothing is allowed, an error of any size is one.
+        """The largest difference, as text; None if the plan computes what one device computes."""
+        # Findings that hold are left out first: with a tolerance of 0 an error of any size is
+        # wrong.
         wrong = [finding for finding in self.findings if not finding.holds]
         if wrong:
             worst = max(wrong, key=lambda finding: finding.error / (finding.tolerance or TOLERANCE))
@@ -63,7 +64,7 @@ class Proof:
 
 @contextmanager
 def quiet_ranks() -> Iterator[None]:
-    """Let ranks start with everything imported, and transformers be silent on them and here while the block runs."""
+    """Start ranks with everything imported, and silence transformers, while the block runs."""
     preload(["meshtrain.verify.parallel", "meshtrain.verify.reference", "meshtrain.verify.dropout"])
     verbosity, is_said = logging.get_verbosity(), VERBOSITY in os.environ
     logging.set_verbosity_error()
@@ -78,7 +79,7 @@ def quiet_ranks() -> Iterator[None]:
 
 @quiet_ranks()
 def prove(subject: ProofCase) -> Proof:
-    """Train both sides and compare them.
+    """Train both sides, compare them, and return the proof.
 
     Raises:
         UserError: for a model or a plan that the ranks refuse, or that they cannot run.
@@ -88,7 +89,7 @@ def prove(subject: ProofCase) -> Proof:
     except RankError as error:
         mesh = subject.plan.mesh
         if isinstance(error.original, TrainingStopped):
-            # The run stopped itself: the stock model has none of it.
+            # Training stopped itself, which the stock model never does.
             return Proof(
                 subject.architecture,
                 mesh,
@@ -103,16 +104,16 @@ def prove(subject: ProofCase) -> Proof:
 
 
 def prove_together(subjects: Sequence[ProofCase]) -> list[Proof]:
-    """Prove several subjects on the same mesh in the same processes, one after the other.
+    """Prove several cases on the same mesh in the same processes, one after the other.
 
     Raises:
-        RankError: if any of them fails; which one, `prove` tells.
+        RankError: if any of them fails; `prove` for each one shows which.
     """
     mesh = subjects[0].plan.mesh
     world_size = mesh.world_size
     timeout = SECONDS * len(subjects)
     (stock,) = run_on_ranks(1, _one_device, subjects, timeout=timeout)
-    # Each tensor would take a file descriptor of the few that a new process can be given.
+    # Each tensor would use a file descriptor, and a new process can receive only a few.
     initials = [{name: value.numpy() for name, value in initial.items()} for initial, _ in stock]
     by_rank = run_on_ranks(world_size, _train_each, train_plan, subjects, initials, timeout=timeout)
     return [
@@ -137,7 +138,7 @@ def show_proof(proof: Proof) -> None:
 
 
 def write_json(proofs: Sequence[Proof], path: Path) -> None:
-    """Write proofs as JSON: a list, in the order in which they were made."""
+    """Write proofs as a JSON list, in the order in which they were made."""
     path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
 
 
@@ -171,7 +172,7 @@ def _shown(error: float) -> str:
 
 
 def _as_table(proof: Proof) -> dict[str, Any]:
-    # JSON has no infinity.
+    # JSON has no infinity, so null stands for it.
     findings = [
         {**asdict(finding), "error": finding.error if math.isfinite(finding.error) else None, "holds": finding.holds}
         for finding in proof.findings

@@ -1,5 +1,4 @@
-"""Which flags of which model types are proven over tp: written by `verify --models`, read before a
-run."""
+"""The record of proven flags over tp: `verify --models` writes it, runs read it."""
 
 import functools
 import json
@@ -17,12 +16,11 @@ RECORD_NAME = "variants.json"
 
 
 def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict[str, Any]:
-    """Return what to keep of one model type: the values of each flag that a proven variant has, and
-    silent flags.
+    """Return the record of one model type: the proven values of each flag, and the silent flags.
 
     Args:
         flags: of the type.
-        proven: the variants, the defaults left out of each.
+        proven: the variants that are proven, without the defaults in each.
         heads: number of attention heads by default.
     """
     found: dict[str, list[Any]] = {}
@@ -33,22 +31,20 @@ def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict
 
 
 def write_record(types: Mapping[str, Any], path: Path) -> None:
-    """Write what `record_of` returned for each model type. Types that are in the file already stay
-    in it."""
+    """Write the record of each model type into a file. Other types in the file stay in it."""
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(dict(sorted({**before, **types}.items())), indent=1) + "\n")
 
 
 def uncovered_flags(config: PretrainedConfig) -> list[str]:
-    """Return the flags of a configuration, with their values, that no proof of its model type
-    covers."""
+    """Return the flags of a configuration, with their values, that no proof of its type covers."""
     text = config.get_text_config()
     known = _load().get(text.model_type)
     if known is None:
         return [f"model_type = {text.model_type}"]
     values, heads = text.to_dict(), getattr(text, HEADS, None)
     proven: Mapping[str, list[Any]] = known["proven"]
-    # A value that the class does not know changes nothing.
+    # A value that the class does not define has no effect.
     read = type(text)().to_dict()
     others = (name for name in candidates(text) if name in read and name not in known["silent"])
     names = dict.fromkeys([*proven, *others])
@@ -60,8 +56,7 @@ def uncovered_flags(config: PretrainedConfig) -> list[str]:
 
 
 def _word(name: str, value: Any, heads: int | None) -> Any:
-    """Return a value of a flag: of a number of key-value heads only whether it is one, all, or some
-    in between."""
+    """Return the recorded value of a flag. A number of key-value heads becomes one, some or all."""
     if name not in KEY_VALUE_HEADS:
         return value
     return "one" if value == 1 else "all" if value in (None, heads) else "some"

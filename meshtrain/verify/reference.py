@@ -1,4 +1,4 @@
-"""The stock model, trained in one process by nothing but torch: what a plan is measured against."""
+"""Training of the stock model in one process, with torch alone: the reference for a plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, ProofCase, 
 
 
 def given_weights(subject: ProofCase) -> dict[str, Tensor]:
-    """Return what transformers itself initialises the model with: as good as any weights that are given."""
+    """Return the weights of transformers' own initialization, which serve as given weights."""
     return copy_weights(_build(subject))
 
 
@@ -23,7 +23,7 @@ def train_stock(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """Train the stock model for a few steps.
 
     Args:
-        subject: its plan is not looked at.
+        subject: its plan is ignored.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
     """
     model = _build(subject)
@@ -32,7 +32,7 @@ def train_stock(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
         layers = keep_outputs(dict(_named_layers(model)))
         trace = train_model(model, subject.batches())
     trace.initial = {} if subject.pretrained else initial
-    # Of documents that run alone the outputs are not those of a microbatch.
+    # The outputs of documents that run alone are not those of a microbatch.
     trace.layers = {} if subject.rows == "separate" else layers
     return trace
 
@@ -40,7 +40,7 @@ def train_stock(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
 def build_stock(
     hf_config: PretrainedConfig, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Build the stock model in float64, initialised by transformers itself: alike in every process."""
+    """Build the stock model in float64, initialized by transformers alike in every process."""
     torch.manual_seed(SEED)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.float64, attn_implementation=attention, trust_remote_code=trust_remote_code
@@ -67,7 +67,7 @@ def load_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
 
 
 def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Trace:
-    """Train a stock model as it is, a step for each global batch."""
+    """Train a stock model as it is, one step for each global batch."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trace, optimizer = Trace(), build_adamw(parameters)
     for batch in batches:
@@ -89,14 +89,14 @@ def train_model(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) ->
 
 
 def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return what will hold the first output of each layer, as far as the first microbatch goes."""
+    """Return a dict that receives the first output of each layer, cut to the first microbatch."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             if name not in outputs:
                 hidden = output[0] if isinstance(output, (tuple, list)) else output
-                # Where a stream is no (batch, seq, hidden), its rows are no samples.
+                # Hidden states that are not (batch, seq, hidden) do not have one row per sample.
                 rows = MICRO_BATCH_SIZE if hidden.dim() == 3 else 0
                 outputs[name] = hidden[:rows].detach().clone()
 
@@ -108,13 +108,13 @@ def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Make float64 of the parameters that a model keeps in float32 whatever is asked (routers), not of its buffers."""
+    """Cast parameters to float64 that a model always keeps in float32 (routers), but no buffers."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float64)
 
 
 def build_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Build AdamW, which decays matrices alone."""
+    """Build AdamW with weight decay for matrices only."""
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -127,7 +127,10 @@ def _build(subject: ProofCase) -> PreTrainedModel:
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once; a tied one under its original's name, also where the head is registered first."""
+    """Yield every parameter once.
+
+    A tied one has the name of its original, also where the head is registered first.
+    """
     for name, parameter in model.named_parameters():
         yield model.all_tied_weights_keys.get(name, name), parameter
 
@@ -138,7 +141,7 @@ def _named_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the logits of each router, (tokens, experts), if there are any, and the cross-entropy."""
+    """Return the logits of each router, (tokens, experts), if any, and the cross-entropy."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "position_ids")}
     parts = _documents(batch) if "position_ids" in batch else [inputs]
     outputs = [model(**part, use_cache=False) for part in parts]
@@ -150,7 +153,7 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tens
 
 
 def _documents(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield each document of a batch alone, as it would be without any other."""
+    """Yield each document of a batch alone, as it would be without the others."""
     for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
         lengths = torch.diff(torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(ids)])])).tolist()
         yield from ({"input_ids": document[None]} for document in ids.split(lengths))

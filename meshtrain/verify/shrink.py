@@ -1,4 +1,4 @@
-"""From a run to something that a laptop proves in a minute: few processes, few layers, float64; every axis kept."""
+"""Small meshes and plans for a proof: few processes and layers, float64, every axis."""
 
 import math
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.verify.tiny import HEADS
 
 MAX_RANKS = 8
-# As many axes can each be 2 wide.
+# This many axes can be 2 wide at once.
 MOST_WIDE_AXES = int(math.log2(MAX_RANKS))
 MAX_LAYERS = 16
 PROOF = PrecisionPlan(parameters="float64", compute="float64", reduce="float64")
 
 
 def shrink_mesh(mesh: MeshPlan, *, most_tp: int = HEADS) -> list[MeshPlan]:
-    """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`, each at least 2 wide.
+    """Return meshes of at most MAX_RANKS processes that together have every axis of `mesh`.
 
-    One is enough for up to three axes. Four axes take three meshes: each leaves out one axis that FSDP2 does not
-    shard over.
+    Each axis is at least 2 wide in one of them. One mesh is enough for up to three axes. Four axes
+    take three meshes: each leaves out one axis that FSDP2 does not shard over.
 
     Args:
-        most_tp: how many processes can share a layer of the tiny model.
+        most_tp: largest number of processes that can share a layer of the tiny model.
     """
     degrees = {axis: 2 if degree == -1 else min(degree, MAX_RANKS) for axis, degree in mesh.degrees.items()}
-    # The heads of a tiny model are a power of two.
+    # The number of heads of a tiny model is a power of two.
     degrees[TP] = max(degree for degree in (1, 2, HEADS) if degree <= min(degrees[TP], most_tp))
     wide = [axis for axis in AXES if degrees[axis] > 1]
     if len(wide) > MOST_WIDE_AXES:
@@ -44,17 +44,18 @@ def shrink_plan(plan: ParallelPlan, mesh: MeshPlan) -> ParallelPlan:
             "mesh": mesh,
             "pipeline": _shrink_pipeline(plan.pipeline, mesh.pp),
             "precision": PROOF,
-            # In one number format FSDP2 has nothing to do without sharding, and the run may have it for two. Offload
-            # brings it in, and changes nothing else on a CPU.
+            # With one number format and without sharding FSDP2 is not used, although the run may
+            # use it for its two formats. Offload makes it used, and changes nothing else on a CPU.
             "shard": plan.shard.model_copy(update={"offload": "cpu" if needs_fsdp(plan) else plan.shard.offload}),
-            # Inductor's generated code reorders sums; what is compiled, and how it is cut, is the same.
+            # Inductor's generated code reorders sums. With aot_eager the same code is compiled, and
+            # cut alike.
             "compile": CompilePlan(enabled=plan.compile.enabled, backend="aot_eager"),
         }
     )
 
 
 def num_layers(plan: ParallelPlan) -> int:
-    """Return how many decoder layers a tiny model needs for a shrunk plan."""
+    """Return the number of decoder layers that a tiny model needs for a shrunk plan."""
     layers = plan.pipeline.layers_per_stage
     if isinstance(layers, list):
         return sum(layers)
@@ -62,9 +63,10 @@ def num_layers(plan: ParallelPlan) -> int:
 
 
 def deepen(plan: ParallelPlan) -> Iterator[tuple[ParallelPlan, int]]:
-    """Yield a shrunk plan for more and more decoder layers, with their number: first as few as it needs.
+    """Yield a shrunk plan for increasing numbers of decoder layers, with the number.
 
-    Layers that are counted per stage stay as uneven as they are.
+    The first number is the smallest that the plan needs. Layers that are counted per stage stay as
+    uneven as they are.
     """
     layers, fewest = plan.pipeline.layers_per_stage, num_layers(plan)
     if not isinstance(layers, list):
@@ -79,7 +81,8 @@ def _shrink_pipeline(pipeline: PipelinePlan, pp: int) -> PipelinePlan:
     stages = pp * pipeline.stages_per_rank
     layers = pipeline.layers_per_stage
     if isinstance(layers, list):
-        # As uneven as it was: 1 layer for the emptier stages, 2 for the fuller; a stage with the head only stays one.
+        # Keep the stages uneven: 1 layer for the emptier stages, 2 for the fuller. A stage that has
+        # only the head stays so.
         few = [min(count, 1 + (count > min(layers))) for count in layers[: stages - 1] + layers[-1:]]
         return pipeline.model_copy(update={"layers_per_stage": few, "split_at": None})
     if pipeline.split_at is not None:

@@ -1,4 +1,4 @@
-"""The smallest configuration of a model class that still has every part of it."""
+"""Tiny configurations of a model class that still have every part of it."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +15,11 @@ from meshtrain.models.rotary import rope_tables
 HEADS, HEAD_SIZE, HIDDEN, VOCABULARY, LENGTH, WINDOW = 4, 8, 32, 64, 32, 4
 SHORT = 8
 """Longer sequences have other rotary frequencies, in a model where these depend on the length."""
-# Norms around small values make rounding grow in training: 100 times a step in Gemma 4, whose attention has no scale.
+# Norms of small values amplify rounding in training: 100 times per step in Gemma 4, whose attention
+# has no scale.
 NORM_EPSILON = 1e-2
-# What the classes of transformers call their sizes. A size that a configuration does not have, or has as 0 or None, is
-# left as it is: it switches something off.
+# Names of sizes in the classes of transformers. A size that a configuration lacks, or has as 0 or
+# None, is left as it is, because 0 and None switch something off.
 WIDTH_NAMES = (
     *("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "lru_width"),
     *("dim_model", "embedding_size", "embed_dim", "input_embedding_size"),
@@ -43,7 +44,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "time_step_rank", "mamba_dt_rank"), 16),
-    # Experts in two groups, of which a token goes to one.
+    # Experts are in two groups, and a token goes to one of them.
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1),
     **dict.fromkeys(("num_nextn_predict_layers",), 1),
@@ -66,11 +67,11 @@ PART_SIZES = {
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
 LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
-# A head of latent attention, and the parts that it may be made of.
+# Width of a head of latent attention, and of the two parts that it may consist of.
 LATENT_HEAD = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
-# Width of the state over that of the model -> number of heads that it is split into.
+# (Width of the state relative to that of the model, number of heads that it is split into).
 STATE_HEADS = (("mamba_expand", "mamba_n_heads"), ("expand", "num_heads"), ("expand", "mamba_num_heads"))
-# Defaults that are None although the class cannot be built so.
+# Values for settings whose default is None although the class cannot be built with None.
 UNSET = {
     "head_dim": HEAD_SIZE,
     "num_key_value_heads": 2,
@@ -92,13 +93,14 @@ def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
     """Return a tiny configuration of the language model of a type, made from its defaults.
 
     Raises:
-        ModelError: if transformers refuses it: some sizes of a class depend on each other in a way of their own.
+        ModelError: if transformers refuses it: some sizes depend on each other in a way that only
+            this class knows.
     """
     return shrink(default_config(model_type), num_layers)
 
 
 def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PretrainedConfig:
-    """Return the default configuration of the language model of a type, with what it cannot be built without.
+    """Return a buildable default configuration of the language model of a type.
 
     Args:
         changes: values other than the defaults.
@@ -122,10 +124,10 @@ def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyTyp
         rope = {"rope_type": "default", "rope_theta": 10_000.0}
         config.rope_parameters = {kind: dict(rope) for kind in set(kinds)} if kinds else rope
     if values.get("is_decoder") is False:
-        # The encoders among the causal language models: without it they refuse, or look at the tokens to come.
+        # Encoders with a causal LM class refuse without it, or attend to future tokens.
         config.is_decoder = True
     if values.get("axial_pos_embds"):
-        # They belong to one length of sequence.
+        # They fit one length of sequence only.
         config.axial_pos_embds = False
     return config
 
@@ -145,15 +147,18 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
 def shrink(
     config: PretrainedConfig, num_layers: int, *, tp: int = 1, heads: int = HEADS, short: int = SHORT
 ) -> PretrainedConfig:
-    """Return a tiny configuration of the same class: kinds of layers, norms, activation, ties and experts stay.
+    """Return a tiny configuration of the same class.
+
+    Kinds of layers, norms, activation, tied weights and experts stay.
 
     Args:
-        config: of a language model; it is not changed. Where it holds others beside, they become small too.
-        num_layers: of the copy. Every kind of layer is among them, if that is enough of them.
-        tp: how many processes will share a layer of the model itself. If they must share key-value heads, or do not
-            divide its vocabulary, so it will be with the copy on 2.
-        heads: of attention, in the copy.
-        short: up to so many tokens all sequences have the same rotary frequencies.
+        config: of a language model; it is not changed. Other models in it become small too.
+        num_layers: of the copy. Every kind of layer is among them, if the number is large enough.
+        tp: number of processes that will share a layer of the model itself. If they must share
+            key-value heads, or do not divide its vocabulary, the same is true for the copy on 2
+            processes.
+        heads: number of attention heads of the copy.
+        short: all sequences of up to this many tokens have the same rotary frequencies.
 
     Raises:
         ModelError: if transformers refuses it.
@@ -191,7 +196,7 @@ def _small_values(config: PretrainedConfig, num_layers: int, *, tp: int, heads: 
 
 
 def _small_rope(config: Any, short: int) -> dict[str, Any]:
-    """Return the values that are other ones where rotary frequencies depend on the length of the sequence."""
+    """Return the values that change where rotary frequencies depend on the sequence length."""
     tables = rope_tables(config)
     kinds = {str(table.get("rope_type")) for table in tables.values()}
     values: dict[str, Any] = {}
@@ -208,7 +213,7 @@ def _small_rope(config: Any, short: int) -> dict[str, Any]:
 def _small_longrope(table: Mapping[str, Any], short: int) -> dict[str, Any]:
     if table.get("rope_type") != "longrope":
         return dict(table)
-    # A factor for each pair of what is rotated of a head.
+    # One factor for each pair of rotated elements of a head.
     width = int(HEAD_SIZE * table.get("partial_rotary_factor", 1.0)) // 2
     factors = {
         name: [table[name][index * len(table[name]) // width] for index in range(width)]
@@ -218,7 +223,7 @@ def _small_longrope(table: Mapping[str, Any], short: int) -> dict[str, Any]:
 
 
 def _values(config: PretrainedConfig) -> dict[str, Any]:
-    # Not by attribute: some values are different in every layer, and such a configuration does not like to be asked.
+    # Attributes are not read, because some configurations have values per layer and raise an error.
     return {name: value for name, value in config.to_dict().items() if name not in NOT_VALUES}
 
 
@@ -227,7 +232,11 @@ def _own_name(config: PretrainedConfig, name: str) -> str:
 
 
 def _kept_layers(config: PretrainedConfig, num_layers: int, shared: int) -> list[int]:
-    """Return the indices of the layers to keep: the first of every kind, then the last that share, then the first."""
+    """Return the indices of the layers to keep.
+
+    Taken in this order until there are enough: the first of every kind, the last that share, the
+    first.
+    """
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * count
     first_of_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -250,7 +259,7 @@ def _shrunk(name: str, value: Any, sizes: Mapping[str, int], kept: list[int], nu
 
 
 def _small_overrides(values: Mapping[str, Any], tiny: Mapping[str, Any], kept: list[int]) -> dict[int, dict[str, Any]]:
-    """Return what the kept layers have of their own: in the same relation to what the others have as it was."""
+    """Return the kept layers' own values, in the same proportion to the common ones as before."""
     overrides = {int(index): own for index, own in values["per_layer_config"].items()}
     small = {}
     for place, index in enumerate(kept):
@@ -271,7 +280,7 @@ def _is_sum(values: Mapping[str, Any]) -> bool:
 
 
 def _small_parts(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return the configurations of other models (an image encoder) that a configuration holds, made small."""
+    """Return the configurations of other models, such as an image encoder, made small."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs if name != "text_config"}
     return {
         name: {kind: _shrunk(kind, value, PART_SIZES, [], 0) for kind, value in _values(part).items()}
@@ -281,14 +290,17 @@ def _small_parts(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def key_value_heads(config: PretrainedConfig) -> int | None:
-    """Return how many key-value heads a model has, if its configuration says so."""
+    """Return the number of key-value heads of a model, if its configuration has it."""
     values = config.to_dict()
     numbers = (values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS)
     return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
 def _heads(config: PretrainedConfig, values: Mapping[str, Any], tp: int, heads: int) -> dict[str, int]:
-    """Return the numbers of key-value heads (one, all, or some in between, as they were) and of state-space heads."""
+    """Return the numbers of key-value heads and of state-space heads.
+
+    There are one, some or all key-value heads, as before.
+    """
     found = {name: values.get(_own_name(config, name)) for name in KEY_VALUE_HEADS}
     whole = values.get(_own_name(config, "num_attention_heads"), heads)
     expand, name = next(((getattr(config, key), name) for key, name in STATE_HEADS if hasattr(config, key)), (0, ""))

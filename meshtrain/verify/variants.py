@@ -1,5 +1,4 @@
-"""Flags of a configuration class that change what a model computes, and a few variants that cover
-them in pairs."""
+"""Flags of a configuration that change what a model computes, and variants with them."""
 
 import itertools
 import typing
@@ -20,7 +19,7 @@ from meshtrain.parallel.cut.probe import MISFITS, PROBE_LENGTH, no_router_logits
 from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
 
 Values = Mapping[str, Any]
-# They say what a forward pass returns, or make another model than a causal language model.
+# These select what a forward pass returns, or make a model that is not a causal language model.
 NOT_FLAGS = {
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "is_decoder"),
     *("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "tf_legacy_loss", "use_bfloat16"),
@@ -42,13 +41,15 @@ class Flags:
 
 
 def words_of(values: Values) -> str:
-    """Return flags as people write them."""
+    """Return flags as text, as a user writes them."""
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
 def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
-    """Return every boolean and choice of a configuration, and what groups heads: name -> values,
-    its own first."""
+    """Return every boolean, choice and number of groups of a configuration: name -> values.
+
+    The configuration's own value comes first.
+    """
     hints = _hints(type(config))
     found: dict[str, tuple[Any, ...]] = {}
     heads = getattr(config, HEADS, None)
@@ -72,8 +73,7 @@ def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def find_flags(model_type: str) -> Flags:
-    """Return which candidates change what the model of a type computes, alone or two of them
-    together.
+    """Return which candidates change what the model of a type computes, alone or in pairs.
 
     Raises:
         ModelError: if there is no tiny copy of the type.
@@ -98,12 +98,12 @@ def find_flags(model_type: str) -> Flags:
 def cover_pairs(
     values: Mapping[str, Sequence[Any]], is_possible: Callable[[Values], bool]
 ) -> tuple[list[Values], list[Values]]:
-    """Return variants that have each pair of values at least once, and the pairs and values that
-    are impossible.
+    """Return variants that cover each pair of values, and the impossible values and pairs.
 
     Args:
         values: flag -> its values, the default first.
-        is_possible: whether there is a variant with these flags, the others being defaults.
+        is_possible: returns whether there is a variant with these flags and defaults for the
+            others.
     """
     alone = [{name: value} for name, found in values.items() for value in found[1:]]
     impossible: list[Values] = [single for single in alone if not is_possible(single)]
@@ -114,7 +114,7 @@ def cover_pairs(
         for a in allowed[one]
         for b in allowed[other]
     ]
-    # With one flag there are no pairs.
+    # With one flag there are no pairs, so its values are covered alone.
     open_pairs = pairs or [{name: value} for name, found in allowed.items() for value in found]
     default = {name: found[0] for name, found in allowed.items()}
     variants: list[Values] = [default]
@@ -135,8 +135,7 @@ def _grow(
     open_pairs: Sequence[Values],
     is_possible: Callable[[Values], bool],
 ) -> Values | None:
-    """Return a variant with the first pair that is open, and as many others as it can have; None:
-    there is none."""
+    """Return a variant with the first open pair and as many others as possible, or None."""
     grown = {**default, **open_pairs[0]}
     if not is_possible(_changed(grown, default)):
         return None
@@ -159,11 +158,10 @@ def _changed(variant: Values, default: Values) -> Values:
 
 
 def _signature(model_type: str, changes: Values) -> object:
-    """Return what a tiny model is made of and computes, without its values; None if it cannot be
-    built.
+    """Return the structure and operations of a tiny model, without its values; None if it fails.
 
-    That are its modules, the shapes of its parameters, the kinds of its layers, and every operation
-    of a pass on meta.
+    That is its modules, the shapes of its parameters, the kinds of its layers, and every operation
+    of a forward pass on meta. It fails if it cannot be built.
     """
     try:
         config = shrink(default_config(model_type, changes), 4)
@@ -191,13 +189,12 @@ def _signature(model_type: str, changes: Values) -> object:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes every operation, with the numbers that it gets, and for each tensor its shape and where
-    it is from."""
+    """Records every operation, with its numbers, and the shape and origin of each tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
-        # The tensors are kept so that none of their memory is given to another.
+        # The tensors are kept so that their memory is not used again for others.
         self._order: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,7 +212,7 @@ def _hints(config_class: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(config_class)
     except NameError:
-        # A class that comes with a model may name types that are there for checkers only.
+        # A class that comes with a model may use names that exist for type checkers only.
         return {}
 
 

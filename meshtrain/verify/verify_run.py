@@ -1,4 +1,4 @@
-"""`meshtrain verify RUN`: from a run to its proofs."""
+"""The command `meshtrain verify RUN`: it makes the proofs of a run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ FEWEST_MICROBATCHES = 4
 
 
 def verify_run(config: RunConfig, json_file: Path | None) -> bool:
-    """Prove the plan of a run on a tiny copy of its model, and show the proof.
+    """Prove the plan of a run on a tiny copy of its model, and print the proof.
 
     Args:
         json_file: where to write the proofs as well.
@@ -37,10 +37,10 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
         Whether the plan computes what one device computes.
 
     Raises:
-        UserError: if the run contradicts itself, with what `check` says; or if it cannot be proven: the tiny model, or
-            the plan for it, is refused.
+        UserError: if the run contradicts itself, with the message of `check`; or if it cannot be
+            proven, because the tiny model, or the plan for it, is refused.
     """
-    # The tiny copy has other sizes, and would hide what does not fit the real ones.
+    # The tiny copy has other sizes, so a contradiction at the real sizes must be found before.
     resolved = resolve_run(config, natural_world_size(config.plan))
     subjects = make_subjects(config, resolved)
     proofs = []
@@ -53,7 +53,7 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
 
 
 def make_subjects(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
-    """Return what must be proven for a run: its plan on small meshes that have all its axes.
+    """Return the cases to prove for a run: its plan on small meshes that have all its axes.
 
     Args:
         resolved: the run at its real size. Only a run that fits can be proven.
@@ -69,22 +69,25 @@ def make_subjects(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
 
 
 def make_subjects_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
-    """Return what must be proven for a model under a plan, which is not resolved; see `make_subject`."""
-    # What the plan leaves open, the tiny model closes in its own way.
+    """Return the cases to prove for a model under an unresolved plan; see `make_subject`."""
+    # Settings that the plan leaves open are resolved for the tiny model separately.
     plan = with_family(plan, hf_config.model_type)
     meshes = shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
     return [make_subject(hf_config, plan, mesh, **choices) for mesh in meshes]
 
 
 def rows_of(data: DataConfig) -> Rows:
-    """Return what the batches of a run are made of."""
+    """Return the kind of the rows in the batches of a run."""
     if data.form == "packed":
         return data.documents
     return "padded" if data.pad_to_multiple_of is None else "bucketed"
 
 
 def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
-    """Return how many processes may share a layer of the tiny model, sharing its key-value heads only if they must."""
+    """Return the largest number of processes that may share a layer of the tiny model.
+
+    They share its key-value heads only if they must.
+    """
     text = hf_config.get_text_config()
     heads, *others = values_in_layers(text, "num_attention_heads")
     between = (key_value_heads(text) or heads) not in (1, heads)
@@ -92,7 +95,10 @@ def _most_tp(hf_config: PretrainedConfig, tp: int) -> int:
 
 
 def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
-    """Return how many attention heads the tiny model has: some for every block of a projection that is made of four."""
+    """Return the number of attention heads of the tiny model.
+
+    Every block of a projection that is made of four gets some of them.
+    """
     if "colwise_blocks" not in plan.tensor.styles.values():
         return HEADS
     (heads,) = values_in_layers(hf_config, "num_attention_heads")
@@ -119,11 +125,12 @@ def make_subject(
         pretrained: whether the run starts from given weights.
 
     Raises:
-        UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the plan.
+        UserError: if the tiny model cannot be built, lacks a kind of layer, or contradicts the
+            plan.
     """
     real, plan = plan.mesh, shrink_plan(plan, mesh)
     heads = _heads(hf_config, plan, max(real.tp, mesh.tp))
-    # Documents that are kept apart have one length for the frequencies, and alone each has its own.
+    # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
     make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads, short=short)
     build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
@@ -150,15 +157,16 @@ def _copy_with_all_kinds(
     build: Callable[[PretrainedConfig], PreTrainedModel],
     kinds: dict[Kind, str],
 ) -> tuple[ParallelPlan, PretrainedConfig, PreTrainedModel]:
-    """Return the smallest copy that has every kind of layer, and the plan for as many layers.
+    """Return the smallest copy that has every kind of layer, and the plan for its number of layers.
 
     Args:
         plan: shrunk.
         make: number of layers -> configuration of a copy.
+        build: configuration -> model.
         kinds: of layers of the model itself.
 
     Raises:
-        ModelError: if no copy is so small, or the smallest of all cannot be built.
+        ModelError: if no copy is small enough, or the smallest of all cannot be built.
     """
     count, lacking = 0, kinds
     for deeper, number in deepen(plan):
@@ -168,7 +176,7 @@ def _copy_with_all_kinds(
         except ModelError:
             if count == 0:
                 raise
-            # A class may refuse this number of layers, and take the next.
+            # A class may refuse this number of layers, and accept the next.
             continue
         found = layer_kinds(model)
         count, lacking = number, {kind: name for kind, name in kinds.items() if kind not in found}
@@ -182,10 +190,10 @@ def _copy_with_all_kinds(
 
 def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:
     tiny = shrink(config, num_layers, tp=tp, heads=heads, short=short)
-    # The class that comes with the model itself, if one does.
+    # Use the class that comes with the model, if there is one.
     if code := getattr(config, "auto_map", None):
         tiny.auto_map = code
         tiny.name_or_path = config.name_or_path
-    # The grouped matrix product that experts use by default is not there for float64.
+    # Experts use a grouped matrix product by default, which does not support float64.
     loop_over_experts(tiny)
     return tiny
