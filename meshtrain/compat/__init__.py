@@ -1,4 +1,19 @@
-"""All that meshtrain uses of other libraries beyond their public interfaces, one module per library or part of it.
+"""Private interfaces of other libraries that meshtrain uses, one module per library or part of it.
 
-Each function says why it is needed and with which versions it holds. `tests/compat` fails when a library changes.
+Each docstring has two lines: Why (the interface is needed) and Holds (the versions it was checked
+with). `tests/compat` fails when a library changes.
+
+autograd.py        torch's autograd and dispatcher
+casts.py           float64 in modelling code that casts to float32
+datatrove.py       the executor of datatrove
+dcp.py             torch's distributed checkpoints
+distributed.py     torch.distributed: process groups, flight recorder, pipelines, DDP
+dtensor.py         torch's DTensor
+fsdp.py            torch's FSDP2
+initialization.py  the initialization rules of transformers
+nn.py              torch.nn modules
+numpy.py           memory-mapped arrays
+operators.py       operators of torch
+peft.py            objects of peft
+transformers.py    models, classes and configurations of transformers
 """

@@ -1,4 +1,4 @@
-"""torch's autograd and dispatcher: what a tensor is over, what is done to it, and when a backward pass ends."""
+"""Private parts of torch's autograd and dispatcher: operators, backward passes, tensor memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Tensor)
 class OperatorMode(TorchDispatchMode):
     """A mode of torch that sees every operator while it is active, in `__torch_dispatch__`.
 
-    Why: torch documents the class, and keeps it in a private module.
+    Why: torch documents the class, but keeps it in a private module.
     Holds: torch 2.11 to 2.13.
     """
 
@@ -26,14 +26,14 @@ class OperatorMode(TorchDispatchMode):
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in any nest of lists, dicts and model outputs.
 
-    Why: transformers makes its outputs known to this module of torch, which has no public name.
+    Why: transformers registers its outputs with this module of torch, which has no public name.
     Holds: torch 2.11 to 2.13.
     """
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Return the same nest of lists, dicts and model outputs, with `function` of every tensor.
+    """Return the same nest of lists, dicts and model outputs with `function` applied to tensors.
 
     Why: as for `tensors_in`.
     Holds: torch 2.11 to 2.13.
@@ -42,34 +42,36 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def number_of_backward_pass() -> int:
-    """Return a number that the backward pass which is running has alone; -1 outside of one.
+    """Return the number of the running backward pass; -1 outside of one.
 
-    Why: hooks must tell a new backward pass from one that has ended with an exception.
+    Why: hooks must distinguish a new backward pass from one that has ended with an exception.
     Holds: torch 2.11 to 2.13.
     """
     return torch._C._current_graph_task_id()
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is running has computed all gradients.
+    """Call a function when the running backward pass has computed all gradients.
 
-    Why: torch has public hooks for the end of one gradient, and none for the end of all. FSDP2 and DDP do the same.
+    Why: torch has public hooks for one gradient, but none for the end of all. FSDP2 and DDP do the
+    same.
     Holds: torch 2.11 to 2.13.
     """
     Variable._execution_engine.queue_callback(function)
 
 
 def times_changed(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place.
+    """Return the number of times a tensor was changed in place.
 
-    Why: whether a model writes into what its embedding gives is seen only here; meta tensors have no values.
+    Why: only this shows whether a model writes into the output of its embedding, because meta
+    tensors have no values.
     Holds: torch 2.11 to 2.13.
     """
     return tensor._version
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others, on the meta device too.
+    """Return a number that identifies the memory of a tensor, on the meta device too.
 
     Why: `data_ptr` is 0 for everything on the meta device.
     Holds: torch 2.11 to 2.13.
@@ -78,7 +80,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Tell whether hooks were put on the gradient of a tensor.
+    """Return whether the gradient of a tensor has hooks.
 
     Why: they would see the gradient of one rank, and torch has no public way to ask for them.
     Holds: torch 2.11 to 2.13.
@@ -89,16 +91,18 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 def tensor_over(kind: type[T], data: Tensor, *, requires_grad: bool) -> T:
     """Return a tensor of a class over the memory of another tensor.
 
-    Why: `nn.Parameter` does the same in its constructor; a class that derives from it has no public way.
+    Why: `nn.Parameter` does the same in its constructor; a class that derives from it has no public
+    way.
     Holds: torch 2.11 to 2.13.
     """
     return Tensor._make_subclass(kind, data, requires_grad)
 
 
 def tensor_without_memory(kind: type[T], shape: Sequence[int], dtype: torch.dtype) -> T:
-    """Return a tensor of a class that has a shape and a number format, says it is on the CPU, and has no memory.
+    """Return a tensor of a class with a shape and a dtype, on the CPU but without memory.
 
-    Why: torch documents this for tensors that are made in `__torch_dispatch__`, under a private name.
+    Why: torch documents this for tensors that are made in `__torch_dispatch__`, under a private
+    name.
     Holds: torch 2.11 to 2.13.
     """
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))

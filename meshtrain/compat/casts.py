@@ -1,4 +1,4 @@
-"""float64 all the way: models of transformers cast to float32 inside norms, routers and softmax."""
+"""float64 everywhere: transformers models cast to float32 inside norms, routers and softmax."""
 
 import sys
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ _MODELLING = ("transformers.", "transformers_modules.")
 
 @contextmanager
 def float32_casts_lifted() -> Iterator[None]:
-    """Let the modelling code that is loaded compute in float64 where it says float32, while the block runs.
+    """Make loaded modeling code compute in float64 instead of float32 while the block runs.
 
-    Why: with the casts, a sum over processes behind one differs from a sum inside of one process by 1e-7, and a proof
-    at 1e-12 would rest on equal rounding. The modules get a twin of torch whose float32 is float64. Unlike a mode of
-    torch, that holds in recomputation and under the compiler too.
+    Why: after such a cast, a sum over processes differs from a sum inside one process by 1e-7, so a
+    proof at 1e-12 would depend on equal rounding. The modules get a copy of the torch module whose
+    float32 is float64. Unlike a mode of torch, this works in recomputation and under the compiler
+    too.
     Holds: torch 2.11 to 2.13, transformers 5.17 to 5.23.
     """
     twin = ModuleType("torch")
@@ -38,7 +39,7 @@ def float32_casts_lifted() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            # torch has it in a class that Tensor derives from.
+            # torch defines `float` in a class that Tensor derives from.
             del Tensor.float
         else:
             Tensor.float = before  # type: ignore[method-assign]
@@ -51,7 +52,7 @@ def _keep_float64(self: Tensor, memory_format: torch.memory_format = torch.prese
 
 
 def _full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
-    """Fill as torch does, with float64 where nobody says the type: XGLM writes the least float64 into a float32."""
+    """Do `torch.full` with float64 by default: XGLM fills a float32 with the least float64."""
     if isinstance(fill_value, float):
         kwargs.setdefault("dtype", torch.float64)
     return torch.full(size, fill_value, **kwargs)

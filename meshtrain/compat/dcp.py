@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints: what the pickle of their table is made of, and a reader on another file system."""
+"""torch's distributed checkpoints: the parts of their pickled table, and a reader."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ TABLE_PARTS = frozenset(
         *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
     ]
 )
-"""Module and name of all that the pickled table of a checkpoint may be made of.
+"""Module and name of everything that the pickled table of a checkpoint may contain.
 
-Why: a pickle may name any function, and have it called. Three of these names are private.
+Why: a pickle may name any function, and cause a call. Three of these names are private.
 Holds: torch 2.11 to 2.13.
 """
 
@@ -34,21 +34,22 @@ Holds: torch 2.11 to 2.13.
 def memory_format(kind: object, name: str) -> object | None:
     """Return the member of torch's enumeration of memory formats; None if `kind` is something else.
 
-    Why: Python before 3.11.4 pickles such a member as a call of `getattr`, and the enumeration is private.
+    Why: Python before 3.11.4 pickles such a member as a call of `getattr`, and the enumeration is
+    private.
     Holds: torch 2.11 to 2.13.
     """
     return _MEM_FORMAT_ENCODING[name] if kind is _MEM_FORMAT_ENCODING else None
 
 
 def reader_at(path: Any, system: Any) -> FileSystemReader:
-    """Return torch's reader of the files in a directory of another file system.
+    """Return torch's reader for a directory of another file system.
 
     Why: its constructor takes a path of this machine's file system, or one of fsspec.
     Holds: torch 2.11 to 2.13.
 
     Args:
         path: of the directory.
-        system: does what `torch.distributed.checkpoint.filesystem.FileSystemBase` asks for with such paths.
+        system: implements `torch.distributed.checkpoint.filesystem.FileSystemBase` for such paths.
     """
     reader = FileSystemReader("")
     reader.fs, reader.path = system, path

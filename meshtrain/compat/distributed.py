@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 Schedule = _PipelineSchedule
 """The class of every schedule of a pipeline.
 
-Why: `get_schedule_class` gives subclasses of it, and it has no public name.
+Why: `get_schedule_class` returns subclasses of this class, which has no public name.
 Holds: torch 2.11 to 2.13.
 """
 
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
-"""Name of the logger that warns when a DTensor is gathered whole in several steps.
+"""Name of the logger that warns when a DTensor is gathered in several steps.
 
 Why: torch names its loggers after its private modules.
 Holds: torch 2.11 to 2.13.
@@ -28,29 +28,29 @@ Holds: torch 2.11 to 2.13.
 def device_types(group: dist.ProcessGroup) -> set[str]:
     """Return the kinds of devices that a process group has a backend for, such as {"cpu", "cuda"}.
 
-    Why: `torch.distributed.get_backend` names the backend of one kind, and not the kinds.
+    Why: `torch.distributed.get_backend` returns the backend of one kind only.
     Holds: torch 2.11 to 2.13.
     """
     return {device.type for device in group._device_types}
 
 
 def default_store() -> dist.Store:
-    """Return the store over which the default process group was joined.
+    """Return the store with which the default process group was joined.
 
-    Why: a program may have joined it, and torch gives it to nobody.
+    Why: the program may have joined the group, and torch has no public access to its store.
     Holds: torch 2.11 to 2.13.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set after how long a collective fails, in every process group of this process.
+    """Set the time after which a collective fails, in every process group of this process.
 
-    Why: torch takes a timeout where a group is made, and DeviceMesh makes groups without asking for one.
+    Why: torch takes a timeout when a group is made, and DeviceMesh makes groups without one.
     Holds: torch 2.11 to 2.13.
     """
     for backend in _backends():
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
@@ -71,19 +71,21 @@ def flight_records() -> bytes:
 
 
 def is_inside_ddp() -> bool:
-    """Tell whether the forward pass that is running is one of a DistributedDataParallel.
+    """Return whether the running forward pass is inside DistributedDataParallel.
 
-    Why: a parallel model inside of one would have its gradients reduced twice, and torch has no public way to ask.
+    Why: the gradients of a parallel model inside it would be reduced twice, and torch has no public
+    query.
     Holds: torch 2.11 to 2.13.
     """
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 class StaticStage(PipelineStage):
-    """A stage of a pipeline whose shapes are given.
+    """A pipeline stage whose shapes are given, not inferred.
 
-    Why: for every new shape torch cleans up what inferring shapes has left. It would forget the gradients of all
-    parameters under FSDP2, those of batches before it too. Nothing was inferred, so there is nothing to clean up.
+    Why: for every new shape torch cleans up after the inference of shapes. Under FSDP2 that removes
+    the gradients of all parameters, including those of earlier batches. Nothing was inferred here,
+    so there is nothing to clean up.
     Holds: torch 2.11 to 2.13.
     """
 

@@ -1,4 +1,4 @@
-"""torch's DTensor: how FSDP2 lays tensors out over tensor parallelism, and what lies on this process."""
+"""torch's DTensor: the layouts of FSDP2 over tensor parallelism, and local parts."""
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,9 +8,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def is_split_late(placement: Placement) -> bool:
-    """Tell whether a mesh axis splits what the axes after it have left.
+    """Return whether a mesh axis splits the parts that the axes after it have made.
 
-    Why: FSDP2 says so by this placement for parameters that tensor parallelism has sharded before.
+    Why: FSDP2 uses this private placement for parameters that tensor parallelism has sharded.
     Holds: torch 2.11 to 2.13.
     """
     return isinstance(placement, _StridedShard)
@@ -19,14 +19,14 @@ def is_split_late(placement: Placement) -> bool:
 def split_dim(placement: Placement) -> int | None:
     """Return the dimension that a placement splits; None if it splits none.
 
-    Why: `is_shard()` is False for the private placement of FSDP2 over tensor parallelism, and the gap is silent.
+    Why: `is_shard()` is silently False for the private placement of FSDP2 over tensor parallelism.
     Holds: torch 2.11 to 2.13.
     """
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Cut a tensor along its first dimension as DTensor does; the last parts may be shorter, or empty.
+    """Split a tensor along dimension 0 as DTensor does; the last parts may be shorter, or empty.
 
     Why: the sizes of uneven parts must be those of DTensor, which has no public function for them.
     Holds: torch 2.11 to 2.13.
@@ -36,27 +36,29 @@ def split(tensor: Tensor, parts: int) -> list[Tensor]:
 
 
 def local_part(tensor: DTensor) -> Tensor:
-    """Return what lies on this process, outside of autograd.
+    """Return the part of a DTensor on this process, outside autograd.
 
-    Why: `to_local` takes part in autograd, and costs several times as much. An optimizer asks for every parameter and
-    gradient, several times a step.
+    Why: `to_local` takes part in autograd, and costs several times as much. An optimizer needs
+    every parameter and gradient several times a step.
     Holds: torch 2.11 to 2.13.
     """
     return tensor._local_tensor
 
 
 def tensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor over the memory of `local`, laid out as `like`, of whose local part it has the shape.
+    """Return a DTensor over the memory of `local`, with the layout of `like`.
 
-    Why: `DTensor.from_local` moves an offloaded tensor to the device of the mesh, and what is loaded into that copy
-    would be lost.
+    `local` has the shape of the local part of `like`.
+
+    Why: `DTensor.from_local` moves an offloaded tensor to the device of the mesh, and values loaded
+    into that copy would be lost.
     Holds: torch 2.11 to 2.13.
     """
     return DTensor(local, like._spec, requires_grad=False)
 
 
 class ModuleStyle(ParallelStyle):
-    """What `parallelize_module` does to one module, in `apply`.
+    """A style for `parallelize_module`, which changes one module in `apply`.
 
     Why: torch's own styles are extended by a private method.
     Holds: torch 2.11 to 2.13.

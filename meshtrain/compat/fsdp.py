@@ -1,4 +1,4 @@
-"""torch's FSDP2: its parameters while they are gathered, and the moment before it reduces their gradients."""
+"""torch's FSDP2: its gathered parameters, and a hook before it reduces their gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,18 +25,22 @@ def _has_been_gathered(held: FSDPParam) -> bool:
 
 
 def gathered_parameters(module: FSDPModule) -> list[nn.Parameter]:
-    """Return what FSDP2 puts in the place of parameters while they are gathered, of those that ever were.
+    """Return the tensors that replace parameters while FSDP2 has them gathered.
 
-    Why: an optimizer that was made in between holds these, which train nothing. FSDP2 does not name them.
+    Parameters that were never gathered have none.
+
+    Why: an optimizer that was made in between holds these, which nothing uses later. FSDP2 has no
+    public name for them.
     Holds: torch 2.11 to 2.13.
     """
     return [held.unsharded_param for held in _held(module) if _has_been_gathered(held)]
 
 
 def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None]) -> None:
-    """Call a function with the module before FSDP2 reduces its gradients, in every backward pass in which it does.
+    """Call a function with the module each time before FSDP2 reduces its gradients.
 
-    Why: FSDP2 has no hook there. Its method is replaced in this one group, which lives as long as the module.
+    Why: FSDP2 has no hook there. Its method is replaced in this one group, which lives as long as
+    the module.
     Holds: torch 2.11 to 2.13.
     """
     group = _group(module)
@@ -45,7 +49,7 @@ def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None])
     reduce = group.post_backward
 
     def post_backward(*arguments: Any) -> None:
-        # It may be called again when it is done.
+        # It may be called again after the reduction.
         if group.reduce_grads and group._training_state != TrainingState.POST_BACKWARD:
             function(module)
         reduce(*arguments)
@@ -54,9 +58,12 @@ def before_reduction(module: FSDPModule, function: Callable[[FSDPModule], None])
 
 
 def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
-    """Give gathered parameters without a gradient zeros; `filled` becomes those that have no other gradient.
+    """Fill the missing gradients of gathered parameters with zeros.
 
-    Why: FSDP2 leaves them out of its message, which would not fit that of a process that has a gradient.
+    `filled` is updated to the parameters whose only gradient is such zeros.
+
+    Why: FSDP2 leaves parameters without a gradient out of its message, which would not match the
+    message of a process that has one.
     Holds: torch 2.11 to 2.13.
 
     Args:
@@ -67,22 +74,23 @@ def fill_lacking_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
             filled.discard(held.sharded_param)
             continue
         held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
-        # Of two forward passes before one backward pass, another may have given it one.
+        # With two forward passes before one backward pass, the other may have added a gradient.
         if held.sharded_param.grad is None:
             filled.add(held.sharded_param)
 
 
 def _lacks_gradient(held: FSDPParam) -> bool:
-    # What no forward pass has gathered takes no part in the reduction, on any process.
+    # A parameter that no forward pass has gathered takes no part in the reduction, on any process.
     if not _has_been_gathered(held) or not held.unsharded_param.requires_grad:
         return False
     return held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None
 
 
 def forget_gathered_gradients(module: FSDPModule) -> None:
-    """Forget the gradients of gathered parameters, which are not reduced yet.
+    """Remove the gradients of gathered parameters, which are not reduced yet.
 
-    Why: a backward pass that has ended with an exception leaves them, and `zero_grad` does not see them.
+    Why: a backward pass that has ended with an exception leaves them, and `zero_grad` does not see
+    them.
     Holds: torch 2.11 to 2.13.
     """
     for held in _held(module):

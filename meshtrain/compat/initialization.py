@@ -1,4 +1,4 @@
-"""transformers' initialisation: its rules are run with other functions that draw, and put back."""
+"""The initialization rules of transformers, run with replaced random functions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,27 +14,28 @@ Rule = Callable[[], None]
 
 
 def mark_initialized(tensor: Tensor) -> None:
-    """Let the rules of transformers leave a tensor alone.
+    """Exclude a tensor from the initialization rules of transformers.
 
-    Why: buffers that are in no file are computed by the same rules as parameters, which have values already.
+    Why: the rules compute buffers that are in no file, but must skip parameters, which have values
+    already.
     Holds: transformers 5.17 to 5.23.
     """
     setattr(tensor, _MARK, True)
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Tell whether the rules of transformers leave a tensor alone.
+    """Return whether a tensor is excluded from the initialization rules of transformers.
 
-    Why: a function that stands in for one of its own must do the same.
+    Why: a function that replaces one of transformers must skip the same tensors.
     Holds: transformers 5.17 to 5.23.
     """
     return getattr(tensor, _MARK, False)
 
 
 def forget_marks(*owners: nn.Module | Tensor) -> None:
-    """Let the rules of transformers fill modules or tensors, although they did so before.
+    """Let the rules of transformers fill modules or tensors again.
 
-    Why: it marks what it has filled, on meta already, and would skip it.
+    Why: transformers marks what it has filled, even on meta, and would skip it.
     Holds: transformers 5.17 to 5.23.
     """
     for owner in owners:
@@ -42,7 +43,7 @@ def forget_marks(*owners: nn.Module | Tensor) -> None:
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
-    """Run the rule that a model has for a module, which need not be its own.
+    """Run a model's initialization rule on a module, which need not belong to it.
 
     Why: the public method runs the rules for all modules of the model.
     Holds: transformers 5.17 to 5.23.
@@ -54,15 +55,15 @@ def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
 def functions_replaced(
     replace: Callable[[str, Callable[..., Tensor]], Callable[..., Tensor]], copy: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let the rules of transformers call other functions while the block runs.
+    """Replace the functions that the rules of transformers call while the block runs.
 
-    Why: weights are drawn tile by tile, alike on every mesh. transformers sends all calls of `torch.nn.init` through
-    one table of the process, also those of torch's own modules.
+    Why: weights are drawn tile by tile, alike on every mesh. All calls of `torch.nn.init`, also
+    those of torch's own modules, go through one table of transformers.
     Holds: transformers 5.17 to 5.23.
 
     Args:
-        replace: name of a function of `torch.nn.init`, and what transformers calls -> what it is to call.
-        copy: stands in for `transformers.initialization.copy_`.
+        replace: (name of a function of `torch.nn.init`, original function) -> function to call.
+        copy: replaces `transformers.initialization.copy_`.
     """
     originals: dict[str, Any] = dict(TORCH_INIT_FUNCTIONS)
     copy_before = initialization.copy_
@@ -77,10 +78,10 @@ def functions_replaced(
 
 @contextmanager
 def rules_wrapped(wrap: Callable[[nn.Module, Rule], None]) -> Iterator[None]:
-    """Let every rule be run by `wrap(module, rule)` while the block runs.
+    """Run every initialization rule by `wrap(module, rule)` while the block runs.
 
-    Why: a rule that draws by itself (Mamba's time steps) needs a seed of its own, and models inside of a model run
-    theirs by the same private method of their class.
+    Why: a rule that draws random numbers itself (Mamba's time steps) needs its own seed. Models
+    inside a model run their rules by the same private method.
     Holds: transformers 5.17 to 5.23.
     """
     original: Any = PreTrainedModel._initialize_weights
@@ -97,10 +98,10 @@ def rules_wrapped(wrap: Callable[[nn.Module, Rule], None]) -> Iterator[None]:
 
 @contextmanager
 def counted_as(model: PreTrainedModel, kind: Any) -> Iterator[None]:
-    """Let a model count as custom code only if `kind` does, while the block runs.
+    """Treat a model as custom code only if `kind` is, while the block runs.
 
-    Why: transformers leaves out some rules of custom code (GPT-2's scaled projections). It takes every class for that
-    whose module is not its own, and FSDP2 gives a model such a class.
+    Why: transformers skips some rules for custom code (GPT-2's scaled projections). It counts every
+    class outside its own modules as custom, and FSDP2 gives a model such a class.
     Holds: transformers 5.17 to 5.23.
     """
     model.is_custom_code = kind.is_custom_code  # type: ignore[method-assign]
@@ -112,9 +113,9 @@ def counted_as(model: PreTrainedModel, kind: Any) -> Iterator[None]:
 
 @contextmanager
 def computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let tensors without a number format have this one while the block runs.
+    """Set torch's default dtype while the block runs.
 
-    Why: transformers computes tables of positions in this type while it builds a model.
+    Why: transformers computes tables of positions in the default dtype while it builds a model.
     Holds: transformers 5.17 to 5.23.
     """
     default = torch.get_default_dtype()

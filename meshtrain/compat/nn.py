@@ -1,4 +1,4 @@
-"""torch.nn: the tables of a module, and changes to one module that its class knows nothing of."""
+"""torch.nn: the tables of a module, and changes to a single module without its class."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,28 +13,30 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def parameter_table(module: Any) -> dict[str, Any]:
-    """Return the table in which a module looks up its own parameters; changes to it count.
+    """Return the table of a module's own parameters; changes to it take effect.
 
-    Why: for one forward pass a parameter is shown as another tensor (its shard, or a view of it). `register_parameter`
-    takes a Parameter only, and `torch.func.functional_call` would run the module with its hooks once more.
+    Why: for one forward pass a parameter is replaced by another tensor (its shard, or a view of
+    it). `register_parameter` takes a Parameter only, and `torch.func.functional_call` would run the
+    module's hooks again.
     Holds: torch 2.11 to 2.13.
     """
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the table in which a module looks up its own buffers; changes to it count.
+    """Return the table of a module's own buffers; changes to it take effect.
 
-    Why: it is copied and put back as a whole, together with the attributes, after a module was probed.
+    Why: the table is copied, and restored together with the attributes after a module was probed.
     Holds: torch 2.11 to 2.13.
     """
     return module._buffers
 
 
 def restore_attributes(module: nn.Module, attributes: Mapping[str, Any], buffers: dict[str, Tensor | None]) -> None:
-    """Give a module exactly these attributes and this table of buffers.
+    """Set the attributes and the table of buffers of a module, and remove all others.
 
-    Why: a rotary module that was probed has new attributes and other buffers, and no public call takes both back.
+    Why: a rotary module that was probed has new attributes and other buffers, and no public call
+    restores both.
     Holds: torch 2.11 to 2.13.
     """
     vars(module).clear()
@@ -42,9 +44,9 @@ def restore_attributes(module: nn.Module, attributes: Mapping[str, Any], buffers
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of a module's own buffers that its `state_dict` has.
+    """Yield name and value of a module's own buffers that its `state_dict` includes.
 
-    Why: `state_dict` has them among the parameters, and runs the module's hooks.
+    Why: `state_dict` mixes them with the parameters, and runs the module's hooks.
     Holds: torch 2.11 to 2.13.
     """
     for name, buffer in module.named_buffers(recurse=False):
@@ -53,19 +55,19 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the tables of a module's hooks, forward and backward; changes to them count.
+    """Return the tables of a module's hooks, forward and backward; changes to them take effect.
 
-    Why: hooks of the program are set aside while a model is probed on the meta device. torch gives handles to whoever
-    registers a hook, and no list of them to others.
+    Why: hooks of the program are set aside while a model is probed on the meta device. torch
+    returns a handle to the caller that registers a hook, but has no public list of hooks.
     Holds: torch 2.11 to 2.13.
     """
     return [vars(module)[kind] for kind in _HOOK_TABLES]
 
 
 def is_compiled(model: object) -> bool:
-    """Tell whether `torch.compile` has wrapped a model.
+    """Return whether `torch.compile` has wrapped a model.
 
-    Why: torch names the class of the wrapper in private modules only.
+    Why: the class of the wrapper has a name in private modules only.
     Holds: torch 2.11 to 2.13.
     """
     return hasattr(model, "_orig_mod")
@@ -74,17 +76,19 @@ def is_compiled(model: object) -> bool:
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Make one module an instance of another class, in place.
 
-    Why: names, owners, hooks and parameters stay, and no other module of its class is changed. A new module would have
-    to be put in the place of the old one wherever that is known.
+    Why: names, owners, hooks and parameters stay, and no other module of its class changes. A new
+    module would have to replace the old one wherever that is referenced.
     Holds: torch 2.11 to 2.13.
     """
     module.__class__ = kind
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Let one module be of a class that derives from `mixin` and from its own class, of the same name, in place.
+    """Change the class of one module, in place, to one that derives from `mixin` and its own class.
 
-    Why: as for `become`; the forward of its own class still runs, inside of that of the mixin.
+    The new class has the same name.
+
+    Why: as for `become`; the forward of its own class still runs, inside that of the mixin.
     Holds: torch 2.11 to 2.13.
     """
     kind = type(module)
@@ -92,18 +96,18 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give one module a forward of its own, for as long as it lives.
+    """Replace the forward of one module permanently.
 
-    Why: a stage of a pipeline takes and gives other tensors than the class does whose code it runs.
+    Why: a stage of a pipeline has other inputs and outputs than the class whose code it runs.
     Holds: torch 2.11 to 2.13.
     """
     vars(module)[_FORWARD] = forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that was put into one module; None if it runs that of its class.
+    """Return the forward that was set on one module; None if it runs that of its class.
 
-    Why: what a program has put there must not be lost without a word when the model is cut.
+    Why: a forward that the program has set must not be silently lost when the model is cut.
     Holds: torch 2.11 to 2.13.
     """
     return vars(module).get(_FORWARD)
@@ -111,9 +115,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @contextmanager
 def forwards_replaced(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Let modules run another forward while the block runs; each has afterwards what it had before.
+    """Replace the forward of modules while the block runs; the old ones are restored.
 
-    Why: a probe of the whole model must not compute its layers.
+    Why: a probe of the full model must not compute its layers.
     Holds: torch 2.11 to 2.13.
     """
     kept = [(module, own_forward(module)) for module in modules]
@@ -130,14 +134,15 @@ def forwards_replaced(modules: Iterable[nn.Module], forward: Callable[..., Any])
 
 
 class Unmovable:
-    """Mixed into a module that cannot be moved or cast: `check_move` is asked instead.
+    """Mixed into a module that cannot be moved or cast: `check_move` is called instead.
 
-    Why: `to`, `cuda`, `float` and the like, of this module or of one around it, all come to one private method.
+    Why: `to`, `cuda`, `float` and the like, of this module or of one around it, all call one
+    private method.
     Holds: torch 2.11 to 2.13.
     """
 
     def check_move(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raise if `change`, which moves or casts a tensor, is more than nothing."""
+        """Raise an error if `change` really moves or casts a tensor."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -146,9 +151,10 @@ class Unmovable:
 
 
 def instance_of(kind: type[T], module: nn.Module) -> T:
-    """Return a module of a class that shares all that another module has, but no forward hooks.
+    """Return a module of a class that shares everything with another module except forward hooks.
 
-    Why: FSDP2 gives a module a class that builds something else, and its hooks belong to that module alone.
+    Why: the class that FSDP2 gives a module builds something else, and the hooks belong to that
+    module alone.
     Holds: torch 2.11 to 2.13.
     """
     shared = object.__new__(kind)

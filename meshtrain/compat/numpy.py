@@ -6,9 +6,11 @@ import numpy as np
 
 
 def read_at_random(array: np.memmap) -> None:
-    """Switch readahead off for a memory-mapped array, where the system can: it will be read at random offsets.
+    """Switch readahead off for a memory-mapped array that is read at random offsets.
 
-    Why: numpy keeps the mapping, which alone can be told, under a private name.
+    It has no effect where the system does not support it.
+
+    Why: only the mapping has this setting, and numpy keeps it under a private name.
     Holds: numpy 1.26 to 2.4.
     """
     if hasattr(mmap, "MADV_RANDOM"):

@@ -1,4 +1,4 @@
-"""Operators of torch under private names: over lists of tensors, of functional collectives, and of aten."""
+"""Operators of torch under private names: for lists of tensors, functional collectives and aten."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 collectives: Any = torch.ops._c10d_functional
 """The operators under torch's functional collectives.
 
-Why: the Python functions around them are private as well, are renamed from release to release, and give asynchronous
-tensors, of which a compiled block loses the gradients.
+Why: the Python functions around them are private as well, are renamed between releases, and return
+asynchronous tensors, whose gradients a compiled block loses.
 Holds: torch 2.11 to 2.13.
 """
 
 _aten: Any = torch.ops.aten
 VIEWS: tuple[Any, ...] = (_aten.view, _aten._unsafe_view)
-"""What `Tensor.view` and `Tensor.reshape` come to.
+"""The operators that `Tensor.view` and `Tensor.reshape` call.
 
-Why: aten calls the view of what a matrix product gave by a private name.
+Why: aten uses a private name for the view of the result of a matrix product.
 Holds: torch 2.11 to 2.13.
 """
 
 CASTS: tuple[Any, ...] = (_aten._to_copy,)
-"""What `Tensor.to` comes to.
+"""The operators that `Tensor.to` calls.
 
 Why: aten has it under a private name only.
 Holds: torch 2.11 to 2.13.
@@ -45,12 +45,13 @@ EXPENSIVE: tuple[Any, ...] = (
 )
 """Matrix products, attention (on every device that torch has a kernel for) and collectives.
 
-Why: selective recomputation keeps their results. It is told by operator, and most have private names.
+Why: selective recomputation keeps their results. It selects by operator, and most have private
+names.
 Holds: torch 2.11 to 2.13.
 """
 
 ITEMS: tuple[Any, ...] = (_aten._local_scalar_dense.default,)
-"""What `Tensor.item` comes to.
+"""The operators that `Tensor.item` calls.
 
 Why: aten has it under a private name only.
 Holds: torch 2.11 to 2.13.
@@ -60,7 +61,8 @@ Holds: torch 2.11 to 2.13.
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return the norm of every tensor, each (), with one kernel for all.
 
-    Why: `torch.nn.utils.get_total_norm` uses it, and gives one norm of all, in their number format.
+    Why: `torch.nn.utils.get_total_norm` uses it, but returns one norm for all, in their number
+    format.
     Holds: torch 2.11 to 2.13.
     """
     return list(torch._foreach_norm(list(tensors), order))
@@ -69,7 +71,7 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by a () tensor, with one kernel for all.
 
-    Why: `torch.nn.utils.clip_grads_with_norm_` uses it, and takes no factor.
+    Why: `torch.nn.utils.clip_grads_with_norm_` uses it, but takes no factor.
     Holds: torch 2.11 to 2.13.
     """
     torch._foreach_mul_(list(tensors), factor)

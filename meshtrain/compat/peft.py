@@ -1,18 +1,19 @@
-"""peft: methods of one of its objects that would not do what they say for a parallel model."""
+"""peft: methods of its objects that would be wrong for a parallel model."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
-    """Give one object of peft other methods, for as long as it lives.
+    """Replace methods of one object of peft permanently.
 
-    Why: the program keeps the PeftModel and the LoRA layers that it has. peft's own methods would merge or save shards
-    as if they were whole.
+    Why: the program keeps its PeftModel and LoRA layers, whose own methods would merge or save
+    shards as if they were full tensors.
     Holds: peft 0.21.
 
     Raises:
-        AttributeError: if peft has no such method any more, so that the new one would never be called.
+        AttributeError: if peft no longer has such a method, so that the new one would never be
+            called.
     """
     for name, method in methods.items():
         if not callable(getattr(owner, name)):

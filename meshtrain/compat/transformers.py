@@ -1,4 +1,4 @@
-"""transformers: what a model, its class and its configuration say under private names, or have only there."""
+"""transformers: private attributes of models, model classes and configurations."""
 
 import sys
 import weakref
@@ -19,9 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
 PATH_KEY = "_name_or_path"
-"""Key of a configuration's `to_dict` for where it was loaded from.
+"""Key in a configuration's `to_dict` for the path that it was loaded from.
 
-Why: it says nothing of the model, and is left out where two configurations are compared.
+Why: the path does not describe the model, and is left out where two configurations are compared.
 Holds: transformers 5.17 to 5.23.
 """
 
@@ -29,16 +29,16 @@ _REGISTERED: Counter[str] = Counter()
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
-    """Return which attention a model of this configuration uses; None if the configuration does not say.
+    """Return the attention implementation of a configuration; None if it sets none.
 
-    Why: `attn_implementation` can be given to a configuration in public, and not be read.
+    Why: `attn_implementation` of a configuration can be set in public, but not read.
     Holds: transformers 5.17 to 5.23.
     """
     return config._attn_implementation
 
 
 def set_attention_implementation(config: PretrainedConfig, name: str) -> None:
-    """Let a model that is built from a configuration use an attention implementation of transformers.
+    """Set the attention implementation for models that are built from a configuration.
 
     Why: the public way needs a model, or an Auto class.
     Holds: transformers 5.17 to 5.23.
@@ -47,7 +47,7 @@ def set_attention_implementation(config: PretrainedConfig, name: str) -> None:
 
 
 def loops_over_experts(config: PretrainedConfig) -> bool:
-    """Tell whether experts run the loop of their own class, and no fused operator of transformers.
+    """Return whether experts run the loop of their own class instead of a fused operator.
 
     Why: as for `attention_implementation`.
     Holds: transformers 5.17 to 5.23.
@@ -56,9 +56,10 @@ def loops_over_experts(config: PretrainedConfig) -> bool:
 
 
 def loop_over_experts(config: PretrainedConfig) -> None:
-    """Let a model that is built from a configuration run the loops of its expert classes.
+    """Make models that are built from a configuration run the loops of their expert classes.
 
-    Why: the fused operators know no float64. The public way needs a model, and this is before one.
+    Why: the fused operators do not support float64. The public way needs a model, and none is built
+    yet.
     Holds: transformers 5.17 to 5.23.
     """
     config._experts_implementation = "eager"
@@ -67,41 +68,45 @@ def loop_over_experts(config: PretrainedConfig) -> None:
 def build(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model of any class in a number format; its configuration becomes that of the model.
 
-    Why: `from_config` is there for the Auto classes only, and its constructor takes no number format.
+    Why: only the Auto classes have `from_config`, and the constructor of a class takes no number
+    format.
     Holds: transformers 5.17 to 5.23.
     """
     return kind._from_config(config, dtype=dtype)
 
 
 def supports_sdpa(kind: type[PreTrainedModel] | None) -> bool:
-    """Tell whether a class can run on torch's scaled dot product attention; True for one that is not known.
+    """Return whether a class supports torch's scaled dot product attention; True for None.
 
-    Why: transformers says so by a private attribute of the class, and raises late.
+    Why: transformers has this in a private attribute of the class, and raises late.
     Holds: transformers 5.17 to 5.23.
     """
     return getattr(kind, "_supports_sdpa", True)
 
 
 def supports_attention_interface(model: PreTrainedModel) -> bool:
-    """Tell whether the attention of a model goes through the interface of transformers, where it can be replaced.
+    """Return whether a model calls attention through the interface of transformers.
 
-    Why: transformers says so by a private attribute of the class.
+    There it can be replaced.
+
+    Why: transformers has this in a private attribute of the class.
     Holds: transformers 5.17 to 5.23.
     """
     return bool(model._supports_attention_backend)
 
 
 def tensor_plan(model: PreTrainedModel) -> Mapping[str, str]:
-    """Return transformers' own plan for tensor parallelism: pattern of module names -> word.
+    """Return transformers' own plan for tensor parallelism: pattern of module names -> style.
 
-    Why: the configuration has that of the base model in public; what the head and the class add is private.
+    Why: the configuration has the plan of the base model in public; what the head and the class add
+    is private.
     Holds: transformers 5.17 to 5.23.
     """
     return model._tp_plan or {}
 
 
 def declarable_ties(model: PreTrainedModel) -> Mapping[str, str]:
-    """Return name -> name of the weights that a class ties if its configuration says so.
+    """Return name -> name of the weights that a class ties if its configuration enables it.
 
     Why: `all_tied_weights_keys` has only those that the configuration does tie.
     Holds: transformers 5.17 to 5.23.
@@ -110,72 +115,75 @@ def declarable_ties(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def never_saved(model: PreTrainedModel) -> Sequence[str]:
-    """Return the names in `state_dict` that `save_pretrained` leaves out, besides those of tied weights.
+    """Return the names in `state_dict` that `save_pretrained` leaves out, except tied weights.
 
-    Why: transformers says so by a private attribute of the class.
+    Why: transformers has this in a private attribute of the class.
     Holds: transformers 5.17 to 5.23.
     """
     return [*(model._keys_to_ignore_on_save or ())]
 
 
 def ignored_when_loaded(model: PreTrainedModel) -> Sequence[str]:
-    """Return patterns of names that may be in the files of a model, and are not loaded.
+    """Return patterns of names that may be in the files of a model but are not loaded.
 
-    Why: transformers says so by a private attribute of the class.
+    Why: transformers has this in a private attribute of the class.
     Holds: transformers 5.17 to 5.23.
     """
     return [*(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def kept_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """Return pattern of names -> number format of what `from_pretrained` keeps in another one than the model's.
+    """Return pattern of names -> dtype, where `from_pretrained` keeps another than the model's.
 
-    Why: transformers applies it while it loads, and shows it to nobody.
+    Why: transformers applies this while it loads, and has no public access to it.
     Holds: transformers 5.17 to 5.23.
     """
     return model._get_dtype_plan(model.dtype)
 
 
 def set_weight_conversions(model: PreTrainedModel, conversions: Sequence[Any]) -> None:
-    """Note on a model how the names and shapes of its files become its own, as if it had been loaded.
+    """Record on a model how the names and shapes in its files become its own, as loading does.
 
-    Why: `revert_weight_conversion` reads it there; for a model that was not loaded it would find them at every call.
+    Why: `revert_weight_conversion` reads the record; without one it would search for the
+    conversions at every call.
     Holds: transformers 5.17 to 5.23.
     """
     vars(model)["_weight_conversions"] = conversions
 
 
 def keeps_keys_and_values(model: Any) -> bool:
-    """Tell whether `generate` gives a model a cache of keys and values.
+    """Return whether `generate` uses a cache of keys and values for a model.
 
-    Why: transformers decides it by the name of the class, in a private method.
+    Why: transformers decides this by the name of the class, in a private method.
     Holds: transformers 5.17 to 5.23.
     """
     return model._supports_default_dynamic_cache()
 
 
 def is_made_of_configuration(generation: GenerationConfig) -> bool:
-    """Tell whether transformers has made a generation configuration of a model's, and nobody has written it.
+    """Return whether transformers derived a generation configuration from that of the model.
 
-    Why: transformers keeps it under a private name.
+    Why: transformers keeps this under a private name.
     Holds: transformers 5.17 to 5.23.
     """
     return bool(getattr(generation, "_from_model_config", False))
 
 
 def has_loss_of_program(model: PreTrainedModel) -> bool:
-    """Tell whether a program has set `model.loss_function`.
+    """Return whether a program has set `model.loss_function`.
 
-    Why: the public property gives the loss of transformers as well.
+    Why: the public property returns the loss of transformers as well.
     Holds: transformers 5.17 to 5.23.
     """
     return "_loss_function" in vars(model)
 
 
 def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:
-    """Return how transformers finds the router logits of a model class; None if it does not, or in several ways.
+    """Return how transformers records the router logits of a model class.
 
-    Why: only the class says which of its modules are routers, by a private attribute.
+    None if it does not, or does so in several ways.
+
+    Why: only a private attribute of the class shows which modules are routers.
     Holds: transformers 5.17 to 5.23.
     """
     recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
@@ -185,7 +193,8 @@ def router_recorder(model: PreTrainedModel) -> OutputRecorder | None:
 def checkpoint_of(layer: Any) -> Callable[..., Any]:
     """Return the function that a layer calls to compute with recomputation.
 
-    Why: `gradient_checkpointing_enable` sets it for all layers of a model, and a plan chooses it for each.
+    Why: `gradient_checkpointing_enable` sets it for all layers of a model, but a plan sets it for
+    each layer.
     Holds: transformers 5.17 to 5.23.
     """
     return layer._gradient_checkpointing_func
@@ -201,7 +210,7 @@ def set_checkpoint(layer: Any, function: Callable[..., Any]) -> None:
 
 
 def can_leave_out_experts(module: nn.Module) -> bool:
-    """Tell whether a module of experts knows that some of them are on other processes.
+    """Return whether a module of experts supports experts on other processes.
 
     Why: transformers marks such modules by a private attribute.
     Holds: transformers 5.17 to 5.23.
@@ -210,7 +219,7 @@ def can_leave_out_experts(module: nn.Module) -> bool:
 
 
 def leave_out_experts(module: Any) -> None:
-    """Let a module of experts leave out what is routed to an expert behind the last one.
+    """Make a module of experts skip tokens that are routed to an expert beyond the last one.
 
     Why: the fused operators of transformers do so only for modules with this mark.
     Holds: transformers 5.17 to 5.23.
@@ -219,25 +228,25 @@ def leave_out_experts(module: Any) -> None:
 
 
 def named_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return a function of the file that the class of a module is defined in; None if there is none of this name.
+    """Return a function by name from the file that defines a module's class, or None.
 
-    Why: each modelling file has its own `eager_attention_forward` and `load_balancing_loss_func`, which no registry
-    has.
+    Why: each modeling file has its own `eager_attention_forward` and `load_balancing_loss_func`,
+    which are in no registry.
     Holds: transformers 5.17 to 5.23.
     """
     return vars(sys.modules[type(module).__module__]).get(name)
 
 
 def set_attention(model: PreTrainedModel, name: str, function: Callable[..., Any], *, masks_of: str) -> None:
-    """Let one model use an attention function of ours, for as long as it lives.
+    """Make one model use an attention function of ours, for its lifetime.
 
-    Why: models look attention up by name in tables of the process, and `register` has no way back. The name is taken
-    out of them when the last model that uses it is gone. Without its masks a model would see the tokens to come:
-    transformers makes none for a name that is not in the private table.
+    Why: models look up attention by name in tables of the process, and `register` cannot be undone.
+    The name is removed when the last model that uses it is gone. Without masks a model would attend
+    to future tokens: transformers makes none for a name that is not in the private table.
     Holds: transformers 5.17 to 5.23.
 
     Args:
-        name: the same for the same function only.
+        name: one name for each function.
         function: as for `AttentionInterface.register`.
         masks_of: the attention implementation whose masks it takes.
     """
