@@ -1,15 +1,26 @@
-"""The doors: one function per verb, and the only place that prints an error and sets an exit code.
+"""The command line: one function per command. Only this package prints errors and sets exit codes.
 
-Exit codes: 0 done, 1 a bug (with its traceback) or a plan that is not proven, 2 the user's mistake (a line for each),
-3 another process of the run failed, vanished or is stuck (all say which), 75 asked to stop (SIGTERM, SIGUSR1 or
-`stop_after`) and saved: come again; 130 stopped by ctrl-C, 128 + number by a second signal.
+Exit codes:
+    0    done
+    1    a bug (with its traceback), or a plan that is not proven
+    2    a mistake of the user (one line for each)
+    3    another process of the run failed, vanished or hangs (every process reports which)
+    75   asked to stop (SIGTERM, SIGUSR1 or `stop_after`) and saved: start the run again
+    130  stopped by ctrl-C
+    128 + number of the signal: stopped by a second signal
 
-`train --processes` ends with the code of its processes, with 130 after ctrl-C though they have saved, and with 3 if one
-of them was killed.
+`train --processes` ends with the code of its processes, with 130 after ctrl-C even if they have
+saved, and with 3 if one of them was killed.
 
-Under torchrun a run that was asked to stop ends with 0: torchrun would take anything else for a failure, and start it
-again. Just that is right where only another process was sent SIGTERM, because its machine has to go: such a process
-ends with 75 there too.
+Under torchrun a run that was asked to stop ends with 0, because torchrun would treat any other code
+as a failure and start the run again. A restart is right where only another process received
+SIGTERM, because its machine goes away: a process that stops for that reason ends with 75 under
+torchrun too.
+
+app.py             the typer application and the exit codes
+data_commands.py   commands for text: corpora, tokens, tokenizers, samples
+model_commands.py  commands for the results of a run: checkpoints, models, generated text
+run_commands.py    commands for a run: train, check, verify, plan, schema
 """
 
 import os
@@ -46,12 +57,14 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:
-        # Without Python's clean-up: to take down a process group that others have not left waits for them, or aborts.
+        # Without Python's clean-up: destroying a process group that others have not left waits for
+        # them, or aborts.
         os._exit(code)
 
 
 def _exit_code(arguments: list[str]) -> int:
-    # Not app(): it takes a broken pipe anywhere in the training for a closed terminal, and ends without a trace.
+    # Not app(): it treats a broken pipe anywhere in the training as a closed terminal, and ends
+    # silently.
     command = typer.main.get_command(app)
     try:
         with command.make_context("meshtrain", arguments) as context:
@@ -82,8 +95,9 @@ def _print_mistake(problems: Iterable[str], reporting_rank: int | None = None) -
     if reporting_rank is not None and reporting_rank != rank_from_environment():
         return USER_MISTAKE
     if reporting_rank is None and rank_from_environment() != 0:
-        # Almost always rank 0 finds the same and says it, and torchrun ends this process meanwhile. What rank 0 does
-        # not find (the disk of another machine, say) must not go unsaid.
+        # Almost always rank 0 finds the same problem and prints it, and torchrun ends this process
+        # meanwhile. A problem that rank 0 does not find (such as the disk of another machine) must
+        # be printed too.
         time.sleep(SECONDS_FOR_RANK_0)
     console.error_lines(problems)
     return USER_MISTAKE

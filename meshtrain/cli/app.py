@@ -1,4 +1,4 @@
-"""The command line as a whole, to which the doors are added, and its exit codes."""
+"""The typer application to which the commands are added, and its exit codes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from meshtrain import console
 
-# Neither rich's help panels nor its tracebacks: they take longer to load than everything else here together.
+# rich's help panels and tracebacks are off: they take longer to load than everything else here.
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,

@@ -1,4 +1,4 @@
-"""The doors to text: corpora, tokens, tokenizers, samples."""
+"""The commands for text: corpora, tokens, tokenizers, samples."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +43,7 @@ def corpus(
         str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
     ] = None,
 ) -> None:
-    """Prepare a corpus. From links or raw documents, with a report of what happened to every one."""
+    """Prepare a corpus. From links or raw documents, with a report of what happened to each one."""
     from meshtrain.config.toml import load_corpus
 
     config = load_corpus(file, overrides or ())
@@ -114,7 +114,7 @@ def tokenize(
     ] = 0.0,
     limit: Limit = None,
 ) -> None:
-    """Turn text into token files. Killed, it goes on where it stopped; the files are the same byte for byte."""
+    """Turn text into token files. If killed, it resumes; the files are the same byte for byte."""
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
     from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
@@ -170,7 +170,7 @@ def inspect_data(
         str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
     ] = None,
 ) -> None:
-    """Show samples as the model sees them: decoded, with the borders of documents and what is trained on."""
+    """Show samples as the model sees them: decoded, with document borders and trained parts."""
     if target.endswith(".toml"):
         from meshtrain.config.toml import load_run
         from meshtrain.data.inspection import inspect_run

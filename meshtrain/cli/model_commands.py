@@ -1,4 +1,4 @@
-"""The doors to what a run leaves behind: checkpoints, ordinary models, text."""
+"""The commands for the results of a run: checkpoints, ordinary models, generated text."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,7 +43,7 @@ def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     dtype: Dtype = "original",
 ) -> None:
-    """Join what every process wrote to a Hugging Face model. One process, no accelerator."""
+    """Join the files of all processes into a Hugging Face model. One process, no accelerator."""
     from meshtrain.checkpoint.huggingface.export import merge as merge_files
     from meshtrain.checkpoint.storage.location import open_location
 
@@ -70,7 +70,7 @@ def verify_checkpoints(
         typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them; may be a URL.", show_default=False),
     ],
 ) -> None:
-    """Read every file of checkpoints and compare it with what was written."""
+    """Read every file of checkpoints, and compare it with what was written."""
     from meshtrain.checkpoint.show import verify_checkpoints as verify_them
     from meshtrain.checkpoint.storage.location import open_location
 
@@ -93,7 +93,7 @@ def convert_checkpoint(
     ],
     dtype: Dtype = "original",
 ) -> None:
-    """Turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint to train from."""
+    """Convert a checkpoint to a Hugging Face folder, or a folder to a checkpoint to train from."""
     from meshtrain.checkpoint.huggingface.convert import convert
     from meshtrain.checkpoint.storage.location import open_location
 
@@ -131,7 +131,7 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, help="Follow so many likely texts, and give the best.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
 ) -> None:
-    """Let a model go on from prompts. Start it with torchrun, and a plan or keys of one, for more than one process."""
+    """Continue prompts with a model. With torchrun and a plan or its keys: several processes."""
     from meshtrain.config.toml import load_plan
 
     how = load_plan(plan, overrides or ()) if plan is not None or overrides else None

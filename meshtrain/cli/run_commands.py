@@ -1,4 +1,4 @@
-"""The doors to a run: train it, check it, prove it, show its plan."""
+"""The commands for a run: train, check, verify, plan, schema."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def train(
         typer.Option(min=0, help="With --processes: how often all start again after one was lost; else 0 times."),
     ] = None,
 ) -> None:
-    """Train a run, or resume it. Use --processes for several processes, and torchrun for several machines."""
+    """Train a run, or resume it. Several processes: --processes; several machines: torchrun."""
     if processes is None and max_restarts is not None:
         raise ConfigError("--max-restarts belongs to --processes; give both, or leave it out")
     from meshtrain.config.toml import load_run
@@ -53,7 +53,7 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
     """Train in several processes, and return the exit code.
 
     Raises:
-        ConfigError: if there can be no such number of processes.
+        ConfigError: if this number of processes is not possible.
     """
     from meshtrain.runtime.environment import is_launched
 
@@ -77,7 +77,10 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
 
 @app.command()
 def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
-    """Show who would hold what. Finds every contradiction between run, plan, model and number of processes."""
+    """Show what each process would hold.
+
+    Finds every contradiction between run, plan, model and number of processes.
+    """
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
@@ -102,7 +105,10 @@ def verify(
         bool, typer.Option("--defaults", help="With --models: no other flags than the defaults of each class.")
     ] = False,
 ) -> None:
-    """Prove that a plan computes what one device does. On a tiny copy of the model; exit code 0: proven, 1: not."""
+    """Prove that a plan computes what one device does. Exit code 0: proven, 1: not.
+
+    The proof uses a tiny copy of the model.
+    """
     if models == (run is not None):
         raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
     if (models and json_file is not None) or (not models and (types or only_defaults or table is not None)):
@@ -130,7 +136,7 @@ def verify(
 
 
 def _check_writable(option: str, file: Path) -> None:
-    """Check that a file can be written in the end: a proof takes long, and must not be lost.
+    """Check before a long proof that its result can be written to a file.
 
     Raises:
         ConfigError: if it cannot.
@@ -139,10 +145,10 @@ def _check_writable(option: str, file: Path) -> None:
         if not file.parent.is_dir():
             raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
         if file.is_dir():
-            # An empty name is the directory that this is.
+            # An empty name stands for the current directory.
             raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
         is_new = not file.exists()
-        # Nothing but trying tells: a file system may be read-only, or may not have such names.
+        # Only an attempt shows it: a file system may be read-only, or may not allow such names.
         file.open("a").close()
     except OSError as error:
         raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another place") from error

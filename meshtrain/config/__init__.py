@@ -1,0 +1,19 @@
+"""Run, plan and corpus files: their settings, how they are read, and errors in them.
+
+arguments.py   checks of arguments of the public functions
+corpus.py      settings of a corpus file
+data.py        settings of the data of a run
+mesh.py        the axes of the mesh and their degrees
+overrides.py   overrides on the command line
+parsing.py     text of TOML or JSON to values
+path_rules.py  rules for the text of paths
+paths.py       relative paths in files
+plan.py        settings of a plan file
+problems.py    messages about errors in files and overrides
+reading.py     files and the files that they extend
+run.py         settings of a run file
+schema.py      JSON schemas
+settings.py    the base class of settings
+tables.py      tables of values that know their source
+toml.py        load_run, load_plan, load_corpus, and families of models
+"""

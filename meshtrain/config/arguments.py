@@ -1,6 +1,7 @@
-"""What a program gives a public function: looked at where it comes in, and told in one line if it cannot be meant.
+"""Checks of the arguments that a program passes to a public function, with one line per error.
 
-Each takes what was asked as "function: argument", and the kind of error that the function raises.
+Each check takes the name of the argument as "function: argument", and the kind of error that the
+function raises.
 """
 
 import os
@@ -13,12 +14,12 @@ from meshtrain.errors import ConfigError, UserError
 
 
 def wrong(asked: str, given: object, wanted: str, kind: type[UserError] = ConfigError) -> UserError:
-    """Return the error that says what was given, and what to give instead."""
+    """Return the error that names what was passed, and what to pass instead."""
     return kind(f"{asked} is {described(given)}; give {wanted}")
 
 
 def described(given: object) -> str:
-    """Say in a few words what a value is: itself, if it is a simple one."""
+    """Return a short description of a value: the value itself, if it is a simple one."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if isinstance(given, str):
@@ -36,10 +37,10 @@ def whole_number(
 
     Args:
         asked: function and argument.
-        given: for it.
+        given: the value.
         kind: of the error.
-        least: the smallest that makes sense; None: any does.
-        wanted: what to call it, if not a whole number.
+        least: the smallest allowed value; None: no limit.
+        wanted: description of the expected value, if not a whole number.
 
     Raises:
         kind: for anything else, `True` included.
@@ -53,7 +54,7 @@ def whole_number(
 def positive_number(
     asked: str, given: object, kind: type[UserError] = ConfigError, *, wanted: str = "a number above 0"
 ) -> float:
-    """Return a number above 0, be it of Python, numpy or a tensor of one; it may be `inf`.
+    """Return a number above 0: of Python, of numpy, or a tensor with one element. It may be `inf`.
 
     Raises:
         kind: for anything else, NaN and `True` included.
@@ -69,7 +70,7 @@ def positive_number(
 
 
 def check_flag(asked: str, given: object, kind: type[UserError] = ConfigError) -> None:
-    """Check that something is `True` or `False`: the string "no" would count as true.
+    """Check that a value is `True` or `False`; the string "no" would count as true.
 
     Raises:
         kind: if not.
@@ -82,7 +83,8 @@ def path_text(asked: str, given: object, kind: type[UserError] = ConfigError, *,
     """Return a path as a string.
 
     Raises:
-        kind: for what is none: an empty string too, which would be the current directory.
+        kind: if it is not a path. An empty string is refused too: it would be the current
+            directory.
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if isinstance(path, str) and path:
@@ -91,7 +93,7 @@ def path_text(asked: str, given: object, kind: type[UserError] = ConfigError, *,
 
 
 def check_strings(asked: str, given: object, wanted: str, kind: type[UserError] = ConfigError) -> None:
-    """Check that something is a list of strings, and no string, which is one of its letters.
+    """Check that a value is a list of strings. A string alone is refused, as a sequence of letters.
 
     Raises:
         kind: if not.

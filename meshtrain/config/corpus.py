@@ -9,7 +9,7 @@ from meshtrain.config.path_rules import PathText
 from meshtrain.config.settings import Count, Fraction, NotNegative, Positive, Seconds, Settings
 
 STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
-"""In the order of the chain."""
+"""The steps in the order of the chain."""
 
 
 class UrlsConfig(Settings):

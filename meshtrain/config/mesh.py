@@ -1,7 +1,7 @@
 """The axes of the mesh: their names, what each of them splits, and their degrees in a plan.
 
-A new axis is a field of `MeshPlan` and a row of `ROLES`. Code that does not compute on one particular axis
-uses the groups below, and so needs no change.
+A new axis is a field of `MeshPlan` and a row of `ROLES`. Code that does not compute on one
+particular axis uses the groups below, and so needs no change.
 """
 
 import math
@@ -48,7 +48,7 @@ STAGE_AXES = tuple(axis for axis in AXES if ROLES[axis].splits != "layers")
 PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
 # FSDP2 shards parameters over these axes, and sums gradients over them.
 FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in DATA_AXES)
-# Whole copies of the model along these axes sum their gradients.
+# Full copies of the model along these axes sum their gradients.
 REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in FSDP_AXES)
 
 
@@ -81,7 +81,7 @@ class MeshPlan(Settings):
 
     @property
     def open_axis(self) -> str | None:
-        """The axis that takes whatever is left, if one does."""
+        """The axis that takes all remaining processes, if there is one."""
         return next((axis for axis, degree in self.degrees.items() if degree == -1), None)
 
     @property
@@ -116,7 +116,10 @@ class MeshPlan(Settings):
         return math.prod(degrees)
 
     def with_world_size(self, world_size: int) -> "MeshPlan":
-        """Return the mesh with its open axis filled, for a number of processes that `fixed_degree` divides."""
+        """Return the mesh with its open axis filled for a number of processes.
+
+        `fixed_degree` must divide the number.
+        """
         axis = self.open_axis
         return self if axis is None else self.model_copy(update={axis: world_size // self.fixed_degree})
 

@@ -15,13 +15,13 @@ QUOTING = """quote lists and tables for the shell, as in 'data.train=["a.jsonl"]
 
 
 def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
-    """Read each override; what cannot be read is added to `problems`.
+    """Return a table for each override; those that cannot be read are added to `problems`.
 
-    A value that is not TOML is taken as a string (`run_directory=out`). No value at all takes the key away (`epochs=`),
-    so that one can set what it excludes.
+    A value that is not TOML is taken as a string (`run_directory=out`). An empty value removes the
+    key (`epochs=`), so that a key that excludes it can be set.
 
     Raises:
-        ConfigError: for what is no list of strings.
+        ConfigError: if `lines` is not a list of strings.
     """
     check_strings("overrides", lines, "a list of strings, such as ['mesh.tp=4']")
     source = SettingSource("command line", Path.cwd())
@@ -47,7 +47,7 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
 
 def _parsed(line: str) -> dict[str, Any]:
     key, equals, value = line.partition("=")
-    # A line break would let one override say several things.
+    # A line break would allow several settings in one override.
     if not equals or "\n" in key or key.lstrip().startswith(("#", "[")):
         raise tomllib.TOMLDecodeError
     try:

@@ -1,4 +1,4 @@
-"""From the text of TOML or JSON to values that TOML can have, whatever the text holds."""
+"""Parsing of TOML or JSON to values that TOML can have, whatever the text holds."""
 
 import json
 import re
@@ -15,10 +15,10 @@ _ENDLESS_NUMBER = re.compile(r"[0-9][0-9_]{4300,}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Read TOML.
+    """Return the values of a TOML text.
 
     Raises:
-        TOMLDecodeError: if it is none, or if Python cannot read what it holds.
+        TOMLDecodeError: if the text is not TOML, or Python cannot read its contents.
     """
     try:
         return tomllib.loads(text)
@@ -29,11 +29,11 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Read JSON.
+    """Return the values of a JSON text.
 
     Raises:
-        JSONDecodeError: if it is none.
-        ValueError: if Python cannot read what it holds, or if it holds no object.
+        JSONDecodeError: if the text is not JSON.
+        ValueError: if Python cannot read its contents, or it holds no object.
     """
     try:
         values = json.loads(text)
@@ -55,11 +55,11 @@ def _reason(text: str, error: RecursionError | ValueError) -> str:
 
 
 def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Yield the keys whose values no configuration can hold, each with what to say of it.
+    """Yield the keys whose values no configuration can hold, each with the message about it.
 
     Args:
         value: of the key: a table, a list or a single value.
-        key: where it stands.
+        key: position of the value in the file.
     """
     if len(key) > DEEPEST:
         yield key[:1], _TOO_DEEP
@@ -89,7 +89,7 @@ def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
 
 
 def _depth(value: Any) -> int:
-    """Return how deep lists are nested, level by level: they may be nested deeper than functions can be."""
+    """Return the depth of nested lists, level by level: recursion could exceed Python's limit."""
     depth, level = 0, [value]
     while level:
         depth, level = depth + 1, [entry for part in level if isinstance(part, list) for entry in part]
@@ -105,5 +105,8 @@ def _entries(value: list[Any]) -> Iterator[Any]:
 
 
 def _is_text(text: str) -> bool:
-    """Tell whether a text can be written as UTF-8: a command line, or an escape of JSON, may hold half a character."""
+    """Return whether a text can be written as UTF-8.
+
+    A command line, or an escape in JSON, may hold half a character.
+    """
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,4 +1,4 @@
-"""What the text of a path may be, before anybody looks whether there is such a file."""
+"""Rules for the text of a path, which hold whether or not there is such a file."""
 
 import unicodedata
 from difflib import get_close_matches
@@ -6,15 +6,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-# Bytes, on every file system of Linux and macOS.
+# In bytes, on every file system of Linux and macOS.
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 _FEW = 40
 
 
 def path_problem(path: str) -> str | None:
-    """Say what is wrong with the text of a path or URL, and what to do; None: nothing."""
+    """Return what is wrong with the text of a path or URL, and what to do; None if it is valid."""
     for letter in path:
-        # A lone surrogate stands for a byte that is no UTF-8: no configuration can hold it.
+        # A lone surrogate stands for a byte that is not UTF-8, which no configuration can hold.
         if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
             return f"{_few(path)} has the character {letter!r}, which no path should have; take it out"
     if "://" in path:

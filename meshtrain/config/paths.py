@@ -1,4 +1,4 @@
-"""The paths in a run or corpus file: relative to the file that says them, wherever the run is started."""
+"""The paths in a run or corpus file, which are relative to the file that names them."""
 
 import re
 from collections.abc import Sequence
@@ -33,12 +33,14 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def with_absolute_paths(table: Table, paths: Sequence[Key] = PATHS, above: Key = ()) -> Table:
-    """Replace relative paths by absolute ones and expand `~`; hub ids, URLs and built-in sources stay as they are.
+    """Return a table with absolute paths in place of relative ones, and with `~` expanded.
+
+    Hub ids, URLs and built-in sources stay as they are.
 
     Args:
         table: the settings of a file, or one of its tables.
         paths: the keys of such a file that hold paths.
-        above: where that table lies in the file.
+        above: key of that table in the file.
     """
     resolved: Table = {}
     for name, node in table.items():
@@ -70,5 +72,5 @@ def _absolute(value: Any, key: Key, directory: Path) -> Any:
 
 
 def is_hub_id(text: str) -> bool:
-    """Tell whether a text can be the name of a repository on the hub: `name` or `organisation/name`."""
+    """Return whether a text can be the name of a repository on the hub: `name` or `owner/name`."""
     return HUB_ID.fullmatch(text) is not None and not text.endswith(".json")

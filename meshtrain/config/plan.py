@@ -1,4 +1,4 @@
-"""The plan file: everything about how a model is parallelised, and nothing else."""
+"""The plan file: everything about how a model is parallelized, and nothing else."""
 
 from typing import Annotated, Literal, Self
 
@@ -31,7 +31,8 @@ Style = Literal[
     "expert_parallel",
     "whole_sequence",
 ]
-# parameters, compute -> reduce: no step computes with digits that the one before has lost, and none is for nothing.
+# (parameters, compute) -> allowed formats of the reduction. Other combinations lose accuracy or
+# have no effect.
 PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float32", "float32"): ("float32",),
     ("float32", "bfloat16"): ("float32", "bfloat16"),

@@ -1,4 +1,4 @@
-"""The wording of what is wrong in a file or on the command line: who said what, what was found, what to do."""
+"""Messages about errors in a file or on the command line: source, what was found, what to do."""
 
 import json
 import math
@@ -19,7 +19,7 @@ LONGEST_VALUE, LONGEST_NAME = 60, 200
 
 
 def dotted(key: Key) -> str:
-    """Write a key as TOML writes it."""
+    """Return a key as TOML writes it."""
     return ".".join(name if BARE_KEY.fullmatch(name) and len(name) <= LONGEST_NAME else _quoted(name) for name in key)
 
 
@@ -28,38 +28,38 @@ def _quoted(name: str) -> str:
 
 
 def problem(source: SettingSource, key: Key, message: str) -> str:
-    """Write one line: the file that set the key, the key as it stands in that file, and what is wrong."""
+    """Return one line: the file that set the key, the key as in that file, and what is wrong."""
     own_key = key[len(source.inside) :] if is_inside(key, source.inside) else key
     return f"{source.label}: {dotted(own_key)}: {message}" if own_key else f"{source.label}: {message}"
 
 
 def is_inside(key: Key, table: Key) -> bool:
-    """Tell whether a key lies in a table."""
+    """Return whether a key is inside a table."""
     return key[: len(table)] == table
 
 
 def syntax_problem(error: tomllib.TOMLDecodeError) -> str:
-    """Put the place before the reason."""
+    """Return the message of a syntax error with the position before the reason."""
     reason, is_there, place = str(error).removesuffix(")").rpartition(" (at ")
     return f"{place}: {reason[:1].lower()}{reason[1:]}" if is_there else str(error)
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
-    """Return the option that the word was probably meant to be."""
+    """Return the option that is most similar to a word, or None."""
     by_lower_case = {option.lower(): option for option in options}
-    # 0.5, not difflib's 0.6: the field's own words (pp, tp) are short.
+    # 0.5 in place of difflib's 0.6, because the usual keys of this field (pp, tp) are short.
     matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.5)
     return by_lower_case[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, options: Sequence[str], others: str, *, ending: str = "") -> str:
-    """Return the end of a message about a wrong word: the nearest right one, or else all of them.
+    """Return the end of a message about a wrong word: the nearest option, or else all of them.
 
     Args:
-        word: the wrong one.
-        options: the right ones.
-        others: what to call them all.
-        ending: that all of them have; it would make any two look alike.
+        word: the wrong word.
+        options: the valid ones.
+        others: description of all options.
+        ending: common ending of all options; it would make any two look similar.
     """
     if near := nearest(word, options):
         return f"; did you mean {near + ending!r}?"
@@ -67,13 +67,13 @@ def did_you_mean(word: str, options: Sequence[str], others: str, *, ending: str 
 
 
 class Explainer:
-    """Puts into plain words what pydantic found wrong in settings.
+    """Turns the errors that pydantic finds in settings into plain messages.
 
     Args:
         table: the settings.
-        schema: of the file, to say what was expected.
-        asked: the file that the person named: to blame for what nobody set.
-        is_whole: every file could be read; otherwise nothing can be called missing.
+        schema: of the file, for what was expected.
+        asked: the file that the user named; it is named for errors in settings without a source.
+        is_whole: whether every file could be read; otherwise no key can be called missing.
     """
 
     def __init__(self, table: Table, schema: Schema, *, asked: SettingSource, is_whole: bool) -> None:
@@ -89,7 +89,8 @@ class Explainer:
         misspelt: set[Key] = set()
         for detail in error.errors(include_url=False):
             location = tuple(str(name) for name in detail["loc"])
-            # For a value of several forms pydantic has several errors, each below the name of a form that nobody wrote.
+            # For a value of several forms pydantic reports several errors, each below the name of a
+            # form that is not in the file.
             *_, (key, node) = walk(self._table, location)
             if detail["type"] == "missing":
                 missing.append(location)
@@ -105,7 +106,7 @@ class Explainer:
         return list(lines.values())
 
     def explain_removals(self) -> list[str]:
-        """Return one line for each key that was taken away and that does not exist: pydantic never sees it."""
+        """Return one line for each removed key that does not exist: pydantic never sees it."""
         removed = [(key, node) for key, node in leaves(self._table) if node.value is None]
         return [self._unknown_key(key, node) for key, node in removed if subschema(self._schema, key) is None]
 
@@ -130,7 +131,7 @@ class Explainer:
         return list(above.get("properties", ())) if above else []
 
     def _contradiction(self, key: Key, node: Table | Setting, message: str) -> str:
-        """Blame those who set the keys that the message names in backticks."""
+        """Return a message for the sources of the keys that it names in backticks."""
         if isinstance(node, Setting):
             return problem(node.source, key, message)
         named = [below for name, below in node.items() if f"`{name}`" in message]
@@ -167,5 +168,5 @@ def _found(node: Table | Setting) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST_VALUE) -> str:
-    """Cut a value that is too long for a line."""
+    """Return a text, cut if it is too long for a line."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

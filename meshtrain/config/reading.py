@@ -1,4 +1,4 @@
-"""Reading run, plan and corpus files, and the files that they extend."""
+"""Reading of run, plan and corpus files, and of the files that they extend."""
 
 import json
 import os
@@ -25,37 +25,38 @@ def shipped_plans() -> Path:
 
 
 def absolute(path: str, directory: Path) -> Path:
-    """Return where `path` points when somebody in `directory` says it."""
-    # No user has such a name, and Python refuses to look for one. `path_problem` tells what is wrong.
+    """Return the absolute path that `path` in a file of `directory` stands for."""
+    # A path with a null character is not expanded, because Python raises an error; `path_problem`
+    # reports it.
     expanded = path if "\0" in path else os.path.expanduser(path)
     return Path(os.path.abspath(directory / expanded))
 
 
 def plan_path(name: str, directory: Path) -> Path:
-    """Return the file of a plan: a name that ends in .toml or .json is a path, any other is that of a shipped plan."""
+    """Return the file of a plan. A name with .toml or .json is a path, others are shipped plans."""
     return absolute(name, directory) if name.endswith((".toml", ".json")) else shipped_plans() / f"{name}.toml"
 
 
 def shown(path: Path) -> str:
-    """Return the path as a person in the current directory would say it."""
+    """Return the path relative to the current directory, if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def names_plan(run: Table) -> bool:
-    """Tell whether these settings of a run say which plan to start from."""
+    """Return whether these settings of a run name the plan to start from."""
     plan = run.get("plan")
     return isinstance(plan, Setting) or (plan is not None and "extends" in plan)
 
 
 class Reader:
-    """Reads files on top of what they extend; keeps every problem it meets instead of stopping at the first."""
+    """Reads files on top of what they extend, and collects all problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._open: list[Path] = []
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
-        """Read the file that the person named, by the reader of its kind."""
+        """Read the file that the user named, with the reader of its kind."""
         if said := path_problem(name) or _missing(name, path):
             self.problems.append(said)
             return {}
@@ -98,7 +99,7 @@ class Reader:
         return table
 
     def lay_over_run(self, run: Table, top: Table) -> None:
-        """Merge `top` into the run; a plan that says what it extends starts from there, not from the run's plan."""
+        """Merge `top` into the run. A plan with `extends` starts from that, not the run's plan."""
         plan = top.get("plan")
         if name := _taken(top, "plan"):
             run["plan"] = self._named_plan(name, PLAN)
@@ -156,21 +157,24 @@ class Reader:
 
 
 def _missing(name: str, path: Path) -> str | None:
-    """Say that the file is not there, and what is; None if it is, or may not be looked at: reading it will say so."""
+    """Return the message that a file is missing, or None.
+
+    None is also returned if the file cannot be inspected: reading it will raise the error.
+    """
     try:
         kind = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return _no_file(name, path)
     except OSError:
         return None
-    # A device may have no end, and a pipe no beginning. What a shell puts in place of <(command) is a pipe.
+    # A device may have no end. A pipe is accepted: a shell passes one in place of <(command).
     if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
         return f"{str(path)!r} is a device and no file; name a .toml or .json file"
     return None
 
 
 def _no_file(name: str, path: Path) -> str:
-    """Say that the file is not there, and what is."""
+    """Return the message that a file does not exist, and which ones do."""
     root = shipped_plans()
     if path.is_relative_to(root) and not name.endswith(".toml"):
         shipped = sorted(file.relative_to(root).with_suffix("").as_posix() for file in root.rglob("*.toml"))
@@ -182,7 +186,10 @@ def _no_file(name: str, path: Path) -> str:
 
 
 def _taken(table: Table, name: str) -> Setting | None:
-    """Take a text out of the table; what is no text stays and is found wrong with all other values."""
+    """Remove a string from the table and return it.
+
+    Other values stay, and are reported as wrong with all others.
+    """
     node = table.get(name)
     if isinstance(node, Setting) and isinstance(node.value, str):
         del table[name]

@@ -1,4 +1,4 @@
-"""The JSON schemas of run, plan and corpus files: editors complete them, error messages say from them what to write."""
+"""The JSON schemas of run, plan and corpus files, for editors and for error messages."""
 
 import copy
 import math
@@ -20,11 +20,13 @@ NAMES = {"integer": "a whole number", "number": "a number", "string": "a string"
 
 @cache
 def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
-    """Return the JSON schema (draft 2020-12) of a file as it is written: with `extends`, and `plan` as a name.
+    """Return the JSON schema (draft 2020-12) of a file as it is written.
+
+    It has `extends`, and `plan` as a name. It has no descriptions of keys: every start of a run
+    needs the schema, but only editors need the descriptions (`described_schema`).
 
     Args:
-        kind: which of the files. The answer is made once and shared: it is not to be changed. It describes no key:
-            every start of a run needs it, and only editors the descriptions (`described_schema`).
+        kind: which of the files. The result is cached and shared, and must not be changed.
     """
     if kind == "plan":
         plan = ParallelPlan.model_json_schema()
@@ -60,7 +62,7 @@ def _derived_from(words: type[Settings]) -> Iterator[type[Settings]]:
 
 
 def _required_or_extends(file: Schema) -> Schema:
-    # What a file must say may stand in the file that it extends.
+    # A required key may be in the file that this one extends.
     file["anyOf"] = [{"required": ["extends"]}, {"required": file.pop("required")}]
     return file
 
@@ -70,7 +72,7 @@ def _extends(description: str) -> Schema:
 
 
 def subschema(schema: Schema, key: Key) -> Schema | None:
-    """Return the part of a schema that describes a key: empty where anything goes, None if there is no such key."""
+    """Return the part of a schema for a key: empty if anything is allowed, None if unknown."""
     part = resolved(schema, schema)
     for name in key:
         if not part:
@@ -83,7 +85,10 @@ def subschema(schema: Schema, key: Key) -> Schema | None:
 
 
 def resolved(schema: Schema, part: Schema) -> Schema:
-    """Follow a reference; a choice of forms is seen as its table, if it has one, and keeps its choices."""
+    """Return a part with its reference resolved.
+
+    Of a choice of forms, the table is resolved, if there is one, and the choices stay.
+    """
     if "$ref" in part:
         return {**part, **schema["$defs"][part["$ref"].rpartition("/")[2]]}
     tables = [form for form in part.get("anyOf", ()) if "$ref" in form]
@@ -100,17 +105,18 @@ def keys_of(schema: Schema, part: Schema | None = None, above: Key = ()) -> list
 
 
 def choices(part: Schema) -> list[str]:
-    """Return the words that a value may be, if it may be a word."""
+    """Return the strings that a value may be, if it is a choice of strings."""
     forms = part.get("anyOf", [part])
     return [word for form in forms for word in form.get("enum", ())]
 
 
 def expectation(part: Schema, found: Any = None) -> str:
-    """Say in words what a value must be.
+    """Return a description of what a value must be.
 
     Args:
         part: of the schema, for the value.
-        found: the value, if there is one. Limits that nobody comes near are named to those who are beyond them.
+        found: the value, if there is one. Very large limits are mentioned only if the value is
+            beyond them.
     """
     *others, last = [words for form in part.get("anyOf", [part]) for words in _forms(form, found)]
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""What every group of words in a file has in common."""
+"""The base class and types of all settings."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# More than anybody means: a number above it is a mistake, such as a lost minus in an exponent.
+# A larger number is a mistake, such as a lost minus in an exponent.
 LARGEST = 10**12
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 NotNegative = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -23,13 +23,13 @@ class Settings(BaseModel):
     The docstrings become the JSON schema, so editors show them while a file is written.
     """
 
-    # Without `use_attribute_docstrings`: it would read the sources of all words at every start.
+    # Without `use_attribute_docstrings`: it would read the sources of all settings at every start.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 @cache
 def field_docstrings(words: type[Settings]) -> dict[str, str]:
-    """Return field -> the docstring under it, for a class of words and those that it is derived from."""
+    """Return field -> the docstring under it, for a settings class and its base classes."""
     found = {}
     for kind in reversed(words.__mro__):
         if issubclass(kind, Settings):

@@ -1,4 +1,4 @@
-"""What files and the command line say, before it is checked: tables of values that know who set them."""
+"""Settings of files and the command line before they are checked: tables with sources."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ class SettingSource:
     """A file, or the command line."""
 
     label: str
-    """As a person sees it."""
+    """The name that the user sees."""
     directory: Path
-    """What its relative paths are relative to."""
+    """The directory that its relative paths are relative to."""
     inside: Key = ()
     """The table of the run that it fills: ("plan",) for a plan file that a run names."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that somebody set; None (which TOML does not have) takes the key away again."""
+    """One value with its source. None (which TOML does not have) removes the key."""
 
     value: Any
     source: SettingSource
 
 
 def as_table(values: dict[str, Any], source: SettingSource) -> Table:
-    """Note on every value who set it."""
+    """Return a table in which every value has its source."""
     return {
         name: as_table(value, source) if isinstance(value, dict) else Setting(value, source)
         for name, value in values.items()
@@ -38,13 +38,13 @@ def as_table(values: dict[str, Any], source: SettingSource) -> Table:
 
 
 def plain(table: Table) -> dict[str, Any]:
-    """Return the values alone."""
+    """Return the values alone, without removed keys."""
     values = {name: plain(node) if isinstance(node, dict) else node.value for name, node in table.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def merge(base: Table, top: Table) -> None:
-    """Lay `top` over `base`: tables merge key by key, anything else (a list too) is replaced."""
+    """Merge `top` into `base`: tables merge key by key, anything else (a list too) is replaced."""
     for name, node in top.items():
         below = base.get(name)
         if isinstance(node, dict) and isinstance(below, dict):
@@ -54,7 +54,7 @@ def merge(base: Table, top: Table) -> None:
 
 
 def walk(table: Table, key: Key) -> Iterator[tuple[Key, Table | Setting]]:
-    """Yield what lies on the way to `key`, as far as it exists, the table itself first."""
+    """Yield the nodes on the path to `key`, as far as it exists, the table itself first."""
     node: Table | Setting = table
     yield (), node
     for depth, name in enumerate(key, start=1):

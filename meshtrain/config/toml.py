@@ -1,4 +1,4 @@
-"""From TOML files to words and back: runs, plans, corpora, and the families of models that plans are shipped for."""
+"""Reading runs, plans and corpora from TOML, writing them, and the shipped families of models."""
 
 import hashlib
 import json
@@ -34,7 +34,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: the file.
-        overrides: `key=value` in TOML; later ones win. `plan=name` starts from another plan, wherever it stands.
+        overrides: `key=value` in TOML; later ones win. `plan=name` starts from another plan,
+            whatever its position.
 
     Returns:
         The run with its plan, checked and frozen.
@@ -42,7 +43,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every problem of all files and overrides.
 
-    SettingSource: TOML 1.0 (toml.io); the words are those of transformers, torch and torchtitan.
+    Source: TOML 1.0 (toml.io); the keys are those of transformers, torch and torchtitan.
     """
     named = path_text("load_run: path", path, wanted="a .toml or .json file")
     file = absolute(named, Path.cwd())
@@ -57,8 +58,8 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
     """Read a plan file or a shipped plan, what it extends, and the overrides on top.
 
     Args:
-        path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as "families/gpt2"; None: the
-            overrides say all.
+        path_or_name: a path to a .toml or .json file, or the name of a shipped plan such as
+            "families/gpt2"; None: the overrides alone.
         overrides: `key=value` in TOML, such as `mesh.tp=4`; later ones win.
 
     Returns:
@@ -67,7 +68,8 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigError: with every problem of all files and overrides.
 
-    SettingSource: TOML 1.0 (toml.io); the styles are transformers' tensor-parallel plans, the schedules torch's.
+    Source: TOML 1.0 (toml.io); the styles are transformers' tensor-parallel plans, the schedules
+    torch's.
     """
     if path_or_name is None:
         return _overridden(ParallelPlan, "plan", {}, Path.cwd() / "plan", overrides, [])
@@ -78,11 +80,11 @@ def load_plan(path_or_name: str | Path | None, overrides: Sequence[str] = ()) ->
 
 
 def read_plan(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> ParallelPlan:
-    """Return a plan that is given in any way: ready, as a table, or as a file.
+    """Return a plan that is passed as a ParallelPlan, as a table, or as a file.
 
     Args:
-        plan: a ParallelPlan; a table such as `{"mesh": {"tp": 4}}`, which may name a plan that it `extends`; a path to
-            a .toml or .json file; or the name of a shipped plan.
+        plan: a ParallelPlan; a table such as `{"mesh": {"tp": 4}}`, which may name a plan that it
+            `extends`; a path to a .toml or .json file; or the name of a shipped plan.
 
     Raises:
         ConfigError: with every problem.
@@ -97,10 +99,10 @@ def read_plan(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> ParallelPl
 
 
 def _as_written(value: Any, source: SettingSource, above: Key = ()) -> Any:
-    """Return a table of a program's as a file would give it: in dicts with strings for keys, lists and plain integers.
+    """Return a program's table as a file has it: dicts with string keys, lists, plain integers.
 
     Raises:
-        ConfigError: for a key that is no string.
+        ConfigError: for a key that is not a string.
     """
     if isinstance(value, Mapping):
         for name in value:
@@ -109,7 +111,7 @@ def _as_written(value: Any, source: SettingSource, above: Key = ()) -> Any:
         return {name: _as_written(below, source, (*above, name)) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [_as_written(entry, source, above) for entry in value]
-    # A bool is an integer too, and stays one; an integer of numpy is as good as one of Python.
+    # A bool is an integer too, and stays a bool; other integers (of numpy) become Python's.
     return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
@@ -162,8 +164,9 @@ def find_family(model_type: str, config: Mapping[str, object] | None = None) -> 
     """Return the shipped family that is written for a Hugging Face model type, if there is one.
 
     Args:
-        model_type: as Hugging Face calls it.
-        config: values of the model's configuration: some types have several families. Without it these have none.
+        model_type: as Hugging Face names it.
+        config: values of the model's configuration, because some types have several families.
+            Without it these types have none.
     """
     for family in shipped_families():
         wanted = family.model_config_has
@@ -176,12 +179,15 @@ def find_family(model_type: str, config: Mapping[str, object] | None = None) -> 
 
 @cache
 def shipped_families() -> tuple[ParallelPlan, ...]:
-    """Read the families once."""
+    """Return the shipped families; they are read once."""
     return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
 
 
 def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
-    """Give a plan without styles of its own the tensor rules of the model's family, and nothing else of it."""
+    """Return a plan with the tensor rules of the model's family, if it has no styles of its own.
+
+    Nothing else of the family is used.
+    """
     family = None if plan.tensor.styles else find_family(model_type)
     if family is None:
         return plan
@@ -190,10 +196,10 @@ def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
 
 
 def dump_toml(words: Settings) -> str:
-    """Write a run or a plan with every value; `load_run` and `load_plan` read an equal one."""
+    """Return a run or plan as TOML with all values; `load_run` and `load_plan` read it back."""
     return tomli_w.dumps(words.model_dump(exclude_none=True))
 
 
 def plan_hash(plan: ParallelPlan) -> str:
-    """Return a short name of what the plan says, whatever the order of its keys."""
+    """Return a short hash of the settings of a plan, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plan.model_dump(), sort_keys=True).encode()).hexdigest()[:12]
