@@ -145,7 +145,7 @@ def _check_writable(option: str, file: Path) -> None:
         if not file.parent.is_dir():
             raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
         if file.is_dir():
-            # An empty name stands for the current directory.
+            # An empty name means the current directory.
             raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
         is_new = not file.exists()
         # Only an attempt shows it: a file system may be read-only, or may not allow such names.

@@ -25,7 +25,7 @@ def shipped_plans() -> Path:
 
 
 def absolute(path: str, directory: Path) -> Path:
-    """Return the absolute path that `path` in a file of `directory` stands for."""
+    """Return the absolute path for `path` in a file of `directory`."""
     # A path with a null character is not expanded, because Python raises an error; `path_problem`
     # reports it.
     expanded = path if "\0" in path else os.path.expanduser(path)

@@ -46,7 +46,7 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
 
 
 def described_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
-    """Return the JSON schema of a file with a description of every key: the docstring under the field."""
+    """Return the JSON schema of a file with descriptions: the docstrings under the fields."""
     schema = copy.deepcopy(json_schema(kind))
     kinds = {words.__name__: words for words in _derived_from(Settings)}
     for table in (schema, *schema["$defs"].values()):

@@ -76,7 +76,7 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     else:
         initialize_pipeline(pipeline)
         own = _gather(pipeline)
-    # After the buffers are made: those of the stock model are float32 where the model says so.
+    # After the buffers are made: those of the stock model may be float32.
     with float32_casts_lifted():
         fill(pipeline, with_noise(initial))
         check_parameters(pipeline)
@@ -167,7 +167,7 @@ def _build(subject: ProofCase) -> PreTrainedModel:
 
 
 def build_on_ranks(subject: ProofCase, plan: ParallelPlan) -> Pipeline:
-    """Build the pipeline of a subject under a plan, with memory for its parameters but no values yet."""
+    """Build the pipeline of a case under a plan, with memory for its parameters but no values."""
     return parallelize(
         _build(subject),
         build_mesh(plan.mesh, "cpu"),
