@@ -1,13 +1,15 @@
 """Private parts of torch's autograd and dispatcher: operators, backward passes, tensor memory."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 T = TypeVar("T", bound=Tensor)
 
@@ -32,13 +34,41 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+def flatten(values: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of any nest of lists, dicts and model outputs, and its structure.
+
+    Why: as for `tensors_in`.
+    Holds: torch 2.11 to 2.13.
+    """
+    return tree_flatten(values)
+
+
+def unflatten(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+    """Return a nest with the structure of another one and these leaves.
+
+    Why: as for `tensors_in`.
+    Holds: torch 2.11 to 2.13.
+    """
+    return tree_unflatten(leaves, structure)
+
+
+def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
     """Return the same nest of lists, dicts and model outputs with `function` applied to tensors.
 
     Why: as for `tensors_in`.
     Holds: torch 2.11 to 2.13.
     """
     return tree_map_only(Tensor, function, values)
+
+
+def all_entries_nonzero() -> AbstractContextManager[None]:
+    """Return a context in which `nonzero` of a meta tensor returns all entries.
+
+    Why: the meta device does not know which tokens a router sends where. With this, a pass has the
+    shapes that it has if all tokens go to all experts.
+    Holds: torch 2.11 to 2.13.
+    """
+    return fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 def number_of_backward_pass() -> int:

@@ -23,6 +23,16 @@ def parameter_table(module: Any) -> dict[str, Any]:
     return module._parameters
 
 
+def module_table(module: Any) -> dict[str, Any]:
+    """Return the table of a module's own children; changes to it take effect.
+
+    Why: for one forward pass a list of children is replaced by a part of it. Assignment would
+    register the part.
+    Holds: torch 2.11 to 2.13.
+    """
+    return module._modules
+
+
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the table of a module's own buffers; changes to it take effect.
 

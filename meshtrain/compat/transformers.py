@@ -1,21 +1,17 @@
 """transformers: private attributes of models, model classes and configurations."""
 
+import copy
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
 PATH_KEY = "_name_or_path"
@@ -24,8 +20,6 @@ PATH_KEY = "_name_or_path"
 Why: the path does not describe the model, and is left out where two configurations are compared.
 Holds: transformers 5.17 to 5.23.
 """
-
-_REGISTERED: Counter[str] = Counter()
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
@@ -65,14 +59,41 @@ def loop_over_experts(config: PretrainedConfig) -> None:
     config._experts_implementation = "eager"
 
 
-def build(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model of any class in a number format; its configuration becomes that of the model.
+def copy_expert_implementation(source: PretrainedConfig, target: PretrainedConfig) -> None:
+    """Give a configuration the expert implementation of another one.
+
+    Why: `to_dict` and `from_dict` leave it out.
+    Holds: transformers 5.17 to 5.23.
+    """
+    target._experts_implementation = source._experts_implementation
+
+
+def note_reads(config: PretrainedConfig, note: Callable[[str], object]) -> PretrainedConfig:
+    """Return a copy of a configuration that calls `note` with each name that is read.
+
+    Why: a class may use values that no configuration class declares, and only reading shows which.
+    `__getattribute__` is looked up on the class, so the copy has a class of its own.
+    Holds: transformers 5.17 to 5.23.
+    """
+    stock = type(config)
+
+    def read(self: PretrainedConfig, name: str) -> Any:
+        note(name)
+        return stock.__getattribute__(self, name)
+
+    noting = copy.deepcopy(config)
+    noting.__class__ = type(stock.__name__, (stock,), {"__getattribute__": read})
+    return noting
+
+
+def build(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Build a model of any class; its configuration becomes that of the model.
 
     Why: only the Auto classes have `from_config`, and the constructor of a class takes no number
     format.
     Holds: transformers 5.17 to 5.23.
     """
-    return kind._from_config(config, dtype=dtype)
+    return kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
 def supports_sdpa(kind: type[PreTrainedModel] | None) -> bool:
@@ -82,17 +103,6 @@ def supports_sdpa(kind: type[PreTrainedModel] | None) -> bool:
     Holds: transformers 5.17 to 5.23.
     """
     return getattr(kind, "_supports_sdpa", True)
-
-
-def supports_attention_interface(model: PreTrainedModel) -> bool:
-    """Return whether a model calls attention through the interface of transformers.
-
-    There it can be replaced.
-
-    Why: transformers has this in a private attribute of the class.
-    Holds: transformers 5.17 to 5.23.
-    """
-    return bool(model._supports_attention_backend)
 
 
 def tensor_plan(model: PreTrainedModel) -> Mapping[str, str]:
@@ -235,29 +245,3 @@ def named_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
     Holds: transformers 5.17 to 5.23.
     """
     return vars(sys.modules[type(module).__module__]).get(name)
-
-
-def set_attention(model: PreTrainedModel, name: str, function: Callable[..., Any], *, masks_of: str) -> None:
-    """Make one model use an attention function of ours, for its lifetime.
-
-    Why: models look up attention by name in tables of the process, and `register` cannot be undone.
-    The name is removed when the last model that uses it is gone. Without masks a model would attend
-    to future tokens: transformers makes none for a name that is not in the private table.
-    Holds: transformers 5.17 to 5.23.
-
-    Args:
-        name: one name for each function.
-        function: as for `AttentionInterface.register`.
-        masks_of: the attention implementation whose masks it takes.
-    """
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[masks_of])
-    _REGISTERED[name] += 1
-    weakref.finalize(model, _forget_attention, name).atexit = False
-    model.set_attn_implementation(name)
-
-
-def _forget_attention(name: str) -> None:
-    _REGISTERED[name] -= 1
-    if not _REGISTERED[name]:
-        del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]

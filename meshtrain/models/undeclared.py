@@ -4,13 +4,14 @@ An example is `head_dim` of `glm4_moe`. Published configurations have such value
 used if transformers reads it while it builds the model.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from meshtrain.compat.transformers import build, note_reads
 
 
 def names_used(config: PretrainedConfig) -> set[str]:
@@ -41,17 +42,9 @@ class _Bare(PreTrainedModel, GenerationMixin):
 
 def _names_read(kind: Any, config: PretrainedConfig) -> set[str]:
     read: set[str] = set()
-    stock = type(config)
-
-    def read_and_note(self: PretrainedConfig, name: str) -> Any:
-        read.add(name)
-        return stock.__getattribute__(self, name)
-
-    noting = copy.deepcopy(config)
-    noting.__class__ = type(stock.__name__, (stock,), {"__getattribute__": read_and_note})
     # Some types cannot be built from their defaults. The names read before the error count.
     with torch.device("meta"), suppress(Exception):
-        kind._from_config(noting)
+        build(kind, note_reads(config, read.add))
     return read
 
 

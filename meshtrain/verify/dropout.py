@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshtrain.compat.casts import float32_casts_lifted
+from meshtrain.compat.transformers import copy_expert_implementation
 from meshtrain.errors import TrainingStopped, UserError
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
@@ -72,7 +73,7 @@ def dropped(subject: ProofCase) -> ProofCase:
         # The loss that is measured does not include that of the routers.
         values["output_router_logits"] = False
     new = type(config).from_dict(values)
-    new._experts_implementation = config._experts_implementation
+    copy_expert_implementation(config, new)
     return replace(subject, hf_config=new)
 
 

@@ -8,10 +8,9 @@ from types import UnionType
 from typing import Any, Literal, Union
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 
+from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of
 from meshtrain.errors import UserError
 from meshtrain.models.build import build_model
 from meshtrain.models.rotary import probed
@@ -188,23 +187,22 @@ def _signature(model_type: str, changes: Values) -> object:
     return modules, shapes, tuple(model.all_tied_weights_keys), words, tuple(traces)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OperatorMode):
     """Records every operation, with its numbers, and the shape and origin of each tensor."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[str] = []
         # The tensors are kept so that their memory is not used again for others.
         self._order: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.seen.append(f"{func} {tree_map_only(torch.Tensor, self._name, (args, kwargs, result))}")
+        self.seen.append(f"{func} {map_tensors(self._name, (args, kwargs, result))}")
         return result
 
     def _name(self, tensor: torch.Tensor) -> str:
-        key = tensor.untyped_storage()._cdata
-        number, _ = self._order.setdefault(key, (len(self._order), tensor))
+        number, _ = self._order.setdefault(memory_of(tensor), (len(self._order), tensor))
         return f"{number}{tuple(tensor.shape)}"
 
 

@@ -182,7 +182,9 @@ def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp
     assert answers == answers[:1] * 4
     taken, unwritable, full = answers[0]
     assert taken == f"{folders[0]} exists and is not empty; write into a new folder"
-    assert unwritable == f"cannot write {folders[1]}: Not a directory; make room or write elsewhere"
+    assert (
+        unwritable == f"{folders[1]}: cannot write its lock: Not a directory; make room, or write into another folder"
+    )
     assert full == f"cannot write {folders[2]}: File too large; make room or write elsewhere"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "notes.txt", "taken"]
 

@@ -191,3 +191,23 @@ def test_the_table_of_a_checkpoint() -> None:
     kind = type(metadata.TensorProperties().memory_format)
     assert not isinstance(kind, str)
     assert dcp.memory_format(int, "TORCH_CONTIGUOUS_FORMAT") is None
+
+
+def test_a_nest_is_taken_apart_and_put_together() -> None:
+    nest = {"a": [torch.ones(1), 2], "b": (None, "c")}
+    leaves, structure = autograd.flatten(nest)
+    assert len(leaves) == 4
+    assert autograd.unflatten(leaves, structure) == nest
+
+
+def test_nonzero_of_a_meta_tensor_returns_all_entries() -> None:
+    with autograd.all_entries_nonzero():
+        assert torch.ones(3, 2, device="meta").nonzero().shape == (6, 2)
+
+
+def test_children_are_replaced_without_being_registered() -> None:
+    module = nn.Module()
+    module.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    first = module.layers[:1]
+    compat_nn.module_table(module)["layers"] = first
+    assert module.layers is first

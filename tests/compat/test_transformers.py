@@ -1,11 +1,9 @@
 """transformers' private names are there, do what `meshtrain.compat` uses them for, and are put back."""
 
-import gc
-
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.compat import initialization, peft
@@ -26,7 +24,6 @@ def test_what_a_model_says() -> None:
     compat.loop_over_experts(config)
     assert compat.loops_over_experts(config)
     assert compat.supports_sdpa(LlamaForCausalLM)
-    assert compat.supports_attention_interface(llama)
     assert compat.tensor_plan(llama)["model.layers.*.self_attn.q_proj"] == "colwise"
     assert compat.declarable_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert compat.never_saved(llama) == compat.ignored_when_loaded(llama) == []
@@ -46,22 +43,19 @@ def test_what_a_model_says() -> None:
     assert compat.named_function(layer, "nothing") is None
 
 
-def test_attention_of_one_model_is_forgotten_with_it() -> None:
-    seen: list[Tensor | None] = []
+def test_reads_of_a_configuration_are_noted() -> None:
+    read: set[str] = set()
+    config = model().config
+    compat.build(LlamaForCausalLM, compat.note_reads(config, read.add))
+    assert {"hidden_size", "rms_norm_eps"} <= read
+    assert type(config).__getattribute__ is PretrainedConfig.__getattribute__
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object):
-        seen.append(mask)
-        return query.transpose(1, 2), None
 
-    llama = model()
-    compat.set_attention(llama, "of-a-test", attend, masks_of="eager")
-    llama(torch.ones(1, 3, dtype=torch.long))
-    # Without its masks a model would see the tokens to come.
-    assert seen[0] is not None
-    del llama
-    gc.collect()
-    assert "of-a-test" not in AttentionInterface().valid_keys()
-    assert "of-a-test" not in AttentionMaskInterface().valid_keys()
+def test_the_expert_implementation_is_copied() -> None:
+    source, target = model().config, model().config
+    compat.loop_over_experts(source)
+    compat.copy_expert_implementation(source, target)
+    assert compat.loops_over_experts(target)
 
 
 def test_rules_of_initialisation_are_put_back() -> None:

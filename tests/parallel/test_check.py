@@ -303,11 +303,12 @@ def test_styles_that_are_for_other_modules() -> None:
     assert problems(changed_styles(**{"model.norm": "embedding_rowwise"})) == (
         "tensor.styles: model.norm is 'embedding_rowwise', which is for an Embedding, not for a LlamaRMSNorm",
     )
-    # A subclass has a forward of its own (Gemma scales what it looks up), which the sharded one would replace.
+    # This forward mixes the rows of the table, so a rank that holds some of them cannot run it.
     model = meta_model("llama")
-    model.model.embed_tokens.__class__ = type("Scaled", (nn.Embedding,), {})
+    forward = {"forward": lambda self, ids: nn.functional.embedding(ids, self.weight.softmax(0))}
+    model.model.embed_tokens.__class__ = type("Mixed", (nn.Embedding,), forward)
     assert problems(changed_styles(), model) == (
-        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which is for an Embedding, not for a Scaled",
+        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which is for an Embedding, not for a Mixed",
     )
     model = meta_model("llama")
     model.model.embed_tokens.max_norm = 1.0

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from meshtrain.compat.autograd import flatten, unflatten
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.modules import see_own_heads
 
@@ -32,8 +32,8 @@ def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
         whole: nest of its arguments, (args, kwargs), with meta tensors that have all heads.
         part: the same nest with meta tensors that have the heads of one process.
     """
-    wholes, spec = tree_flatten(whole)
-    parts, _ = tree_flatten(part)
+    wholes, spec = flatten(whole)
+    parts, _ = flatten(part)
     cuts = [_cut_dim(a, b) for a, b in zip(wholes, parts, strict=True)]
     counts = {a.shape[dim] // b.shape[dim] for a, b, dim in zip(wholes, parts, cuts, strict=True) if dim is not None}
     if not counts:
@@ -45,7 +45,7 @@ def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
 
     def run(copied: nn.Module, rank: int | None) -> Tensor:
         own = values if rank is None else [_narrow(v, dim, rank, ways) for v, dim in zip(values, cuts, strict=True)]
-        args, kwargs = tree_unflatten(own, spec)
+        args, kwargs = unflatten(own, spec)
         result: Tensor = copied(*args, **kwargs)
         return result
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as fx_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of
+from meshtrain.compat.nn import parameter_table, set_forward
+from meshtrain.compat.transformers import attention_implementation, set_attention_implementation
 from meshtrain.config.plan import Style
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.dataflow import SHAPE_ONLY, tensors_in
@@ -100,14 +101,14 @@ def follow_heads(model: PreTrainedModel, rules: TensorRules, tp: int) -> Flow:
     return Flow(failure=_first_line(failure), ran=False)
 
 
-class _Parts(TorchDispatchMode):
+class _Parts(OperatorMode):
     """Dispatch mode that tracks which tensors are parts.
 
     For the other tensors it tracks the full parameters that they are computed from.
     """
 
     def __init__(self, flow: Flow, styles: Mapping[str, Style]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flow, self.styles = flow, styles
         self.met: frozenset[str] = frozenset()
         # The tensors are kept alive, so that their memory is not reused for others.
@@ -116,28 +117,28 @@ class _Parts(TorchDispatchMode):
         self._sharded: dict[int, tuple[Tensor, str]] = {}
 
     def add_part(self, tensor: Tensor) -> Tensor:
-        self._parts[_memory(tensor)] = tensor
+        self._parts[memory_of(tensor)] = tensor
         return tensor
 
     def add_whole(self, tensor: Tensor, *origins: str) -> Tensor:
-        self._origins[_memory(tensor)] = tensor, frozenset(origins)
+        self._origins[memory_of(tensor)] = tensor, frozenset(origins)
         return tensor
 
     def add_sharded(self, tensor: Tensor, name: str) -> None:
-        self._sharded[_memory(tensor)] = tensor, name
+        self._sharded[memory_of(tensor)] = tensor, name
 
     def is_part(self, tensor: Tensor) -> bool:
-        return _memory(tensor) in self._parts
+        return memory_of(tensor) in self._parts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().partition(".")[0] in SHAPE_ONLY:
             return func(*args, **(kwargs or {}))
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
-            if (sharded := self._sharded.get(_memory(tensor))) is not None:
+            if (sharded := self._sharded.get(memory_of(tensor))) is not None:
                 self.flow.misused[sharded[1]] = None
         origins = frozenset[str]().union(
-            *(self._origins[key][1] for key in map(_memory, inputs) if key in self._origins)
+            *(self._origins[key][1] for key in map(memory_of, inputs) if key in self._origins)
         )
         is_part = any(map(self.is_part, inputs))
         if is_part:
@@ -148,7 +149,7 @@ class _Parts(TorchDispatchMode):
         for tensor in tensors_in(result):
             if is_part:
                 self.add_part(tensor)
-                self._origins.pop(_memory(tensor), None)
+                self._origins.pop(memory_of(tensor), None)
             elif origins and tensor.is_floating_point():
                 # Integer tensors, such as indices, pass no gradient back.
                 self.add_whole(tensor, *origins)
@@ -165,9 +166,9 @@ class _Pass:
         # Arguments that modules with full parameters received in the pass with all heads.
         self.calls, self.is_first = calls, tp == 1
         self.model = copy.deepcopy(model)
-        if self.model.config._attn_implementation not in ("eager", "sdpa"):
+        if attention_implementation(self.model.config) not in ("eager", "sdpa"):
             # Kernels for one kind of device do not run on meta. The parts are the same with SDPA.
-            self.model.config._attn_implementation = "sdpa"
+            set_attention_implementation(self.model.config, "sdpa")
         self.parts = _Parts(flow, rules.styles)
         # Modules whose gradient the rules sum, and that had a call with only full tensors.
         self.called: set[str] = set()
@@ -184,7 +185,7 @@ class _Pass:
             stack.enter_context(torch.no_grad())
             # Meta tensors do not show the expert of a token: the shapes are those of all tokens
             # going to all experts.
-            stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+            stack.enter_context(all_entries_nonzero())
             self.model.eval()
             ids = probe_ids(next(self.model.parameters()).device)
             mask = probe_mask(ids.device, with_mask=with_mask)
@@ -218,11 +219,11 @@ class _Pass:
 
         for index, layer in enumerate(self.layers):
             if index not in chosen:
-                layer.forward = skip
+                set_forward(layer, skip)
                 continue
             name = f"{self.layers_name}.{index}"
             self._replace_inside(name, layer)
-            layer.forward = partial(self._run_layer, layer.forward)
+            set_forward(layer, partial(self._run_layer, layer.forward))
 
     def _replace_inside(self, prefix: str, layer: nn.Module) -> None:
         stopped: list[str] = []
@@ -234,16 +235,16 @@ class _Pass:
                 stopped.append(below)
                 for _, parameter in module.named_parameters():
                     self.parts.add_sharded(parameter, below)
-                module.forward = stub
+                set_forward(module, stub)
             elif style == "shared_input":
-                module.forward = partial(self._enter, module.forward)
+                set_forward(module, partial(self._enter, module.forward))
             elif style == "local_params":
                 self._take_own_parameters(below, module)
             elif self._is_whole(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
                     self.parts.add_whole(parameter, name.rpartition(".")[0])
-                module.forward = partial(self._run_whole, below, copy.deepcopy(module), module.forward)
+                set_forward(module, partial(self._run_whole, below, copy.deepcopy(module), module.forward))
             else:
                 for parameter in module.parameters(recurse=False):
                     self.parts.add_whole(parameter, below)
@@ -290,7 +291,7 @@ class _Pass:
                 continue
             own = parameter.detach().narrow(dim, 0, parameter.shape[dim] // self.tp).clone()
             module.register_parameter(kind, nn.Parameter(own))
-            self.parts.add_part(module._parameters[kind])  # type: ignore[arg-type]
+            self.parts.add_part(parameter_table(module)[kind])
 
     def _enter(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -358,7 +359,3 @@ def _output_width(module: nn.Module) -> int:
 
 def _input_width(module: nn.Module) -> int:
     return _weight(module).shape[0 if isinstance(module, Conv1D) else 1]
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.nn import become, mix_in, parameter_table
+from meshtrain.compat.nn import become, mix_in, module_table, parameter_table
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.region import Edge
 
@@ -124,7 +124,7 @@ class OwnHeads:
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on the parameters and modules of this process's heads."""
-        parameters, modules = self._parameters, self._modules  # type: ignore[attr-defined]
+        parameters, modules = parameter_table(self), module_table(self)
         all_parameters, all_modules = dict(parameters), dict(modules)
         own = {kind: self._own(value) for kind, value in all_parameters.items() if value is not None}
         lists = {kind: self._own(value) for kind, value in all_modules.items() if isinstance(value, nn.ModuleList)}
@@ -143,7 +143,7 @@ class OwnHeads:
 
 def see_own_heads(module: nn.Module, rank: int, tp: int) -> None:
     """Mix `OwnHeads` into one module, for process `rank` of `tp`."""
-    module.__class__ = type(type(module).__name__, (OwnHeads, type(module)), {"rank": rank, "tp": tp})
+    mix_in(module, OwnHeads, rank=rank, tp=tp)
 
 
 def see_local_parameters(module: nn.Module) -> None:
