@@ -232,12 +232,6 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
             "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "
             "leave out the experts of other processes; use 'moe_tp_experts'",
         ),
-        (
-            Family("mpt", {"attn_config": {"attn_pdrop": 1}}),
-            2,
-            "model.config.attn_config.attn_pdrop = 1: MptForCausalLM does not know the attention interface of "
-            "transformers, so with mesh.tp > 1 the heads of all processes would be dropped alike; set it to 0",
-        ),
         *(
             (
                 family,
