@@ -48,8 +48,14 @@ def crash(said: Path) -> None:
 def import_more() -> set[str]:
     """Import what most tests use, and return what of it was not there."""
     before = {*sys.modules}
-    for room in ("library.parallelize", "training.run", "verify.prove", "inference.generate", "checkpoint.convert"):
-        importlib.import_module(f"meshtrain.{room}")
+    for module in (
+        "api.parallelize",
+        "training.run",
+        "verify.prove",
+        "inference.prompts",
+        "checkpoint.huggingface.convert",
+    ):
+        importlib.import_module(f"meshtrain.{module}")
     return {*sys.modules} - before
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshtrain.config.mesh import Degree, MeshPlan
-from meshtrain.config.settings import LARGEST, Count, NotNegative, Positive, Settings
+from meshtrain.config.settings import LARGEST, Count, NotNegative, Settings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -32,6 +32,8 @@ Style = Literal[
     "whole_sequence",
 ]
 # (parameters, compute) -> allowed formats of the reduction. Other combinations lose accuracy or
+# A loss scale doubles until gradients overflow, and small losses let it grow far.
+Scale = Annotated[float, Field(gt=0.0, le=2.0**100, allow_inf_nan=False)]
 # have no effect.
 PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float32", "float32"): ("float32",),
@@ -108,7 +110,7 @@ class LossScalePlan(Settings):
     rate nor for AdamW.
     """
 
-    initial: Positive = 65536.0
+    initial: Scale = 65536.0
     """Initial scale. The loss is multiplied by the scale, and the gradients are divided by it
     before they are used."""
     growth_interval: Count = 2000
@@ -120,7 +122,7 @@ class LossScalePlan(Settings):
     hysteresis: Count = 2
     """Number of overflows since the scale last grew that are needed to lower it. Each further
     overflow lowers it again."""
-    minimum: Positive = 1.0
+    minimum: Scale = 1.0
     """Lowest scale. An overflow at this scale stops the run."""
 
     @model_validator(mode="after")
