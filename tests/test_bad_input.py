@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a source smaller than a batch": (
         ["run.toml", 'data.train=["small.jsonl"]', "data.tokenizer.vocab_size=258"],
         [
-            "data.train: 1 documents with 14 tokens make 0 packed samples of 16 tokens, and one batch needs 8: give it "
+            "data.train: 1 documents with 14 tokens make 0 packed samples of 16 tokens, and one batch needs 8: provide "
             "more text or lower data.sequence_length to 1 or less"
         ],
     ),

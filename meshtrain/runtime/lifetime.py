@@ -24,6 +24,7 @@ PARENT_POLL_SECONDS = 0.5
 SECONDS_TO_LEAVE = 3.0
 """Time in which a process without its parent reports that and releases its locks."""
 _children_die = False
+_forking_process: int | None = None
 _last_acts: list[Callable[[], None]] = []
 
 
@@ -107,11 +108,15 @@ def _watch_parent(parent: int) -> None:
         os._exit(PEER_FAILED)
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. Does nothing except on Linux."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Make the kernel kill this process when its parent ends. Does nothing except on Linux.
+
+    Args:
+        parent: number of the parent process, if known. It may already have ended.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,9 +151,14 @@ def children_die_with_parent() -> Iterator[None]:
 
 @cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_die_if_wanted)
+    os.register_at_fork(before=_record_forking_process, after_in_child=_die_if_wanted)
+
+
+def _record_forking_process() -> None:
+    global _forking_process
+    _forking_process = os.getpid()
 
 
 def _die_if_wanted() -> None:
     if _children_die:
-        die_with_parent()
+        die_with_parent(_forking_process)

@@ -271,7 +271,7 @@ def test_who_goes_on_after_that_finds_its_file_gone(folder: Place) -> None:
 
 def test_a_place_that_cannot_be_written_is_said_in_a_line(out: Path) -> None:
     out.write_text("a file")
-    assert refusal(out / "deep") == "out: cannot write its lock: File exists; make room, or choose another"
+    assert refusal(out / "deep") == "out: cannot write its lock: Not a directory; make room, or choose another"
 
 
 def test_a_lock_without_a_beat_is_renewed_in_place(out: Path) -> None:
