@@ -13,7 +13,7 @@ install_meshtrain
 
 processes="${PROCESSES:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
 if ((processes == 0)); then
-  echo "error: this machine has no GPU; say how many processes shall train on its CPU, as in PROCESSES=4" >&2
+  echo "error: this machine has no GPU; pass the number of processes to start on its CPU, as in PROCESSES=4" >&2
   exit 2
 fi
 # One thread per process: the processes are the parallelism.

@@ -66,7 +66,7 @@ def line(text: str) -> None:
     _screen.show(Text(text), soft_wrap=True)
 
 
-def has_colours() -> bool:
+def has_colors() -> bool:
     """Return whether styles are visible."""
     return _screen.draws and not _screen.console.no_color
 

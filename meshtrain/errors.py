@@ -5,7 +5,7 @@ MeshtrainError
     ├── ConfigError           a run or plan file, or an override, is wrong
     ├── PlanError             the plan contradicts the model, the run or the number of processes
     ├── ModelError            the model cannot be built, cut, sharded or loaded
-    │   └── NoAttribute       a parallel model lacks an attribute of the stock model
+    │   └── MissingAttribute       a parallel model lacks an attribute of the stock model
     ├── DataError             the data or the tokenizer is missing, broken or too small
     ├── CheckpointError       a checkpoint is missing, foreign, misshapen, or cannot be written
     ├── HostError             a machine of the run cannot be reached by the others
@@ -82,7 +82,7 @@ class ModelError(UserError):
     """The model cannot be built, cut, sharded or loaded."""
 
 
-class NoAttribute(ModelError, AttributeError):
+class MissingAttribute(ModelError, AttributeError):
     """A parallel model lacks an attribute of the stock model.
 
     It is an AttributeError too, so that `hasattr` returns False.

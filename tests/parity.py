@@ -177,7 +177,7 @@ def build(
     seed: int = 0,
     change: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> Pipeline:
-    """Build the pipeline of a case on the ranks, materialised but without values.
+    """Build the pipeline of a case on the ranks, materialized but without values.
 
     Args:
         change: is done to the stock model before it is made parallel.

@@ -18,7 +18,7 @@ __all__ = ["RankError", "run_on_ranks"]
 _APART = ("__main__", "cli", "corpus")
 
 
-def _rooms() -> list[str]:
+def _module_names() -> list[str]:
     """Return the names of all modules of meshtrain that a rank may use."""
     root = Path(meshtrain.__path__[0])
     found = sorted(path.relative_to(root).with_suffix("") for path in root.rglob("*.py"))
@@ -38,7 +38,7 @@ preload(
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3.modeling_qwen3",
         "pytest",
-        *_rooms(),
+        *_module_names(),
     ]
 )
 

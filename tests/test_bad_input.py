@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a run directory inside of a file": (
         ["run.toml", "run_directory=text.jsonl/out"],
-        ["run_directory = text.jsonl/out: text.jsonl is no directory; choose another place"],
+        ["run_directory = text.jsonl/out: text.jsonl is not a directory; choose another place"],
     ),
     "missing data": (
         ["run.toml", 'data.train=["texd.jsonl"]'],
@@ -293,7 +293,7 @@ def test_metrics_that_cannot_be_written_stop_all_ranks(here: Path) -> None:
     answers = on_ranks(2, "train", "run.toml", "steps=40", "checkpoint.every=100", size_limit=5_000)
     assert [code for code, _, _ in answers] == [2, 2]
     assert answers[0][2] == (
-        "error: cannot write metrics into out: File too large; training stopped; make room, then resume: it goes on "
+        "error: cannot write metrics into out: File too large; training stopped; make room, then restart: it resumes "
         "from its newest checkpoint\n"
     )
     # Room was made; the line that was cut off is gone.

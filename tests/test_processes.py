@@ -68,7 +68,7 @@ def test_a_signal_saves_and_stops_all(number: signal.Signals, code: int) -> None
     assert (process.returncode, error) == (code, "")
     steps = len(steps_of(Path("out")))
     assert f"Saved out/checkpoints/step-{steps}\nStopped by " in shown
-    assert shown.endswith(f"{steps} of 100,000 steps are done; the same command goes on from there\n")
+    assert shown.endswith(f"{steps} of 100,000 steps are done; the same command resumes from there\n")
 
 
 def test_a_time_limit_ends_with_its_own_code() -> None:

@@ -1,7 +1,7 @@
 """Draw docs/pictures/terminal-*.svg from the captured output of the quickstart.
 
 Run `python -m docs.generate.terminal` after docs/pictures/quickstart.ansi has changed. That file
-has lines of a real run, with the colours of the terminal.
+has lines of a real run, with the colors of the terminal.
 """
 
 import io

@@ -17,7 +17,7 @@ from meshtrain.errors import CheckpointError, ModelError, UserError
 from meshtrain.runtime.agreement import raise_together
 
 
-def dtype_named(asked: str, given: object, kind: type[UserError]) -> torch.dtype:
+def resolve_dtype(asked: str, given: object, kind: type[UserError]) -> torch.dtype:
     """Return a torch dtype that is given as such or by its name.
 
     Raises:

@@ -29,7 +29,7 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
         return
     is_same, _ = compare_batches(pipeline, batch)
     if not is_same:
-        raise DataError(other_batch(batch))
+        raise DataError(different_batch_message(batch))
 
 
 def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int) -> tuple[bool, list[int]]:
@@ -74,7 +74,7 @@ def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Te
     return torch.ones_like(rows, dtype=torch.int64)
 
 
-def other_batch(batch: Mapping[str, Any]) -> str:
+def different_batch_message(batch: Mapping[str, Any]) -> str:
     """Return the error message for a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
     return (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from meshtrain.api.arguments import dtype_named
+from meshtrain.api.arguments import resolve_dtype
 from meshtrain.api.handle import handle_of
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
@@ -85,7 +85,7 @@ def build_model(
     Source: transformers.AutoModelForCausalLM.from_config, under torch.device("meta").
     """
     call, kind = "build_model", ModelError
-    dtype = dtype_named(f"{call}: dtype", dtype, kind)
+    dtype = resolve_dtype(f"{call}: dtype", dtype, kind)
     check_flag(f"{call}: trust_remote_code", trust_remote_code, kind)
     if not isinstance(attention, str | None):
         raise wrong(f"{call}: attention", attention, "'eager', 'sdpa' or another name of transformers", kind)

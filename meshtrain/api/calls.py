@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from meshtrain.api.batches import check_same_batch, mask_without_cache
 from meshtrain.api.dropout import ProgramStreams
-from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle
 from meshtrain.api.loss import LossOfAllRanks
 from meshtrain.api.same_call import check_same_call
@@ -20,7 +20,7 @@ from meshtrain.compat.distributed import is_inside_ddp
 from meshtrain.config.mesh import TP
 from meshtrain.errors import ModelError
 from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
-from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tensor.sequence import join_hidden_states
 from meshtrain.parallel.tokens import check_tokens
 from meshtrain.runtime.mesh import axis_size
@@ -29,7 +29,7 @@ from meshtrain.runtime.mesh import axis_size
 class Calls:
     """Surrounds every call of the model with checks; the forward pass itself is the stock one."""
 
-    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+    def __init__(self, model: PreTrainedModel, handle: Handle, gradients: GradientCompletion) -> None:
         self._model, self._handle, self._gradients = model, handle, gradients
         self._streams = ProgramStreams(handle)
         self._loss = LossOfAllRanks(model, handle.pipeline.mesh)
@@ -101,7 +101,7 @@ class Calls:
 
     def _has_parts(self) -> bool:
         mesh, plan = self._handle.pipeline.mesh, self._handle.pipeline.plan
-        return plan.tensor.sequence_parallel and axis_size(mesh, TP) > 1 and stream_in_parts()
+        return plan.tensor.sequence_parallel and axis_size(mesh, TP) > 1 and sequence_is_split()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_end(self, what: str, *_: Any) -> None:
@@ -115,7 +115,7 @@ class Calls:
     def _check_inside(self, *_: Any) -> None:
         if not self._is_inside:
             raise ModelError(
-                "a part of a parallel model was called, whose gradients nobody would add up over the ranks; call the "
+                "a part of a parallel model was called, whose gradients would not be summed over the ranks; call the "
                 "model itself, and take model(..., output_hidden_states=True).hidden_states[-1]"
             )
 

@@ -50,7 +50,7 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     for name, module in own.items():
         if not _is_method_of(module):
             raise ModelError(
-                f"the forward of {name} was replaced by a function that is no method of it, and would go on computing "
+                f"the forward of {name} was replaced by a function that is not a method of it, and would still compute "
                 "with the module that was cut up; give it as types.MethodType(function, module), with the module as "
                 "its first argument, or use a mesh with pp = 1"
             )

@@ -16,7 +16,7 @@ from meshtrain.training.gradients import complete_gradients
 NO_BACKWARD_PASS = -1
 
 
-class WholeGradients:
+class GradientCompletion:
     """Completes the gradients of each backward pass of a model without a pipeline.
 
     What FSDP2 does not reduce is reduced here: copies of the model over dp_replicate, and parts

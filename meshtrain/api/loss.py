@@ -97,7 +97,7 @@ class LossOfAllRanks:
             )
         elif has_loss_of_program(self._model):
             raise ModelError(
-                "model.loss_function was set to a function of yours: nobody knows how many labels it is the mean over, "
+                "model.loss_function is a function of yours: it is unknown over how many labels it is the mean, "
                 "to make one mean for all data ranks; compute it from the logits, divided by model.num_data_ranks if "
                 "it is a mean, or use a mesh without dp axes"
             )
@@ -141,7 +141,7 @@ def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
         if shifts is None:
             return None
         raise ModelError(
-            f"nobody knows over which labels the loss of a {stock_class(model).__name__} is the mean: a tiny copy of "
+            f"it is unknown over which labels the loss of a {stock_class(model).__name__} is the mean: a tiny copy of "
             f"it does not run ({error}); compute it from the logits, or use a mesh without dp axes"
         ) from error
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.api.arguments import check_tokenizer, new_folder
 from meshtrain.api.calls import Calls
-from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import ATTRIBUTE, Handle, handle_of, pipeline_of
 from meshtrain.api.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.checkpoint.huggingface.adapters import save_adapters
@@ -75,7 +75,7 @@ class ParallelModel(Unmovable):
                 raise ModelError(
                     f"load_state_dict: {name} is a whole tensor, and every rank of this model keeps a shard of it; "
                     "give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
-                    "folder); meshtrain.load_checkpoint(directory, state) goes on with a training"
+                    "folder); meshtrain.load_checkpoint(directory, state) resumes a training"
                 )
         stock: Any = super()
         return stock.load_state_dict(state_dict, *args, **kwargs)
@@ -171,11 +171,11 @@ def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
         "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before: "
         "meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), plan); "
-        "meshtrain.load_checkpoint goes on with a training"
+        "meshtrain.load_checkpoint resumes a training"
     )
 
 
-def make_parallel(model: PreTrainedModel, handle: Handle, gradients: WholeGradients) -> None:
+def make_parallel(model: PreTrainedModel, handle: Handle, gradients: GradientCompletion) -> None:
     """Give a model that `meshtrain.parallel.parallelize` has cut its stock interface."""
     vars(model)[ATTRIBUTE] = handle
     mix_in(model, ParallelModel, __module__=type(model).__module__)

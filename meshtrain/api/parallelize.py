@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from meshtrain.api.custom_code import check_own_code
-from meshtrain.api.gradients import WholeGradients
+from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle, find_handle
 from meshtrain.api.model import make_adapted, make_parallel
 from meshtrain.api.pipelined_model import PipelinedModel
@@ -138,7 +138,7 @@ def parallelize(
         # The model that was passed stays complete, on meta: it defines how its adapters are saved.
         put_on_adapters(stock, adapters)
         return PipelinedModel(handle)
-    make_parallel(stock, handle, WholeGradients(pipeline))
+    make_parallel(stock, handle, GradientCompletion(pipeline))
     if adapted is not None:
         make_adapted(adapted, pipeline)
     return model
@@ -159,15 +159,15 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
     if find_handle(model) is not None:
         raise ModelError(
             "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
-            "(model.save_pretrained) and load it anew, or build it again"
+            "(model.save_pretrained) and load it again, or build it again"
         )
     _check_no_wrapper(model)
     if hasattr(model, "get_base_model"):
         model = _inside_of_adapter(model)
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{described(model)} is no model of transformers; give one, such as GPT2LMHeadModel")
+        raise ModelError(f"{described(model)} is not a model of transformers; give one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
-        what = "is quantised" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
+        what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
         raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
     return model
 
@@ -194,7 +194,7 @@ def _inside_of_adapter(model: Any) -> Any:
     if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
         raise ModelError(
             f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
-            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases that shall train'
+            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases to train'
         )
     return model.get_base_model()
 

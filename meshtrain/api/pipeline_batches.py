@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from meshtrain.api.batches import compare_batches, mask_without_cache, other_batch
+from meshtrain.api.batches import compare_batches, different_batch_message, mask_without_cache
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import DataError, Problem
@@ -24,9 +24,9 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size
 from meshtrain.training.loss import count_trained_tokens
 
 TOKENS = (torch.int64, torch.int32)
-AS_IT_IS = {"use_cache": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
+IMPLIED_OPTIONS = {"use_cache": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
 """Options that a program may pass to a training pass because they hold anyway."""
-INSTEAD = {
+ALTERNATIVES = {
     "inputs_embeds": "only the first stage could use them; give input_ids",
     "shift_labels": "the ranks of a pipeline shift labels themselves; give labels, unshifted",
     "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
@@ -36,7 +36,7 @@ MOST_OFFSET = 2
 
 
 @dataclass(frozen=True)
-class WholeBatch:
+class CheckedBatch:
     """A batch that has passed all checks.
 
     Attributes:
@@ -50,7 +50,7 @@ class WholeBatch:
     trains: bool
 
 
-class WholeBatches:
+class BatchChecker:
     """Checks and prepares the batches of one model.
 
     Args:
@@ -65,7 +65,7 @@ class WholeBatches:
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in names.values())
         self._known = None if takes_any else {*names, "labels"}
 
-    def take(self, batch: Mapping[str, Any]) -> WholeBatch:
+    def take(self, batch: Mapping[str, Any]) -> CheckedBatch:
         """Check a batch and prepare it. Collective over all ranks.
 
         It takes one message over tp and pp to compare, and one over the data axes to count.
@@ -93,17 +93,17 @@ class WholeBatches:
         message = torch.stack([counted, torch.tensor(int(is_wrong or not is_same))])
         num_tokens, num_wrong = all_reduce_over(message, self._pipeline.mesh, DATA_AXES)
         if num_wrong:
-            _raise_first(problems, None if is_same else other_batch(inputs))
+            _raise_first(problems, None if is_same else different_batch_message(inputs))
         inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
         # torch's stages expect the strides of a contiguous tensor, which a slice of columns does
         # not have.
         placed = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
-        return WholeBatch(placed, num_tokens.to(self._device), bool(trains))
+        return CheckedBatch(placed, num_tokens.to(self._device), bool(trains))
 
     def _check(self, inputs: Mapping[str, Tensor]) -> None:
         if unknown := [name for name in inputs if self._known is not None and name not in self._known]:
             kind = type(self._pipeline.stages[0].model).__name__
-            raise DataError(f"{unknown[0]} is no input of {kind}; leave it out of the batch")
+            raise DataError(f"{unknown[0]} is not an input of {kind}; leave it out of the batch")
         for name in ("input_ids", "labels"):
             _check_tokens_are_rows(name, inputs[name])
         self._check_shapes(inputs)
@@ -122,7 +122,7 @@ class WholeBatches:
         if inputs["labels"].shape != shape:
             raise DataError(
                 f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}; give a label for "
-                "every token, -100 where none shall count"
+                "every token, -100 where none is to count"
             )
         if other := [name for name, value in inputs.items() if value.dim() > 1 and value.shape[-1] != width]:
             raise DataError(
@@ -182,15 +182,17 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
             f"the batch is a {type(batch).__name__}; give a mapping with input_ids and labels, as a tokenizer returns "
             'it with return_tensors="pt"'
         )
-    given = {name: value for name, value in batch.items() if value is not None and value is not AS_IT_IS.get(name)}
+    given = {
+        name: value for name, value in batch.items() if value is not None and value is not IMPLIED_OPTIONS.get(name)
+    }
     if missing := [name for name in ("input_ids", "labels") if name not in given]:
         raise DataError(
             f"the batch has no {missing[0]}, it has {', '.join(map(str, given)) or 'nothing'}; the ranks of a pipeline "
             "take input_ids and labels, and compute the loss themselves"
         )
     for name, value in given.items():
-        if name in INSTEAD:
-            raise DataError(f"{name} is in the batch: {INSTEAD[name]}")
+        if name in ALTERNATIVES:
+            raise DataError(f"{name} is in the batch: {ALTERNATIVES[name]}")
         if not isinstance(value, Tensor):
             raise DataError(
                 f"{name} in the batch is a {type(value).__name__}, and a pipeline cuts tensors into microbatches; "

@@ -12,10 +12,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from meshtrain.api.dropout import ProgramStreams
 from meshtrain.api.gradients import add_gradients, set_gradients_aside
 from meshtrain.api.handle import ATTRIBUTE, Handle
-from meshtrain.api.pipeline_batches import WholeBatch, WholeBatches
+from meshtrain.api.pipeline_batches import BatchChecker, CheckedBatch
 from meshtrain.api.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.config.mesh import DATA_AXES, PP
-from meshtrain.errors import ModelError, NoAttribute, UserError
+from meshtrain.errors import MissingAttribute, ModelError, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
@@ -28,7 +28,7 @@ MOVE = (
     "before meshtrain.parallelize or in [precision] of the plan"
 )
 MODULES = "a rank holds its stages only; do what you want with the stock model before meshtrain.parallelize"
-INSTEAD = {
+ALTERNATIVES = {
     **dict.fromkeys(("forward", "loss", "loss_function"), TRAIN),
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), MOVE),
     "state_dict": "call meshtrain.save_checkpoint(directory, state), or model.save_pretrained(folder)",
@@ -61,7 +61,7 @@ class PipelinedModel:
         self._handle = handle
         self._pipeline = handle.pipeline
         self._streams = ProgramStreams(handle)
-        self._batches = WholeBatches(handle.pipeline, handle.device)
+        self._batches = BatchChecker(handle.pipeline, handle.device)
         self._failure: str | None = None
         self._loss = build_loss(handle.pipeline)
 
@@ -142,7 +142,7 @@ class PipelinedModel:
 
         Args:
             batch: `input_ids` (rows, seq), `labels` (rows, seq) as transformers takes them,
-                unshifted and -100 where a token shall not count, and further inputs of the model,
+                unshifted and -100 where a token is not to count, and further inputs of the model,
                 such as `attention_mask` (rows, seq). The number of rows is a multiple of the micro
                 batch size, and large enough for the schedule. Entries that are None are left out.
                 With `use_cache` False, here or in the configuration, documents of one row are kept
@@ -209,7 +209,7 @@ class PipelinedModel:
         # with an underscore.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise NoAttribute(f"a model over pp has no {name}: {INSTEAD.get(name, MODULES)}")
+        raise MissingAttribute(f"a model over pp has no {name}: {ALTERNATIVES.get(name, MODULES)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute that may be set, or one that a program adds.
@@ -219,8 +219,8 @@ class PipelinedModel:
         """
         is_own = name.startswith("_") or name in (ATTRIBUTE, "generation_config")
         stock = None if is_own else self._pipeline.stages[0].model
-        if not is_own and (name in INSTEAD or hasattr(type(self), name) or hasattr(stock, name)):
-            raise ModelError(f"{name} of a model over pp cannot be set: {INSTEAD.get(name, MODULES)}")
+        if not is_own and (name in ALTERNATIVES or hasattr(type(self), name) or hasattr(stock, name)):
+            raise ModelError(f"{name} of a model over pp cannot be set: {ALTERNATIVES.get(name, MODULES)}")
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -232,7 +232,7 @@ class PipelinedModel:
             "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it"
         )
 
-    def _take(self, batch: Mapping[str, Any]) -> WholeBatch:
+    def _take(self, batch: Mapping[str, Any]) -> CheckedBatch:
         self._handle.check_values()
         self._check_stages_wait_for_nothing()
         return self._batches.take(batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshtrain.api.arguments import check_tokenizer, dtype_named, new_folder
+from meshtrain.api.arguments import check_tokenizer, new_folder, resolve_dtype
 from meshtrain.api.handle import Handle, handle_of
 from meshtrain.checkpoint.huggingface.adapters import save_adapters
 from meshtrain.checkpoint.huggingface.description import Tokenizer
@@ -81,7 +81,7 @@ def save_pretrained(
     """
     handle, call = _ready(model), "save_pretrained"
     folder = new_folder(f"{call}: folder", folder)
-    dtype = None if dtype is None else dtype_named(f"{call}: dtype", dtype, CheckpointError)
+    dtype = None if dtype is None else resolve_dtype(f"{call}: dtype", dtype, CheckpointError)
     check_tokenizer(f"{call}: tokenizer", tokenizer)
     check_flag(f"{call}: merge_adapters", merge_adapters)
     if not isinstance(max_shard_size, str):

@@ -17,7 +17,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters
 from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
-from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
+from meshtrain.models.rotary import apply_sequence_length, grown_length, length_dependent
 from meshtrain.parallel.local_parameter import laid_out_as
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
@@ -187,7 +187,7 @@ def put_buffers(values: Values, pipeline: Pipeline) -> None:
     """Copy the buffers, which every stage has in full."""
     for stage in pipeline.stages:
         if values.grown_length:
-            see_sequence(stage.model, values.grown_length)
+            apply_sequence_length(stage.model, values.grown_length)
         for name, buffer in stage.model.named_buffers():
             if name in values.buffers:
                 buffer.copy_(values.buffers[name])

@@ -142,7 +142,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
     try:
         text = path.read_bytes()
     except errors_of(path) as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: cannot read {path}: {reason_of(error)}") from error
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: cannot read {path}: {reason_of(error)}") from error
     try:
         version = json.loads(text)["format_version"]
     except (ValueError, KeyError, TypeError) as error:

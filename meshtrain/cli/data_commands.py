@@ -83,7 +83,7 @@ Sources = Annotated[
 ]
 TextKey = Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")]
 OnBadRecord = Annotated[
-    Literal["fail", "skip"], typer.Option(help="What to do with a record that is no text; skip counts them.")
+    Literal["fail", "skip"], typer.Option(help="What to do with a record that is not a text; skip counts them.")
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Only so many documents, from the first on.", show_default=False)

@@ -11,7 +11,7 @@ import typer
 from meshtrain import console
 from meshtrain.cli.app import Overrides, Run, app
 from meshtrain.errors import ConfigError
-from meshtrain.runtime.exit_codes import COME_AGAIN, NOT_PROVEN
+from meshtrain.runtime.exit_codes import NOT_PROVEN, RESTART
 
 WorldSize = Annotated[int, typer.Option(min=1, max=10**6, help="Number of processes.", show_default=False)]
 OptionalWorldSize = Annotated[
@@ -46,7 +46,7 @@ def train(
 
     ending = train_run(config)
     if ending is Ending.FOLLOWED or (ending is Ending.ASKED and not must_end_with_0()):
-        raise typer.Exit(COME_AGAIN)
+        raise typer.Exit(RESTART)
 
 
 def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_restarts: int) -> int:
@@ -68,7 +68,7 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
     number = torch.cuda.device_count() if processes == "gpus" else int(processes)
     if number == 0:
         raise ConfigError(
-            "--processes gpus: this machine has no GPU; say how many processes shall train on its CPU, as in "
+            "--processes gpus: this machine has no GPU; pass the number of processes to start on its CPU, as in "
             "--processes 4"
         )
     command = [sys.executable, "-u", "-m", "meshtrain", "train", str(run), *overrides]
@@ -143,7 +143,7 @@ def _check_writable(option: str, file: Path) -> None:
     """
     try:
         if not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is no directory; make it, or choose another place")
+            raise ConfigError(f"{option}: {file.parent} is not a directory; make it, or choose another place")
         if file.is_dir():
             # An empty name means the current directory.
             raise ConfigError(f"{option}: {file} is a directory; give the name of a file")

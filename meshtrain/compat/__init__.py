@@ -4,7 +4,7 @@ Each docstring has two lines: Why (the interface is needed) and Holds (the versi
 with). `tests/compat` fails when a library changes.
 
 autograd.py        torch's autograd and dispatcher
-casts.py           float64 in modelling code that casts to float32
+casts.py           float64 in modeling code that casts to float32
 datatrove.py       the executor of datatrove
 dcp.py             torch's distributed checkpoints
 distributed.py     torch.distributed: process groups, flight recorder, pipelines, DDP

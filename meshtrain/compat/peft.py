@@ -17,7 +17,7 @@ def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
     """
     for name, method in methods.items():
         if not callable(getattr(owner, name)):
-            raise AttributeError(f"{name} of {type(owner).__name__} is no method")
+            raise AttributeError(f"{name} of {type(owner).__name__} is not a method")
         vars(owner)[name] = method
 
 

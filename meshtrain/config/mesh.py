@@ -30,7 +30,7 @@ class Role:
     shards_parameters: bool = False
 
 
-# From the outermost to the innermost: neighbours on the last axis have consecutive ranks.
+# From the outermost to the innermost: neighbors on the last axis have consecutive ranks.
 ROLES = {
     PP: Role("layers"),
     DP_REPLICATE: Role("samples"),

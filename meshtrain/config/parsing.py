@@ -66,7 +66,7 @@ def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
     elif isinstance(value, dict):
         for name, below in value.items():
             if not _is_text(name):
-                yield key, f"the key {name!r} is not UTF-8 text; mend it"
+                yield key, f"the key {name!r} is not UTF-8 text; fix it"
             else:
                 yield from unusable_values(below, (*key, name))
     elif isinstance(value, list):
@@ -85,7 +85,7 @@ def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
     elif isinstance(value, int) and value not in _BITS_64:
         yield key, f"a whole number of {value.bit_length():,} bits, and TOML has at most 64; give a smaller one"
     elif isinstance(value, str) and not _is_text(value):
-        yield key, f"{value[:40]!r} is not UTF-8 text; mend it"
+        yield key, f"{value[:40]!r} is not UTF-8 text; fix it"
 
 
 def _depth(value: Any) -> int:

@@ -73,7 +73,7 @@ class TensorPlan(Settings):
     process whole experts."""
     auto: bool = False
     """Derive the rules that are missing for this model. A rule that matches nothing then
-    belongs to another variant of the family, and is no error."""
+    belongs to another variant of the family, and is not an error."""
     styles: dict[str, Style] = {}
     """Module pattern -> style. `*` stands for one layer number. Every parameter needs exactly
     one rule when tp > 1. Without any rule, those of the shipped family are used; without a
@@ -187,7 +187,7 @@ class CompilePlan(Settings):
 
 
 class ParallelPlan(Settings):
-    """Everything about how a model is parallelised, in one TOML file."""
+    """Everything about how a model is parallelized, in one TOML file."""
 
     model_types: list[str] = []
     """Hugging Face model types that this plan is written for. Empty: any."""

@@ -100,7 +100,7 @@ class Explainer:
                 lines[key] = self._unknown_key(key, node)
                 misspelt.add((*key[:-1], nearest(key[-1], self._names_beside(key)) or ""))
             else:
-                lines[key] = problem(self._speaker(node), key, _unexpected(part, node))
+                lines[key] = problem(self._source(node), key, _unexpected(part, node))
         if self._is_whole:
             lines |= {key: self._missing(key) for key in missing if key not in misspelt}
         return list(lines.values())
@@ -116,7 +116,7 @@ class Explainer:
         return problem(self._asked, key, f"missing; expected {expectation(part)}")
 
     def _unknown_key(self, key: Key, node: Table | Setting) -> str:
-        source = self._speaker(node)
+        source = self._source(node)
         namesakes = [
             other for other in keys_of(self._schema) if other[-1] == key[-1] and is_inside(other, source.inside)
         ]
@@ -135,15 +135,15 @@ class Explainer:
         if isinstance(node, Setting):
             return problem(node.source, key, message)
         named = [below for name, below in node.items() if f"`{name}`" in message]
-        sources = list(dict.fromkeys(source for below in named for source in _speakers(below))) or [self._asked]
+        sources = list(dict.fromkeys(source for below in named for source in _sources(below))) or [self._asked]
         together = replace(sources[0], label=", ".join(source.label for source in sources))
         return problem(together, key, message)
 
-    def _speaker(self, node: Table | Setting) -> SettingSource:
-        return next(_speakers(node), self._asked)
+    def _source(self, node: Table | Setting) -> SettingSource:
+        return next(_sources(node), self._asked)
 
 
-def _speakers(node: Table | Setting) -> Iterator[SettingSource]:
+def _sources(node: Table | Setting) -> Iterator[SettingSource]:
     if isinstance(node, Setting):
         yield node.source
     else:

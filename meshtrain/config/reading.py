@@ -181,8 +181,8 @@ def _no_file(name: str, path: Path) -> str:
         return f"no shipped plan {name!r}{did_you_mean(name, shipped, 'shipped are')}"
     if not path.parent.is_dir():
         return f"no file {path.name!r}: there is no directory {path.parent}"
-    neighbours = sorted(file.stem for file in path.parent.glob("*.toml"))
-    return f"no file {path.name!r} in {path.parent}{did_you_mean(path.stem, neighbours, 'there is', ending='.toml')}"
+    neighbors = sorted(file.stem for file in path.parent.glob("*.toml"))
+    return f"no file {path.name!r} in {path.parent}{did_you_mean(path.stem, neighbors, 'there is', ending='.toml')}"
 
 
 def _taken(table: Table, name: str) -> Setting | None:

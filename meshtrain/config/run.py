@@ -223,7 +223,7 @@ class RunConfig(Settings):
     gradients that they must. A checksum of the parameters is written down; it is the same on
     every mesh."""
     plan: ParallelPlan = ParallelPlan()
-    """How the model is parallelised: `plan = "name"`, or a table with `extends = "name"` and
+    """How the model is parallelized: `plan = "name"`, or a table with `extends = "name"` and
     the keys that differ."""
 
     @model_validator(mode="after")

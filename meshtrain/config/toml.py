@@ -131,7 +131,7 @@ def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig
 
 
 def _overridden(
-    words_of: type[W],
+    settings_type: type[W],
     kind: Literal["plan", "corpus"],
     table: Table,
     file: Path,
@@ -140,11 +140,11 @@ def _overridden(
 ) -> W:
     for top in read_overrides(overrides, problems):
         merge(table, top)
-    return _checked(words_of, kind, table, file, problems)
+    return _checked(settings_type, kind, table, file, problems)
 
 
 def _checked(
-    words_of: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
+    settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
 ) -> W:
     explainer = Explainer(
         table, json_schema(kind), asked=SettingSource(shown(file), file.parent), is_whole=not problems
@@ -152,7 +152,7 @@ def _checked(
     problems = problems + explainer.explain_removals()
     try:
         paths = CORPUS_PATHS if kind == "corpus" else PATHS
-        words = words_of.model_validate(plain(with_absolute_paths(table, paths)))
+        words = settings_type.model_validate(plain(with_absolute_paths(table, paths)))
     except ValidationError as error:
         raise ConfigError(dict.fromkeys(problems + explainer.explain(error))) from None
     if problems:

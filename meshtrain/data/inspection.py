@@ -165,7 +165,7 @@ def _show(excerpt: Excerpt, tokenizer: Tokenizer) -> None:
 
 def _segments(spans: Sequence[Span], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     """Yield texts and their styles."""
-    before, after = ("", "") if console.has_colours() else READ_ONLY_MARKS
+    before, after = ("", "") if console.has_colors() else READ_ONLY_MARKS
     for span in spans:
         if span.begins_document:
             yield "\n── a document begins ──\n", BORDER_STYLE

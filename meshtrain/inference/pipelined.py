@@ -96,7 +96,7 @@ class _Stages:
                 received = borders.receive(stage.index, hidden_like(self.pipeline, input_ids, input_ids.device))
             output = stage.model(received, **inputs, **({} if cache is None else {"past_key_values": cache}))
             if not stage.is_last:
-                borders.hand_on(stage.index, output)
+                borders.send(stage.index, output)
             if cache is not None:
                 _count_elsewhere(cache, stage, input_ids)
             borders.end_stage()

@@ -104,9 +104,9 @@ def build_model(
         ) from error
     except AttributeError as error:
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
-    if _sees_what_comes(model):
+    if _sees_later_tokens(model):
         raise ModelError(
-            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it shall predict; set "
+            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it is to predict; set "
             "it to true"
         )
     model.train()
@@ -246,7 +246,7 @@ def _refusal(model_type: str, error: Exception) -> ModelError:
     return ModelError(f"model.config: transformers refuses it for {model_type!r}: {refusal_reason(error)}")
 
 
-def _sees_what_comes(model: PreTrainedModel) -> bool:
+def _sees_later_tokens(model: PreTrainedModel) -> bool:
     """Return whether a model sees the tokens to predict, because it is not set to be a decoder.
 
     The check compares its operators with those of the same model as a decoder.

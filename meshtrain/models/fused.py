@@ -131,7 +131,7 @@ def _shares(model: nn.Module, name: str, parts: Parts) -> dict[str, int]:
     for part, share in parts.items():
         count = share if isinstance(share, int) else getattr(config, share, None)
         if not isinstance(count, int) or count < 1:
-            raise PlanError(f"{KEY}: {name}.{part} = {share!r} is no number of the model's configuration")
+            raise PlanError(f"{KEY}: {name}.{part} = {share!r} is not a number of the model's configuration")
         shares[part] = count
     return shares
 

@@ -103,7 +103,7 @@ def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str
     untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
     if untouched:
         raise ModelError(
-            f"{stock_class(model).__name__} has no initialisation rule that can be repeated on every mesh for "
+            f"{stock_class(model).__name__} has no initialization rule that can be repeated on every mesh for "
             f"{', '.join(untouched[:5])}; start from pretrained weights instead"
         )
     _zero_padding_rows(model)
@@ -155,7 +155,7 @@ def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "
     initialize_module(model, embedding)
     if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
         raise ModelError(
-            f"{stock_class(model).__name__} initialises {name} in another way than the embedding that it is tied to; "
+            f"{stock_class(model).__name__} initializes {name} in another way than the embedding that it is tied to; "
             "start from pretrained weights instead, or use pp = 1"
         )
 
@@ -187,7 +187,7 @@ class _Filler:
                 original(local_tensor(tensor), *args, **kwargs)
             elif name is None:
                 raise ModelError(
-                    f"a buffer, or a part of a parameter, is initialised by {kind}, which cannot be repeated on every "
+                    f"a buffer, or a part of a parameter, is initialized by {kind}, which cannot be repeated on every "
                     "mesh; start from pretrained weights instead"
                 )
             elif kind in TILED:
@@ -201,7 +201,7 @@ class _Filler:
                 )
             else:
                 raise ModelError(
-                    f"{name} is initialised by {kind}, which needs the whole tensor and so cannot be repeated on every "
+                    f"{name} is initialized by {kind}, which needs the whole tensor and so cannot be repeated on every "
                     "mesh; start from pretrained weights instead"
                 )
             self.filled.add(id(tensor))
@@ -238,7 +238,7 @@ class _NoShardedDraws(OperatorMode):
         kind = func.overloadpacket.__name__
         if kind in DRAWS and isinstance(args[0], DTensor):
             raise ModelError(
-                f"{stock_class(self.model).__name__} initialises a parameter by Tensor.{kind}, which cannot "
+                f"{stock_class(self.model).__name__} initializes a parameter by Tensor.{kind}, which cannot "
                 "be repeated on every mesh; start from pretrained weights instead"
             )
         return func(*args, **(kwargs or {}))

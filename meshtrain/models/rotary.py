@@ -40,7 +40,7 @@ def grown_length(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def see_sequence(model: nn.Module, length: int) -> None:
+def apply_sequence_length(model: nn.Module, length: int) -> None:
     """Change the frequencies as a forward pass over a sequence of `length` tokens does."""
     for module in length_dependent(model).values():
         position = torch.tensor([[length - 1]], device=next(module.buffers()).device)
@@ -114,11 +114,11 @@ def probed(model: nn.Module, length: int) -> Iterator[None]:
 
 
 def _run_probed(forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:
-    with _KnownLength(length):
+    with _FixedLength(length):
         return forward(*args, **kwargs)
 
 
-class _KnownLength(TorchFunctionMode):
+class _FixedLength(TorchFunctionMode):
     """Returns the largest position on the meta device, where a rotary module cannot compute it."""
 
     def __init__(self, length: int) -> None:

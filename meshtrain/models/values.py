@@ -20,7 +20,7 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _PROBABILITY = ("dropout", "pdrop", "drop_prob", "layerdrop", "drop_path")
 _EPSILON = ("eps", "epsilon")
 # An id or an index may be negative: it is then counted from the end, or means that there is none.
-_PLACE = ("id", "ids", "idx", "idxs", "index", "layer", "layers")
+_INDEX = ("id", "ids", "idx", "idxs", "index", "layer", "layers")
 
 
 def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _wanted(name: str, value: float, default: Any) -> str | None:
     is_never_negative = isinstance(default, int | float) and (
         default > 0 or (default == 0 and isinstance(default, int))
     )
-    if value < 0 and is_never_negative and words[-1] not in _PLACE:
+    if value < 0 and is_never_negative and words[-1] not in _INDEX:
         return "a number from 0"
     return None
 

@@ -100,7 +100,7 @@ def parallelize(
     parameter_names |= adapter_parameters(adapters).keys()
     rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
     if tp > 1:
-        check_adapters(model, adapters, rules, in_parts=plan.tensor.sequence_parallel)
+        check_adapters(model, adapters, rules, is_split=plan.tensor.sequence_parallel)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))

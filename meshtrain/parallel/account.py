@@ -88,10 +88,10 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     For a model that cannot be cut, only the head is counted.
     """
     try:
-        anatomy = probe_structure(model)
+        structure = probe_structure(model)
     except ModelError:
         return 0.0, flops_of_modules([model.get_output_embeddings()])
-    before, after = (flops_of_modules(map(model.get_submodule, names)) for names in (anatomy.before, anatomy.after))
+    before, after = (flops_of_modules(map(model.get_submodule, names)) for names in (structure.before, structure.after))
     return before, after
 
 

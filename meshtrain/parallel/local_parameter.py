@@ -120,7 +120,7 @@ def as_local(parameter: nn.Parameter) -> nn.Parameter:
     return LocalParameter(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def whole_of(parameter: Tensor) -> Tensor:
+def full_parameter(parameter: Tensor) -> Tensor:
     """Return the model's parameter to which an optimizer's parameter belongs.
 
     A tensor that is not a LocalParameter is returned itself.

@@ -27,7 +27,7 @@ from meshtrain.parallel.router_loss import RouterLoss
 from meshtrain.parallel.schedule.forward_only import ForwardMessages
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tensor.collectives import shard_width
-from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size
@@ -289,7 +289,7 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     )
 
 
-class _WatchedStage(StaticStage):
+class _RecordedStage(StaticStage):
     """A torch stage that records what it computes in the activity of the process."""
 
     def __init__(self, place: Activity, *args: Any, **kwargs: Any) -> None:
@@ -319,7 +319,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
     hidden = hidden_like(pipeline, ids, device="meta").requires_grad_()
     output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
-    return _WatchedStage(
+    return _RecordedStage(
         pipeline.place,
         stage.model,
         stage.index,
@@ -344,10 +344,10 @@ def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> 
     """
     config = pipeline.stages[0].model.config.get_text_config()
     tp = axis_size(pipeline.mesh, TP)
-    in_parts = pipeline.plan.tensor.sequence_parallel and stream_in_parts()
+    is_split = pipeline.plan.tensor.sequence_parallel and sequence_is_split()
     batch, length = ids.shape
     dtype = getattr(torch, pipeline.plan.precision.compute)
-    return torch.empty(batch, length // tp if in_parts else length, config.hidden_size, dtype=dtype, device=device)
+    return torch.empty(batch, length // tp if is_split else length, config.hidden_size, dtype=dtype, device=device)
 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
             if stage.is_last:
                 total += loss_function(output, targets)
             else:
-                borders.hand_on(stage.index, output)
+                borders.send(stage.index, output)
         borders.end_stage()
     borders.wait()
     return total

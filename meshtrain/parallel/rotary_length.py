@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtrain.compat.autograd import map_tensors
 from meshtrain.config.mesh import DATA_AXES
-from meshtrain.models.rotary import grown_length, length_dependent, see_sequence
+from meshtrain.models.rotary import apply_sequence_length, grown_length, length_dependent
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
@@ -84,13 +84,13 @@ class RotaryLength:
         """Restore the frequencies that were used when `grown` returned this value."""
         for model in self._models:
             # A short sequence resets the frequencies.
-            see_sequence(model, 1)
+            apply_sequence_length(model, 1)
         self._see(grown)
 
     def _see(self, grown: int) -> None:
         for model in self._models:
             if grown > grown_length(model):
-                see_sequence(model, grown)
+                apply_sequence_length(model, grown)
 
     def _largest(self, *lengths: int) -> list[int]:
         own = torch.tensor(lengths, device=self._device)

@@ -4,5 +4,5 @@ BUG = NOT_PROVEN = 1
 USER_MISTAKE = 2
 PEER_FAILED = 3
 """Exit code of a process that stops because another process failed."""
-COME_AGAIN = 75
+RESTART = 75
 INTERRUPTED = 130

@@ -79,7 +79,7 @@ class Failure:
     reports: tuple[Report, ...] = ()
 
     @property
-    def is_told_by_its_rank(self) -> bool:
+    def is_reported_by_its_rank(self) -> bool:
         """Return whether the process that is the cause reports it, so that the others need not."""
         return self.kind in ("mistake", "interrupted")
 

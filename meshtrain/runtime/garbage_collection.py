@@ -30,10 +30,10 @@ def rare_collections(threshold: int = RARELY) -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        _take_for_old()
+        _age_objects()
 
 
-def _take_for_old() -> None:
+def _age_objects() -> None:
     """Move all existing objects into the collector's oldest generation.
 
     There are so many new objects that the next collection would otherwise inspect all of them.

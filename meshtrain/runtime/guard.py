@@ -38,17 +38,17 @@ from meshtrain.runtime.failure import (
 )
 from meshtrain.runtime.flight_recorder import forget_recorders, write_recorder
 from meshtrain.runtime.hang import describe, hang_failure, innermost_frames, is_waiting
-from meshtrain.runtime.lifetime import do_last_acts
+from meshtrain.runtime.lifetime import run_exit_functions
 
 POLL_SECONDS = 0.5
 STORE_SECONDS = 10.0
 ECHO_SECONDS = 3.0
 """A process whose peer is gone waits this long for a cause, then finds out which one is missing."""
-TELLER_SECONDS = 3.0
+REPORTER_SECONDS = 3.0
 """A process that meets a mistake waits this long for rank 0 to meet it too and report it."""
 LINGER_SECONDS = 3.0
 """The process that hosts the store waits this long for the others to read the cause."""
-SECONDS_TO_SAY = 6.0
+EXIT_SECONDS = 6.0
 """Time after which an ending process exits, even if it could not report why.
 
 It is longer than LINGER_SECONDS.
@@ -78,7 +78,7 @@ REASON, ASK = "reason", "ask"
 
 
 @dataclass
-class _Neighbour:
+class _Neighbor:
     """The process with the next rank, its last pulse, and the polls since the pulse changed."""
 
     rank: int
@@ -119,7 +119,7 @@ class Guard:
         self._is_over = threading.Event()
         self._is_failing = threading.Event()
         self._pulse = 0
-        self._neighbour = _Neighbour((rank + 1) % world_size)
+        self._neighbor = _Neighbor((rank + 1) % world_size)
         self._has_answered = False
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -163,7 +163,7 @@ class Guard:
         except dist.DistError:
             self._end(self._store_gone())
         is_own = reason.rank == self._rank
-        if not is_own and not (reason.is_told_by_its_rank and isinstance(error, UserError | KeyboardInterrupt)):
+        if not is_own and not (reason.is_reported_by_its_rank and isinstance(error, UserError | KeyboardInterrupt)):
             self._end(reason)
         if isinstance(error, UserError):
             error.reporting_rank = reason.rank
@@ -180,7 +180,7 @@ class Guard:
                 reason = self._publish(self._gone(gone))
         else:
             waits = isinstance(error, UserError) and self._rank != 0
-            reason = self._wait_for_reason(TELLER_SECONDS) if waits else None
+            reason = self._wait_for_reason(REPORTER_SECONDS) if waits else None
         return reason or self._publish(self._own(error))
 
     def _wait_for_reason(self, seconds: float) -> Failure | None:
@@ -235,7 +235,7 @@ class Guard:
                 self.place.excuse(pause)
             before = time.monotonic()
             try:
-                self._look_around()
+                self._poll()
             except dist.DistError:
                 if self._is_ending.is_set() or self._is_failing.is_set():
                     return
@@ -250,7 +250,7 @@ class Guard:
             if polls >= LOST_POLLS:
                 self._end(self._store_silent(), has_store=False)
 
-    def _look_around(self) -> None:
+    def _poll(self) -> None:
         self._beat()
         reason = self._read_reason()
         if self._is_failing.is_set():
@@ -258,7 +258,7 @@ class Guard:
             return
         if reason is not None:
             self._end(reason)
-        self._look_at_neighbour()
+        self._check_neighbor()
         self._answer()
         self._look_at_clock()
 
@@ -266,15 +266,15 @@ class Guard:
         self._pulse += 1
         self._store.set(f"alive/{self._rank}", f"{self._pulse} {self.place.words()}")
 
-    def _look_at_neighbour(self) -> None:
-        neighbour = self._neighbour
-        if neighbour.rank == self._rank or not self._store.check([f"alive/{neighbour.rank}"]):
+    def _check_neighbor(self) -> None:
+        neighbor = self._neighbor
+        if neighbor.rank == self._rank or not self._store.check([f"alive/{neighbor.rank}"]):
             return
-        pulse = self._store.get(f"alive/{neighbour.rank}")
-        neighbour.silent_polls = neighbour.silent_polls + 1 if pulse == neighbour.pulse else 0
-        neighbour.pulse = pulse
-        if neighbour.silent_polls >= (SILENT_POLLS_WHEN_STOPPING if self._is_stopping() else SILENT_POLLS):
-            self._end(self._publish(self._gone([neighbour.rank])))
+        pulse = self._store.get(f"alive/{neighbor.rank}")
+        neighbor.silent_polls = neighbor.silent_polls + 1 if pulse == neighbor.pulse else 0
+        neighbor.pulse = pulse
+        if neighbor.silent_polls >= (SILENT_POLLS_WHEN_STOPPING if self._is_stopping() else SILENT_POLLS):
+            self._end(self._publish(self._gone([neighbor.rank])))
 
     def _look_at_clock(self) -> None:
         limit, seconds = self.place.limit_seconds(self._limits), self.place.seconds_in_part()
@@ -333,13 +333,13 @@ class Guard:
             return
         # A mistake is printed in full. If it cannot be written, that is probably the mistake
         # itself.
-        self._write(failure.write, tells_problem=not is_mistake)
+        self._write(failure.write, reports_problem=not is_mistake)
 
-    def _write(self, write: Callable[[Path], None], *, tells_problem: bool = True) -> None:
+    def _write(self, write: Callable[[Path], None], *, reports_problem: bool = True) -> None:
         try:
             write(self._directory)
         except OSError as error:
-            if tells_problem:
+            if reports_problem:
                 sys.stderr.write(f"rank {self._rank} cannot write into {self._directory}: {error.strerror}\n")
 
     def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
@@ -347,12 +347,12 @@ class Guard:
         code = EXIT_CODES.get(reason.kind, PEER_FAILED)
         # The reader of this output may hang, and the main thread may wait for a process that is
         # gone.
-        threading.Timer(SECONDS_TO_SAY, os._exit, [code]).start()
+        threading.Timer(EXIT_SECONDS, os._exit, [code]).start()
         try:
-            if not reason.is_told_by_its_rank:
+            if not reason.is_reported_by_its_rank:
                 console.stop_lines(reason.lines())
                 self._write(lambda directory: write_recorder(directory, self._rank))
-            do_last_acts()
+            run_exit_functions()
             if has_store:
                 with suppress(dist.DistError):
                     self._let_read(reason)

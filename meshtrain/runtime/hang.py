@@ -14,7 +14,7 @@ SAVING_THREAD = "checkpoint"
 """Name of the thread that writes a checkpoint while training continues."""
 # A wait consists of its own function, one or two wrappers, and its caller.
 FRAMES_OF_A_WAIT = 3
-WAITING_PLACES = ("torch/distributed/", "torch/cuda/")
+WAITING_FILES = ("torch/distributed/", "torch/cuda/")
 # Processes in these files are writing a checkpoint, so they do not wait for others.
 WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/storage/location.py")
 # Calls in which a process with a GPU waits for the work it has queued.
@@ -61,7 +61,7 @@ def is_waiting(frames: list[FrameType]) -> bool:
     """
     if any(place in frame.f_code.co_filename for frame in frames for place in WORKING_PLACES):
         return False
-    if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_PLACES):
+    if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_FILES):
         return True
     line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
     return any(call in line for call in WAITING_CALLS)
@@ -94,5 +94,5 @@ def hang_failure(reports: list[Report], asker: Report, seconds: float, limit: fl
     else:
         where = f"at {first.frames[0]}" if first.frames else "and does not answer"
         also = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
-        message = f"is stuck in {first.place}, {where}{also}: {over}"
+        message = f"hangs in {first.place}, {where}{also}: {over}"
     return Failure("stuck", first.rank, first.host, message, place=first.place, reports=tuple(reports))

@@ -29,7 +29,7 @@ from meshtrain.runtime.environment import (
 
 CONNECT_SECONDS = 5.0
 ATTEMPTS = 2
-GLANCE_SECONDS = 0.1
+POLL_SECONDS = 0.1
 CONNECTIONS_AT_ONCE = 32
 SIOCGIFADDR = 0x8915
 # An address reserved for documentation. Nothing is sent to it; the system only selects which of its
@@ -107,7 +107,7 @@ def _wait_for(store: dist.Store, prefix: str, num_hosts: int, seconds: float) ->
     keys = {number: f"{prefix}/{number}" for number in range(num_hosts)}
     end = time.monotonic() + seconds
     while not store.check(list(keys.values())) and time.monotonic() < end:
-        time.sleep(GLANCE_SECONDS)
+        time.sleep(POLL_SECONDS)
     return {number: store.get(key) for number, key in keys.items() if store.check([key])}
 
 
@@ -137,7 +137,7 @@ def _problem_with(here: Host, other: Host) -> str | None:
         except OSError as error:
             reason = str(error.strerror or error)
             if attempt + 1 < ATTEMPTS:
-                time.sleep(GLANCE_SECONDS)
+                time.sleep(POLL_SECONDS)
             continue
         if answer == str(other.number):
             return None

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from meshtrain import console
 from meshtrain.runtime.environment import LAUNCHER
-from meshtrain.runtime.exit_codes import BUG, COME_AGAIN, INTERRUPTED, PEER_FAILED, USER_MISTAKE
+from meshtrain.runtime.exit_codes import BUG, INTERRUPTED, PEER_FAILED, RESTART, USER_MISTAKE
 
 FORWARDED = {
     signal.SIGUSR1: signal.SIGUSR1,
@@ -40,9 +40,9 @@ FORWARDED = {
 
 After ctrl-C the workers save and stop, as after SIGTERM.
 """
-FINAL = (USER_MISTAKE, INTERRUPTED, COME_AGAIN)
+FINAL = (USER_MISTAKE, INTERRUPTED, RESTART)
 """Exit codes after which the processes are not started again."""
-SECONDS_BETWEEN_LOOKS = 0.1
+POLL_SECONDS = 0.1
 
 
 def run_workers(command: Sequence[str], processes: int, *, max_restarts: int) -> int:
@@ -87,10 +87,10 @@ def exit_code(codes: Collection[int], asked: signal.Signals | None = None) -> in
         codes: of the processes that did not end with 0. Negative: ended by that signal.
         asked: the signal that asked the run to stop.
     """
-    if COME_AGAIN in codes and asked == signal.SIGINT:
+    if RESTART in codes and asked == signal.SIGINT:
         return INTERRUPTED
     # One process may be the cause while the others only follow, so the order of codes counts.
-    for code in (USER_MISTAKE, INTERRUPTED, COME_AGAIN, BUG):
+    for code in (USER_MISTAKE, INTERRUPTED, RESTART, BUG):
         if code in codes:
             return code
     if not codes:
@@ -119,7 +119,7 @@ def _agent(command: Sequence[str], processes: int, run_id: str) -> LocalElasticA
         args=tuple(arguments),
         rdzv_handler=get_rendezvous_handler(meeting),
         max_restarts=0,
-        monitor_interval=SECONDS_BETWEEN_LOOKS,
+        monitor_interval=POLL_SECONDS,
         local_addr="localhost",
     )
     # Without a directory for logs, the output of the processes goes where that of this process
@@ -148,7 +148,7 @@ class _Forwarder(threading.Thread):
     def run(self) -> None:
         """Forward signals until `end` is called."""
         while (number := self._numbers.get()) is not None:
-            while not (pids := self._pids()) and not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
+            while not (pids := self._pids()) and not self._is_over.wait(POLL_SECONDS):
                 pass
             for pid in pids:
                 # The process may have ended.

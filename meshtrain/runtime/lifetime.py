@@ -21,11 +21,11 @@ from meshtrain.runtime.failure import PEER_FAILED
 
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_SECONDS = 0.5
-SECONDS_TO_LEAVE = 3.0
+EXIT_SECONDS = 3.0
 """Time in which a process without its parent reports that and releases its locks."""
 _children_die = False
 _forking_process: int | None = None
-_last_acts: list[Callable[[], None]] = []
+_exit_functions: list[Callable[[], None]] = []
 
 
 @cache
@@ -71,15 +71,15 @@ def is_hidden(pid: int) -> bool:
     return False
 
 
-def before_sudden_end(act: Callable[[], None]) -> None:
+def at_sudden_exit(act: Callable[[], None]) -> None:
     """Register a function to call before this process ends without unwinding, as the guard does."""
-    if act not in _last_acts:
-        _last_acts.append(act)
+    if act not in _exit_functions:
+        _exit_functions.append(act)
 
 
-def do_last_acts() -> None:
-    """Call the functions registered with `before_sudden_end`."""
-    for act in _last_acts:
+def run_exit_functions() -> None:
+    """Call the functions registered with `at_sudden_exit`."""
+    for act in _exit_functions:
         act()
 
 
@@ -100,9 +100,9 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     # Standard error may be a pipe that no process reads, and a file system may hang.
-    threading.Timer(SECONDS_TO_LEAVE, os._exit, [PEER_FAILED]).start()
+    threading.Timer(EXIT_SECONDS, os._exit, [PEER_FAILED]).start()
     try:
-        do_last_acts()
+        run_exit_functions()
         console.stop_lines([f"torchrun (process {parent}), which started it, was killed"])
     finally:
         os._exit(PEER_FAILED)

@@ -36,13 +36,13 @@ from meshtrain import console
 from meshtrain.errors import UserError
 from meshtrain.runtime.claims import ClaimFile, Place, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
-from meshtrain.runtime.lifetime import before_sudden_end, is_hidden, machine, started_at
+from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
 
 BEAT_SECONDS = 5.0
 """Interval at which a holder renews its file."""
 SAME_JOB_SECONDS = 15.0
 LEASE_SECONDS = 60.0
-GLANCE_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """Interval at which a process polls while it does not know whether another one is alive."""
 
 _locks: "set[Lock]" = set()
@@ -165,7 +165,7 @@ class Lock:
             self._thread = threading.Thread(target=self._renew, args=(self._file,), name="lock", daemon=True)
             self._thread.start()
             _locks.add(self)
-            before_sudden_end(release_all)
+            at_sudden_exit(release_all)
             self._outwait_others()
             self._holds = True
             self._write(self._file)
@@ -215,7 +215,7 @@ class Lock:
         try:
             self._is_lost = self._is_lost or read_claim(self._file.path) is None
         except self._errors as error:
-            return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; mend it, then resume"
+            return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; fix it, then resume"
         return self.loss()
 
     def _others(self) -> dict[Place, bytes]:
@@ -241,14 +241,14 @@ class Lock:
                     raise self._kind(
                         f"{self._what} is in use by {_words(holder)}; wait until it ends, end it, or {self._advice}"
                     )
-                if is_alive is None and seconds >= GLANCE_SECONDS and not has_told:
+                if is_alive is None and seconds >= POLL_SECONDS and not has_told:
                     has_told = True
                     console.line(
                         f"{self._what}: {_words(holder)}, may still write there; waiting for a sign of life, "
                         f"{self._patience(holder):.0f} s at most"
                     )
             else:
-                time.sleep(GLANCE_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def _is_alive(self, holder: Holder | None, sight: _Sight, content: bytes) -> bool | None:
         """Return whether another process is alive, or None if that is not known yet."""

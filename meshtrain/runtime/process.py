@@ -27,7 +27,7 @@ from meshtrain.runtime.flight_recorder import switch_on_recorder
 from meshtrain.runtime.guard import Guard
 from meshtrain.runtime.hosts import check_hosts
 from meshtrain.runtime.lifetime import end_with_torchrun
-from meshtrain.runtime.signals import StopRequest, catch_stop_signals, tell_of_crashes
+from meshtrain.runtime.signals import StopRequest, catch_stop_signals, report_crashes
 from meshtrain.runtime.store import hosts_store, open_store
 
 LONGEST_COLLECTIVE = timedelta(days=1)
@@ -172,7 +172,7 @@ def _leave_at_exit() -> None:
 
 
 def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
-    tell_of_crashes()
+    report_crashes()
     end_with_torchrun()
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshtrain.runtime.failure import has_echo
 from meshtrain.runtime.lifetime import die_with_parent
-from meshtrain.runtime.signals import tell_of_crashes
+from meshtrain.runtime.signals import report_crashes
 
 PRELOAD = (
     "torch",
@@ -56,11 +56,11 @@ def _send(pipe: Connection, *, value: Any = None, failure: tuple[str, BaseExcept
     pipe.send_bytes(pickle.dumps((value, failure)))
 
 
-def _be_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
+def _run_rank(environment: dict[str, str], joins: bool, pipe: Connection, fn: Callable, args: tuple) -> None:
     # The fork server ends with the process that started it, even if that is killed.
     die_with_parent()
     os.environ.update(environment)
-    tell_of_crashes()
+    report_crashes()
     # Objects that the fork server has imported are kept out of garbage collection. Collecting them
     # would copy their pages, which takes a tenth of a second each time.
     gc.freeze()
@@ -115,7 +115,7 @@ def _collect(environments: list[dict[str, str]], joins: bool, fn: Callable, args
     pipes, processes = [], []
     for environment in environments:
         receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_be_rank, args=(environment, joins, sender, fn, args), daemon=True)
+        process = _context.Process(target=_run_rank, args=(environment, joins, sender, fn, args), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)

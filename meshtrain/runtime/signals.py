@@ -76,7 +76,7 @@ def describe_reason(reason: int) -> str:
     return {TIME_IS_UP: "stop_after", HOOK: "a hook"}.get(reason) or signal.Signals(reason).name
 
 
-def tell_of_crashes() -> None:
+def report_crashes() -> None:
     """Make a signal that ends this process at once leave the Python stacks on stderr.
 
     A crash in C++ is such a signal. torch's libraries abort from their own threads, with at most

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
-from meshtrain.checkpoint.storage.location import Location, children, shown_location, told_in_a_line
+from meshtrain.checkpoint.storage.location import Location, children, errors_in_one_line, shown_location
 from meshtrain.config.reading import shown
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError
@@ -51,13 +51,13 @@ def check_beginning(config: RunConfig) -> int:
         raise CheckpointError(
             f"{shown(path)} ends with step {last_step:,}, and {shown(Path(saved)) if '://' not in saved else saved} "
             f"was saved, but {_what_is_missing(root)}; bring the checkpoint back or set checkpoint.directory to where "
-            f"it lies. To begin anew at step 0, choose another run_directory or remove {shown(path)}"
+            f"it lies. To start again at step 0, choose another run_directory or remove {shown(path)}"
         )
     return last_step
 
 
 def _what_is_missing(root: Location) -> str:
-    with told_in_a_line(root):
+    with errors_in_one_line(root):
         damaged = [folder for folder in children(root) if step_named(folder) is not None]
         if damaged:
             return f"{shown_location(max(damaged, key=step_of))} has no {MANIFEST_NAME}"

@@ -69,7 +69,7 @@ class MetricsHook(Hook):
     def _report(self, state: RunState) -> None:
         # Only the first rank writes, and the others have to stop with it.
         if self._writer is not None and self._writer.problem is not None:
-            advice = "training stopped; make room, then resume: it goes on from its newest checkpoint"
+            advice = "training stopped; make room, then restart: it resumes from its newest checkpoint"
             state.report_problem(f"{self._writer.problem}; {advice}")
 
     def _close(self) -> None:
@@ -100,7 +100,7 @@ class LinesHook(Hook):
             return
         if state.stopped_by is not None:
             done = f"{state.step:,} of {state.num_steps:,} steps are done"
-            console.line(f"Stopped by {state.stopped_by}: {done}; the same command goes on from there")
+            console.line(f"Stopped by {state.stopped_by}: {done}; the same command resumes from there")
             return
         if "eval_loss" in metrics:
             console.line(

@@ -22,7 +22,7 @@ from meshtrain.training.build import Run
 from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING
 from meshtrain.training.metrics import memory_bytes
-from meshtrain.training.run_checkpoints import finish_saving, rewind, save, tell_of_saved
+from meshtrain.training.run_checkpoints import finish_saving, notify_of_saved, rewind, save
 from meshtrain.training.step import StepResult, evaluate, train_step
 
 
@@ -141,7 +141,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
         _check_problem(run)
     if largest.has_unsaved:
         run.saver.finish()
-    tell_of_saved(run, at_most=-int(largest.fewest_published))
+    notify_of_saved(run, at_most=-int(largest.fewest_published))
     times = data_seconds, data_seconds + time.perf_counter() - begin
     metrics = _metrics(run, batch, result, int(largest.memory_bytes), times)
     fault = result.fault

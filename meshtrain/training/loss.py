@@ -106,10 +106,10 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         target = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         weights = shifted.exp_()
         # One reduction is enough for both sums.
-        normaliser, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
-        weights /= normaliser.unsqueeze(-1)
+        normalizer, target = sum_over_shards(torch.stack([weights.sum(-1), target]), group)
+        weights /= normalizer.unsqueeze(-1)
         ctx.save_for_backward(weights, columns, here, counted)
-        return (normaliser.log() - target).masked_fill(~counted, 0.0).sum()
+        return (normalizer.log() - target).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
     @once_differentiable

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshtrain.checkpoint.dcp.reading import tensor_entries
 from meshtrain.checkpoint.manifest import SavedOptimizer
-from meshtrain.parallel.local_parameter import laid_out_as, whole_of
+from meshtrain.parallel.local_parameter import full_parameter, laid_out_as
 
 OPTIMIZER_PREFIX = "optimizer."
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -34,7 +34,7 @@ def slots_of(optimizer: Optimizer | None) -> dict[int, Slot]:
     """Return id of the model's parameter -> where the optimizer keeps it."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {
-        id(whole_of(parameter)): Slot(index, parameter)
+        id(full_parameter(parameter)): Slot(index, parameter)
         for index, group in enumerate(groups)
         for parameter in group["params"]
     }
@@ -178,7 +178,7 @@ def _laid_out(optimizer: Optimizer, slot: Slot) -> dict[str, Tensor]:
         if kind == "number":
             found[state] = torch.tensor([value], dtype=NUMBERS[type(value)])
         elif kind != "none":
-            found[state] = _whole(value, whole_of(slot.parameter))
+            found[state] = _whole(value, full_parameter(slot.parameter))
     return found
 
 

@@ -34,7 +34,7 @@ from meshtrain.training.report import (
     show_plan_table,
     show_shares,
 )
-from meshtrain.training.run_checkpoints import find_checkpoint, give_values
+from meshtrain.training.run_checkpoints import find_checkpoint, set_values
 from meshtrain.training.self_check import check_parameters
 
 
@@ -67,7 +67,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
             found = find_checkpoint(identity)
             _show_head(identity, num_steps)
             run = build_run(identity, feed, num_steps, process, lock, hooks)
-            give_values(run, found)
+            set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
             process.guard.follow(run.pipeline.place)

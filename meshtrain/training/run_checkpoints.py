@@ -6,7 +6,7 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
-from meshtrain.checkpoint.storage.integrity import newest_whole_checkpoint
+from meshtrain.checkpoint.storage.integrity import newest_intact_checkpoint
 from meshtrain.checkpoint.storage.location import Location, shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.order import find_data_step
@@ -34,7 +34,7 @@ def find_checkpoint(identity: Identity) -> Found | None:
         CheckpointError: the same on all processes: no checkpoint is intact, it belongs to another
             run, or the saved checkpoints are missing.
     """
-    checkpoint = newest_whole_checkpoint(checkpoints_root(identity.config))
+    checkpoint = newest_intact_checkpoint(checkpoints_root(identity.config))
     if checkpoint is None:
         begin_at_step_0(identity.config)
         return None
@@ -43,7 +43,7 @@ def find_checkpoint(identity: Identity) -> Found | None:
     return checkpoint, manifest
 
 
-def give_values(run: Run, found: Found | None) -> None:
+def set_values(run: Run, found: Found | None) -> None:
     """Set the values of the parameters, and the number of steps already done. Collective.
 
     Args:
@@ -77,7 +77,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
     begin = time.perf_counter()
     # All ranks have now finished the previous save, so all of them can notify their hooks.
     run.saver.finish()
-    tell_of_saved(run)
+    notify_of_saved(run)
     run.lock.check()
     tensors, manifest = take_snapshot(run.pipeline, run.state)
     history = run.context.history
@@ -102,10 +102,10 @@ def finish_saving(run: Run) -> None:
     """Wait for the save in the background, and notify the hooks. Collective."""
     run.pipeline.place.begin("checkpoint")
     run.saver.finish()
-    tell_of_saved(run)
+    notify_of_saved(run)
 
 
-def tell_of_saved(run: Run, *, at_most: int | None = None) -> None:
+def notify_of_saved(run: Run, *, at_most: int | None = None) -> None:
     """Notify the hooks of the checkpoints published in the background since the last call.
 
     Args:
@@ -126,7 +126,7 @@ def rewind(run: Run, bad: BadStep) -> None:
     # The checkpoint may be older than an earlier rewind, and may lack what that rewind left out.
     left_out = tuple(sorted({*history.left_out, bad.data_step}))
     # `identity.check` is not needed: the run wrote the checkpoint, or checked it at the start.
-    checkpoint = newest_whole_checkpoint(checkpoints_root(run.config))
+    checkpoint = newest_intact_checkpoint(checkpoints_root(run.config))
     if checkpoint is None:
         raise TrainingStopped(
             f"step {bad.step}: {bad.fault}; there is no checkpoint yet to go back to. Samples of this step: "

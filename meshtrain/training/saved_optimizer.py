@@ -19,7 +19,7 @@ NOT_KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differen
 KINDS = {"number": "a number", "scalar": "a tensor of one element", "parameter": "a tensor of the parameter's shape"}
 
 
-class _Here(NamedTuple):
+class _RankOptimizer(NamedTuple):
     """The optimizer of one process."""
 
     name: str
@@ -99,14 +99,14 @@ def not_json(value: object, where: str) -> Iterator[str]:
         yield f"{where} is nan, which JSON does not have"
 
 
-def _here(pipeline: Pipeline, optimizer: Optimizer) -> _Here:
+def _here(pipeline: Pipeline, optimizer: Optimizer) -> _RankOptimizer:
     slots, fqns = slots_of(optimizer), pipeline.canonical_names()
     parameters = []
     for name, parameter in pipeline.named_parameters():
         slot = slots.get(id(parameter))
         states = () if slot is None else tuple(sorted(optimizer.state.get(slot.parameter, {})))
         parameters.append((fqns[name], None if slot is None else slot.group, states))
-    return _Here(
+    return _RankOptimizer(
         type(optimizer).__name__,
         tuple(_options(index, group) for index, group in enumerate(optimizer.param_groups)),
         tuple(parameters),
@@ -130,7 +130,7 @@ def _options(index: int, group: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True)
 
 
-def _check_alike(ranks: list[_Here]) -> None:
+def _check_alike(ranks: list[_RankOptimizer]) -> None:
     advice = "make the same optimizer on every process, with the same groups in the same order, empty ones included"
     for rank, one in enumerate(ranks):
         for mine, first in _differences(one, ranks[0]):
@@ -146,7 +146,7 @@ def _check_alike(ranks: list[_Here]) -> None:
                 )
 
 
-def _differences(one: _Here, first: _Here) -> Iterator[tuple[str, str]]:
+def _differences(one: _RankOptimizer, first: _RankOptimizer) -> Iterator[tuple[str, str]]:
     """Yield how the optimizers of two ranks differ: both sides of each difference."""
     if one.name != first.name:
         yield f"is {one.name}", f"is {first.name}"
@@ -159,7 +159,7 @@ def _differences(one: _Here, first: _Here) -> Iterator[tuple[str, str]]:
                 yield f"has {name} = {mine.get(name)} in group {index}", f"has {other.get(name)}"
 
 
-def _merge(ranks: Iterable[_Here]) -> SavedOptimizer:
+def _merge(ranks: Iterable[_RankOptimizer]) -> SavedOptimizer:
     kinds: dict[str, str] = {}
     groups: dict[str, int] = {}
     for one in ranks:

@@ -10,7 +10,7 @@ from meshtrain.checkpoint.huggingface.description import write_description
 from meshtrain.checkpoint.huggingface.pretrained import original_dtype
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.storage.directory import USE_ANOTHER, is_checkpoint, step_of
-from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
@@ -120,7 +120,7 @@ def _find(where: Location) -> Location | None:
     if problems:
         raise CheckpointError(problems)
     if not is_one:
-        return newest_whole_checkpoint(where)
+        return newest_intact_checkpoint(where)
     if damage := find_damage(where):
         raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     return where

@@ -20,8 +20,8 @@ from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropou
 from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.tiny import default_config
-from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, words_of
-from meshtrain.verify.verify_run import make_subject
+from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, flags_text
+from meshtrain.verify.verify_run import make_case
 
 # Each mesh proves one ability. Pipeline and sharding share one, because every cut model is sharded
 # too.
@@ -138,16 +138,16 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
         try:
             _subject(default_config(model_type, values), TENSOR, pretrained=True)
         except UserError as error:
-            refused[words_of(values)] = f"{REFUSED}: {error.lines[0]}"
+            refused[flags_text(values)] = f"{REFUSED}: {error.lines[0]}"
             return False
         return True
 
     variants, impossible = cover_pairs(flags.values, is_possible)
     changed = [variant for variant in variants if variant]
     found = _prove_each([default_config(model_type, variant) for variant in changed], pretrained=pretrained)
-    results = dict(zip(map(words_of, changed), found, strict=True))
-    proven = [v for v in variants if not v or results[words_of(v)].startswith(PROVEN)]
-    others = {words_of(values): refused[words_of(values)] for values in impossible}
+    results = dict(zip(map(flags_text, changed), found, strict=True))
+    proven = [v for v in variants if not v or results[flags_text(v)].startswith(PROVEN)]
+    others = {flags_text(values): refused[flags_text(values)] for values in impossible}
     others |= {words: result for words, result in results.items() if not result.startswith(PROVEN)}
     heads = getattr(default_config(model_type), HEADS, None)
     return Variants(tuple(flags.values), len(variants), len(proven), others, record_of(flags, proven, heads))
@@ -212,7 +212,7 @@ def _result(proof: Proof | DropoutProof) -> str:
 
 def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
-    return make_subject(config, plan, mesh, attention="eager", pretrained=pretrained)
+    return make_case(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 
 def _last_line(error: Exception) -> str:

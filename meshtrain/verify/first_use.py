@@ -27,7 +27,7 @@ from meshtrain.training.report import resolve_run
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove, write_json
 from meshtrain.verify.record import uncovered_flags
-from meshtrain.verify.verify_run import make_subjects, make_subjects_of
+from meshtrain.verify.verify_run import make_cases, make_subjects_of
 
 PROOF_NAME = "proof.json"
 SWITCH = "set model.prove_unknown_class = false to train without a proof"
@@ -60,7 +60,7 @@ def ensure_proven(config: RunConfig) -> None:
     model_class = type(resolved.model)
     if known and not separates and _is_stock(model_class):
         return
-    subjects = _told(partial(make_subjects, config, resolved), SWITCH)
+    subjects = _with_switch(partial(make_cases, config, resolved), SWITCH)
     _ensure(subjects, model_class, config.data.cache_directory, SWITCH, flags)
 
 
@@ -89,7 +89,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "trust_remote_code": not _is_stock(model_class),
         "pretrained": True,
     }
-    subjects = _told(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    subjects = _with_switch(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
     _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
 
 
@@ -123,7 +123,7 @@ def _is_stock(model_class: type[PreTrainedModel]) -> bool:
     return model_class.__module__.startswith("transformers.")
 
 
-def _told(make: Callable[[], list[ProofCase]], switch: str) -> list[ProofCase]:
+def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[ProofCase]:
     try:
         return make()
     except UserError as error:

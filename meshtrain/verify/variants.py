@@ -39,7 +39,7 @@ class Flags:
     silent: tuple[str, ...]
 
 
-def words_of(values: Values) -> str:
+def flags_text(values: Values) -> str:
     """Return flags as text, as a user writes them."""
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 

@@ -42,7 +42,7 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
     """
     # The tiny copy has other sizes, so a contradiction at the real sizes must be found before.
     resolved = resolve_run(config, natural_world_size(config.plan))
-    subjects = make_subjects(config, resolved)
+    subjects = make_cases(config, resolved)
     proofs = []
     for subject in subjects:
         proofs.append(prove(subject))
@@ -52,7 +52,7 @@ def verify_run(config: RunConfig, json_file: Path | None) -> bool:
     return all(proof.holds for proof in proofs)
 
 
-def make_subjects(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
+def make_cases(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
     """Return the cases to prove for a run: its plan on small meshes that have all its axes.
 
     Args:
@@ -69,11 +69,11 @@ def make_subjects(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
 
 
 def make_subjects_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
-    """Return the cases to prove for a model under an unresolved plan; see `make_subject`."""
+    """Return the cases to prove for a model under an unresolved plan; see `make_case`."""
     # Settings that the plan leaves open are resolved for the tiny model separately.
     plan = with_family(plan, hf_config.model_type)
     meshes = shrink_mesh(plan.mesh, most_tp=_most_tp(hf_config, plan.mesh.tp))
-    return [make_subject(hf_config, plan, mesh, **choices) for mesh in meshes]
+    return [make_case(hf_config, plan, mesh, **choices) for mesh in meshes]
 
 
 def rows_of(data: DataConfig) -> Rows:
@@ -105,7 +105,7 @@ def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
     return 4 * plan.mesh.tp if heads % (4 * tp) == 0 else heads
 
 
-def make_subject(
+def make_case(
     hf_config: PretrainedConfig,
     plan: ParallelPlan,
     mesh: MeshPlan,

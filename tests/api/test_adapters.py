@@ -358,7 +358,7 @@ MESSAGES = {
     "cast adapters": "dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True",
     "nothing to merge": "merge_adapters = True, but the model has no LoRA adapters; leave it out",
     "add_adapter": "the adapters were put on the model by its own add_adapter, which cannot save them",
-    "no tokenizer": "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself",
+    "no tokenizer": "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself",
     "no folder": "/dev/null/adapters: cannot write its lock: Not a directory; make room, or write into another folder",
     "two formats": "what trains is in several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
     "load": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",

@@ -70,7 +70,7 @@ Mistake = tuple[Callable[[], Any], type[MeshtrainError], str]
 
 
 def plans() -> dict[str, Mistake]:
-    """Return what is no plan, no file and no override."""
+    """Return what is neither a plan nor a file nor an override."""
     by_plan = {
         "None": (None, f"plan is None; {A_PLAN}"),
         "a list": ([], f"plan is a list; {A_PLAN}"),
@@ -111,7 +111,7 @@ def plans() -> dict[str, Mistake]:
 
 
 def hooks() -> dict[str, Mistake]:
-    """Return what is no hook, or one that would not be called."""
+    """Return what is not a hook, or one that would not be called."""
     given = {
         "None": (None, "hooks is None; give a list of them, such as [hook]"),
         "one": (meshtrain.Hook(), "hooks is a Hook; give a list of them, such as [hook]"),
@@ -167,7 +167,11 @@ def models() -> dict[str, Mistake]:
             for n, (it, said) in arguments.items()
         },
         **{f"build_model: {n}": (call, ModelError, f"build_model: {said}") for n, (call, said) in built.items()},
-        "None": (lambda: meshtrain.parallelize(None, {}), ModelError, "None is no model of transformers; give one, "),
+        "None": (
+            lambda: meshtrain.parallelize(None, {}),
+            ModelError,
+            "None is not a model of transformers; give one, ",
+        ),
         "replicated": (
             lambda: meshtrain.parallelize(nn.DataParallel(stock), {}),
             ModelError,
@@ -178,7 +182,11 @@ def models() -> dict[str, Mistake]:
             ModelError,
             "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was ",
         ),
-        "not ours": (lambda: meshtrain.initialize(None), ModelError, "None is no parallel model; give what meshtrain."),
+        "not ours": (
+            lambda: meshtrain.initialize(None),
+            ModelError,
+            "None is not a parallel model; give what meshtrain.",
+        ),
     }
 
 

@@ -191,9 +191,9 @@ def misuse(mesh: dict[str, int]) -> dict[str, str]:
         model.lm_head.weight._post_accumulate_grad_hooks.clear()
         found["gradient"] = told(ModelError, lambda: torch.autograd.grad(model(**batch).loss, [*model.parameters()]))
     if "tp" in mesh:
-        in_parts = parallel(stock_model("gpt2-tied"), mesh, tensor={"sequence_parallel": True})
+        is_split = parallel(stock_model("gpt2-tied"), mesh, tensor={"sequence_parallel": True})
         wishes = {"output_hidden_states": True, "return_dict": False}
-        found["tuple of states"] = told(ModelError, lambda: in_parts(**batch, **wishes))
+        found["tuple of states"] = told(ModelError, lambda: is_split(**batch, **wishes))
         found["attentions"] = told(ModelError, lambda: model(**batch, output_attentions=True))
     else:
         found["tuple"] = told(ModelError, lambda: model(**batch, return_dict=False))
@@ -273,7 +273,7 @@ WANTED = {
     "frozen": r"rank \d calls the model with labels and trains 6[78] of 68 parameters, another rank does otherwise",
     "shuffled": r"rank \d was given another batch than a rank that shares its model over tp or pp",
     "tuple of states": r"return_dict = False with output_hidden_states = True: .*; leave return_dict out",
-    "own loss": r"model.loss_function was set to a function of yours: .*; compute it from the logits, divided by model",
+    "own loss": r"model.loss_function is a function of yours: .*; compute it from the logits, divided by model",
     "part": r"a part of a parallel model was called, .*; call the model itself, and take model\(..., output_hidden",
     "inference mode": r"was called under torch.inference_mode\(\), .*; use torch.no_grad\(\)",
     "attentions": r"output_attentions = True: over tp every rank has .*; leave it out, or use a mesh with tp = 1",

@@ -31,8 +31,8 @@ def test_other_heads_and_families_do_too() -> None:
     # Rules that are derived: from the model's own plan, and from a family's.
     others += [Classifier("mistral"), Classifier("opt"), Classifier("mixtral")]
     prove({"tp": 2}, others)
-    in_parts: dict[str, Any] = {"sequence_parallel": True}
-    prove({"tp": 2}, [Classifier("gpt2", tensor=in_parts), Classifier("llama", tensor=in_parts)])
+    is_split: dict[str, Any] = {"sequence_parallel": True}
+    prove({"tp": 2}, [Classifier("gpt2", tensor=is_split), Classifier("llama", tensor=is_split)])
 
 
 def test_a_classifier_is_not_cut_into_stages() -> None:
@@ -40,6 +40,6 @@ def test_a_classifier_is_not_cut_into_stages() -> None:
         run_on_ranks(2, errors_on, {"pp": 2}, [Classifier("llama")])
     assert isinstance(failed.value.original, PlanError)
     assert str(failed.value.original) == (
-        "mesh.pp = 2, but LlamaForSequenceClassification has no language modelling head, and only causal language "
+        "mesh.pp = 2, but LlamaForSequenceClassification has no language modeling head, and only causal language "
         "models can be cut into stages; use pp = 1"
     )

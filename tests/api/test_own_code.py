@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import meshtrain
 from meshtrain.errors import ModelError
-from meshtrain.parallel.cut.hooks import hooks_set_aside
+from meshtrain.parallel.cut.hooks import hooks_disabled
 from tests.api.programs import own_part, padded_batches, parallel, stock_model
 from tests.api.test_refusals import told
 from tests.ranks import run_on_ranks
@@ -124,9 +124,9 @@ REFUSED = {
     "mean cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken",
     with_a_forward: "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, "
     "and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
-    with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is no method of it, and would "
-    "go on computing with the module that was cut up; give it as types.MethodType(function, module), with the module "
-    "as its first argument, or use a mesh with pp = 1",
+    with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is not a method of it, and "
+    "would still compute with the module that was cut up; give it as types.MethodType(function, module), with the "
+    "module as its first argument, or use a mesh with pp = 1",
 }
 
 
@@ -198,7 +198,7 @@ def look_at_hidden_states() -> None:
             torch.testing.assert_close(loss_of(parallel(model, mesh)), wanted, rtol=1e-12, atol=0)
     model = stock_model("llama-untied")
     model.config.output_hidden_states = True
-    with hooks_set_aside(model):
+    with hooks_disabled(model):
         assert not any(module._forward_hooks for module in model.modules())
         model(**batch)
     assert len(model(**batch).hidden_states) == model.config.num_hidden_layers + 1

@@ -94,8 +94,8 @@ WANTED = {
     r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
     "drawn": r"ranks 0 and 1 bring different models in 52 of 52 places: transformer.wte.weight is float64 \(98, 32\) "
     r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
-    "not ours": r"a GPT2LMHeadModel is no parallel model; give what meshtrain.parallelize\(model, plan\) returns",
-    "no transformer": r"a Linear is no model of transformers; give one, such as GPT2LMHeadModel",
+    "not ours": r"a GPT2LMHeadModel is not a parallel model; give what meshtrain.parallelize\(model, plan\) returns",
+    "no transformer": r"a Linear is not a model of transformers; give one, such as GPT2LMHeadModel",
     "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or say what you want",
     "mixed": r"the parameters are float16, float64; train in float32",
     "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",

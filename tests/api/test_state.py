@@ -129,7 +129,9 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def refusals(directory: Path) -> None:
     stock = build(0)
-    with pytest.raises(ModelError, match=r"a GPT2LMHeadModel is no parallel model; give what meshtrain\.parallelize"):
+    with pytest.raises(
+        ModelError, match=r"a GPT2LMHeadModel is not a parallel model; give what meshtrain\.parallelize"
+    ):
         meshtrain.save_checkpoint(directory, meshtrain.TrainState(stock))
     model = meshtrain.parallelize(build(None), {"mesh": {"tp": 1}, **PLAN})
     with pytest.raises(ModelError, match="the parameters of this model have no values yet"):

@@ -32,7 +32,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 
 def stock_model() -> nn.Module:
-    """Build the stock Llama with transformers' own initialisation."""
+    """Build the stock Llama with transformers' own initialization."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG, use_cache=False)).train()
 

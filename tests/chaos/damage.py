@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.dcp.store import save_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
 from tests.ranks import run_on_ranks
 
@@ -104,7 +104,7 @@ def main() -> None:
             tried[kind] += 1
             found[kind] += any(f"step-20/{name}" in str(problem) for problem in find_damage(root / "step-20"))
             with redirect_stdout(StringIO()):  # every damage is told
-                fallen_back[kind] += newest_whole_checkpoint(root) == root / "step-10"
+                fallen_back[kind] += newest_intact_checkpoint(root) == root / "step-10"
             by_dcp[kind] += dcp_notices(root / "step-20", whole / "step-20")
             shutil.rmtree(root)
     print(f"{'damage':24}{'done':>6}{'named':>8}{'fallback':>10}{'DCP alone':>12}")

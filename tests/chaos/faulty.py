@@ -40,7 +40,7 @@ def faulty_step(context: Any, step: int, *args: Any) -> Any:
     if (rank_from_environment(), step + 1) == (RANK, STEP) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if FAULT == "mistake":
             sys.stderr.write(f"FAULT {FAULT} at {time.time()}\n")
-            raise DataError("a file of this machine is broken; mend it")
+            raise DataError("a file of this machine is broken; fix it")
         seen: list[nn.Module] = []
 
         def before_forward(module: nn.Module, _: Any) -> None:

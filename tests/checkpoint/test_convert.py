@@ -67,7 +67,7 @@ def test_a_broken_folder_is_named_and_nothing_is_left(
 
 
 def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest.json and no step-N directory"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest.json and no step-N directory"):
         convert(tmp_path, tmp_path / "out")
     with pytest.raises(
         CheckpointError, match=r"memory://out is a URL, but a Hugging Face folder is written to a local"

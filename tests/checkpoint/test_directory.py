@@ -81,11 +81,11 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, inside
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; give a step-N directory"):
         find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"nowhere is no checkpoint: it is not a directory"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a checkpoint: it is not a directory"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"step-3.tmp was never finished: the save was cut off; use another"):
         find_checkpoint(make(tmp_path, "step-3.tmp"))
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: cannot read .*manifest.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: cannot read .*manifest.json: No such file"):
         read_manifest(tmp_path)
 
 

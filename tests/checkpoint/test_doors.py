@@ -91,15 +91,15 @@ def test_what_is_wrong_is_one_line_and_nothing_changes(
     [
         (
             ["list", "nowhere"],
-            "nowhere is no checkpoint: it is not a directory; give a step-N",
+            "nowhere is not a checkpoint: it is not a directory; give a step-N",
         ),
         (
             ["verify", "."],
-            ". is no checkpoint: it has no manifest.json and no step-N directory; ",
+            ". is not a checkpoint: it has no manifest.json and no step-N directory; ",
         ),
         (["list", "s3://bucket/run"], "s3://bucket/run cannot be reached: Install s3fs to access S3"),
         (["list", "http://localhost:9/run"], "http://localhost:9/run cannot be r"),
-        (["convert", "nowhere", "out"], "nowhere is no checkpoint: it is not a directory"),
+        (["convert", "nowhere", "out"], "nowhere is not a checkpoint: it is not a directory"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -14,7 +14,7 @@ import torch
 from meshtrain.checkpoint.dcp.reading import read_metadata
 from meshtrain.checkpoint.manifest import read_manifest, write_manifest
 from meshtrain.checkpoint.show import verify_checkpoints
-from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_intact_checkpoint
 from meshtrain.errors import CheckpointError
 from tests.chaos.damage import DAMAGES, damage_at_random
 from tests.checkpoint.stages import build_stage, manifest_of
@@ -42,8 +42,8 @@ def root(saved: Path, tmp_path: Path) -> Path:
 
 def test_what_was_saved_is_whole(root: Path) -> None:
     assert find_damage(root / "step-20") == []
-    assert newest_whole_checkpoint(root) == root / "step-20"
-    assert newest_whole_checkpoint(root / "nowhere") is None
+    assert newest_intact_checkpoint(root) == root / "step-20"
+    assert newest_intact_checkpoint(root / "nowhere") is None
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -52,14 +52,14 @@ def test_every_damage_is_named_and_the_checkpoint_before_is_taken(
 ) -> None:
     stream = random.Random(kind)
     damaged = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
-    assert newest_whole_checkpoint(root) == root / "step-10"
+    assert newest_intact_checkpoint(root) == root / "step-10"
     said = capsys.readouterr().out
     assert f"Damaged: {root / 'step-20' / damaged}" in said
     assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in said
 
 
 def both_find(root: Path) -> tuple[list[str], Path | None]:
-    return [str(problem) for problem in find_damage(root / "step-20")], newest_whole_checkpoint(root)
+    return [str(problem) for problem in find_damage(root / "step-20")], newest_intact_checkpoint(root)
 
 
 def test_ranks_share_the_files_and_agree(root: Path) -> None:
@@ -77,8 +77,8 @@ def test_when_none_is_whole_nothing_is_begun_anew(root: Path) -> None:
     for step in (10, 20):
         (root / f"step-{step}" / "manifest.json").write_text("{")
     before = sorted(root.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is whole, see above; nothing was changed"):
-        newest_whole_checkpoint(root)
+    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is intact, see above; nothing was changed"):
+        newest_intact_checkpoint(root)
     assert sorted(root.rglob("*")) == before
 
 
@@ -94,7 +94,7 @@ def test_a_newer_format_is_no_damage_and_is_not_removed(root: Path, capsys: pyte
     path = root / "step-20" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 9}))
     with pytest.raises(CheckpointError, match=r"has format version 9, this meshtrain reads 2"):
-        newest_whole_checkpoint(root)
+        newest_intact_checkpoint(root)
     save(root, 30, {"model.a": torch.ones(2)}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["step-20", "step-30"]
     assert "step-20 stays, for what belongs to it is not known: " in capsys.readouterr().out

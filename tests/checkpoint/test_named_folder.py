@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, publish_folder, written_whole
+from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, publish_folder, written_completely
 from meshtrain.errors import CheckpointError
 
 
 def write(folder: Path) -> None:
-    with written_whole(folder) as draft:
+    with written_completely(folder) as draft:
         (draft / "config.json").write_text("config")
         (draft / "parts").mkdir()
         (draft / "parts" / "one").write_text("weights")
@@ -104,7 +104,7 @@ def test_what_makes_it_a_model_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def write_half(folder: Path) -> None:
-    with written_whole(folder) as draft:
+    with written_completely(folder) as draft:
         (draft / "config.json").touch()
         raise ValueError("half way")
 

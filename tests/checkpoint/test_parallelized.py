@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp
     assert first == second
     taken, without, full = first
     assert taken == f"{tmp_path}/taken exists and is not empty; write into a new folder"
-    assert without == "tokenizer = 'nowhere' is no directory with a tokenizer; give one, or the tokenizer itself"
+    assert without == "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself"
     assert full == f"rank 1 cannot write {tmp_path}/full: File too large; make room or write elsewhere"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 

@@ -18,7 +18,7 @@ from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.show import show_checkpoints
 from meshtrain.checkpoint.storage.directory import find_checkpoint, list_checkpoints
-from meshtrain.checkpoint.storage.integrity import find_damage, newest_whole_checkpoint
+from meshtrain.checkpoint.storage.integrity import find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.location import Location, open_location
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
@@ -159,7 +159,7 @@ def test_a_url_is_as_good_as_a_directory(tmp_path: Path, url: str) -> None:
     for step in (1, 2, 3):
         saved = save_plain(root, step, Retention(newest=2))
     assert names(root) == {"step-2", "step-3"}
-    assert newest_whole_checkpoint(root) == saved == find_checkpoint(root)
+    assert newest_intact_checkpoint(root) == saved == find_checkpoint(root)
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)
     load_checkpoint(saved, tensors)
     assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
@@ -167,7 +167,7 @@ def test_a_url_is_as_good_as_a_directory(tmp_path: Path, url: str) -> None:
     save_plain(root, 3, Retention(newest=2))
     assert find_damage(root / "step-3") == []
     (root / "step-3" / ".metadata").write_bytes(b"x")
-    assert newest_whole_checkpoint(root) == root / "step-2"
+    assert newest_intact_checkpoint(root) == root / "step-2"
     (root / "step-3" / "manifest.json").unlink()
     assert list_checkpoints(root) == [root / "step-2"]
     save_plain(root, 4, Retention(newest=1))
@@ -178,7 +178,7 @@ def save_behind_url(url: str) -> bool:
     root = open_location(url)
     tensors = build_stage(1, 1, 2, 1, filled=True, scale=2)
     save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=write_config, retention=KEEP_3)
-    return holds(root / "step-1", 2) and newest_whole_checkpoint(root) is not None
+    return holds(root / "step-1", 2) and newest_intact_checkpoint(root) is not None
 
 
 def write_config(directory: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_store_that_is_lost_for_a_moment_loses_no_checkpoint(monkeypatch: pyte
     for word in ("lost", "step-30"):
         lost[:] = [word]
         with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer; nothing was changed there"):
-            newest_whole_checkpoint(root)
+            newest_intact_checkpoint(root)
     # While a newer one is saved, and the old ones are looked through.
     with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer"):
         save_plain(root, 40, Retention(newest=1))

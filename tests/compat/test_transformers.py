@@ -58,7 +58,7 @@ def test_the_expert_implementation_is_copied() -> None:
     assert compat.loops_over_experts(target)
 
 
-def test_rules_of_initialisation_are_put_back() -> None:
+def test_rules_of_initialization_are_put_back() -> None:
     llama, functions, rule = model(), dict(TORCH_INIT_FUNCTIONS), PreTrainedModel._initialize_weights
     filled: list[str] = []
     ran: list[nn.Module] = []

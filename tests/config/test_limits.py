@@ -105,7 +105,7 @@ def test_what_python_cannot_read(write):
     assert problems_of(write("c.toml", f"a{'.a' * 500} = 1\n")) == (f"c.toml: a: {too_deep}",)
     assert problems_of(write("d.json", f'{{"a": {deep}}}', whole=False)) == (f"d.json: {too_deep}",)
     (line,) = problems_of(write("e.json", '{"seed": "\\ud800"}', whole=False))
-    assert line == "e.json: seed: '\\ud800' is not UTF-8 text; mend it"
+    assert line == "e.json: seed: '\\ud800' is not UTF-8 text; fix it"
 
 
 def test_keys_that_cannot_be_printed_are_escaped(write):

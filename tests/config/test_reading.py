@@ -14,7 +14,7 @@ def problems_of(load, *arguments) -> tuple[str, ...]:
     return caught.value.lines
 
 
-def test_a_missing_run_names_its_nearest_neighbour(write, tmp_path):
+def test_a_missing_run_names_its_nearest_neighbor(write, tmp_path):
     write("quickstart.toml")
 
     assert problems_of(load_run, "quikstart.toml") == (

@@ -64,7 +64,7 @@ def test_the_words_explain_themselves():
     run, plan = described_schema("run"), described_schema("plan")
 
     assert run["properties"]["steps"]["description"] == field_docstrings(RunConfig)["steps"]
-    assert run["properties"]["plan"]["description"].startswith("How the model is parallelised")
+    assert run["properties"]["plan"]["description"].startswith("How the model is parallelized")
     assert (
         plan["$defs"]["MeshPlan"]["properties"]["pp"]["description"] == "Pipeline stages held by different processes."
     )

@@ -30,7 +30,7 @@ def test_a_given_band_setting_is_used_and_the_other_is_derived() -> None:
 
 
 def pairs_of(similarity: float, number: int, size: int) -> Shingles:
-    """Return documents of which each two neighbours have a similarity: 2k and 2k + 1."""
+    """Return documents of which each two neighbors have a similarity: 2k and 2k + 1."""
     source = np.random.default_rng(0)
     num_common = round(size * 2 * similarity / (1 + similarity))
     sets = []

@@ -115,7 +115,7 @@ def test_the_keys_that_a_resumed_run_may_change_are_listed() -> None:
 def test_every_kind_of_error_is_in_the_api_reference() -> None:
     errors = importlib.import_module("meshtrain.errors")
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-    assert kinds - {"MeshtrainError", "NoAttribute"} <= set(re.findall(r"\w+", page("reference/api.md")))
+    assert kinds - {"MeshtrainError", "MissingAttribute"} <= set(re.findall(r"\w+", page("reference/api.md")))
 
 
 def test_the_coverage_page_has_every_row_of_the_table() -> None:

@@ -79,9 +79,9 @@ def test_several_stages_per_process_have_a_cache_each() -> None:
 
 
 def test_sequence_parallel_models_write_as_the_stock_model() -> None:
-    in_parts = {"sequence_parallel": True}
-    prove(*places((1, 1, 1, 2), ("gpt2", "mixtral"), tensor=in_parts), modes=("greedy", "no cache"))
-    prove(*places((2, 1, 1, 2), ("llama", "mixtral"), tensor=in_parts), modes=("beams",))
+    is_split = {"sequence_parallel": True}
+    prove(*places((1, 1, 1, 2), ("gpt2", "mixtral"), tensor=is_split), modes=("greedy", "no cache"))
+    prove(*places((2, 1, 1, 2), ("llama", "mixtral"), tensor=is_split), modes=("beams",))
 
 
 def train_on_seven_tokens(place: Place) -> tuple[str, tuple[int, ...]]:

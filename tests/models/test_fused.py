@@ -163,7 +163,7 @@ def test_shares_come_from_the_configuration() -> None:
     with torch.no_grad():
         assert torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=0, atol=1e-14)
     assert problems(stock, {"model.layers.*.self_attn.qkv_proj": {"q": "num_heads", "k": 1}}) == (
-        "tensor.fused: model.layers.0.self_attn.qkv_proj.q = 'num_heads' is no number of the model's configuration",
+        "tensor.fused: model.layers.0.self_attn.qkv_proj.q = 'num_heads' is not a number of the model's configuration",
     )
     assert problems(stock, {"model.layers.*.self_attn.qkv_proj": {"q": 4, "k": 7}}) == (
         f"tensor.fused: model.layers.0.self_attn.qkv_proj has {6 * rows} outputs, which the shares [4, 7] do not "

@@ -1,4 +1,4 @@
-"""Random initialisation in one process: the distributions of transformers, and the models that are refused."""
+"""Random initialization in one process: the distributions of transformers, and the models that are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -158,9 +158,9 @@ class UnknownBuffer(LlamaForCausalLM):
         self.register_buffer("table", torch.ones(3), persistent=False)
 
 
-def test_an_initialiser_that_needs_the_whole_tensor_is_refused() -> None:
+def test_an_initializer_that_needs_the_whole_tensor_is_refused() -> None:
     assert refusal(Xavier) == (
-        "lm_head.weight is initialised by xavier_uniform_, which needs the whole tensor and so cannot be repeated on "
+        "lm_head.weight is initialized by xavier_uniform_, which needs the whole tensor and so cannot be repeated on "
         "every mesh; start from pretrained weights instead"
     )
     assert TORCH_INIT_FUNCTIONS["normal_"] is nn.init.normal_, "the functions of transformers are put back"
@@ -168,14 +168,14 @@ def test_an_initialiser_that_needs_the_whole_tensor_is_refused() -> None:
 
 def test_a_parameter_without_a_rule_is_refused() -> None:
     assert refusal(Forgotten) == (
-        "Forgotten has no initialisation rule that can be repeated on every mesh for scale, shift; start from "
+        "Forgotten has no initialization rule that can be repeated on every mesh for scale, shift; start from "
         "pretrained weights instead"
     )
 
 
 def test_a_random_part_of_a_parameter_is_refused() -> None:
     assert refusal(PartByPart) == (
-        "a buffer, or a part of a parameter, is initialised by normal_, which cannot be repeated on every mesh; start "
+        "a buffer, or a part of a parameter, is initialized by normal_, which cannot be repeated on every mesh; start "
         "from pretrained weights instead"
     )
 
@@ -188,9 +188,9 @@ def refusal_of_shards() -> str:
     return str(caught.value)
 
 
-def test_a_sharded_parameter_that_is_drawn_without_an_initialiser_is_refused() -> None:
+def test_a_sharded_parameter_that_is_drawn_without_an_initializer_is_refused() -> None:
     assert run_on_ranks(1, refusal_of_shards) == [
-        "DrawsByItself initialises a parameter by Tensor.uniform_, which cannot be repeated on every mesh; start from "
+        "DrawsByItself initializes a parameter by Tensor.uniform_, which cannot be repeated on every mesh; start from "
         "pretrained weights instead"
     ]
 
@@ -205,7 +205,7 @@ def test_a_far_head_that_starts_in_another_way_than_its_embedding_is_refused() -
     with pytest.raises(ModelError) as caught:
         initialize_weights(stage.model, seed=0, names=names)
     assert str(caught.value) == (
-        "OtherHead initialises lm_head.weight in another way than the embedding that it is tied to; start from "
+        "OtherHead initializes lm_head.weight in another way than the embedding that it is tied to; start from "
         "pretrained weights instead, or use pp = 1"
     )
 

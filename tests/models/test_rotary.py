@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshtrain.models.initialize import restore_buffers
+from meshtrain.models.rotary import apply_sequence_length as see
 from meshtrain.models.rotary import constant_length, grown_length, length_dependent, most_positions, probed
-from meshtrain.models.rotary import see_sequence as see
 from meshtrain.verify.tiny import tiny_config
 from tests.parity import DYNAMIC, LONGROPE
 

@@ -64,7 +64,7 @@ def test_a_tensor_that_cannot_lie_there_is_refused(
     [
         ({}, 1000, "its header has 1,000 bytes, the file 100"),
         ({}, 2**63, "its header has 9,223,372,036,854,775,808 bytes, the file 100"),
-        ([], None, "its header is no table"),
+        ([], None, "its header is not a table"),
         ({"a": {"dtype": "F32"}}, None, "its header says None for the shape of a"),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
 def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "F8_E4M3"}})
     assert refusal(path) == (
-        f"{path} holds a in F8_E4M3: quantised weights, which need their scales; dequantise the model first, or take "
+        f"{path} holds a in F8_E4M3: quantized weights, which need their scales; dequantize the model first, or take "
         "the bfloat16 version of it"
     )
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "C64"}})

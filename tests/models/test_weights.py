@@ -252,7 +252,9 @@ def load_where_one_has_nothing(source: Path) -> tuple[str, ...]:
 def test_what_one_rank_cannot_read_stops_all(source: Path) -> None:
     first, second = run_on_ranks(2, load_where_one_has_nothing, source)
     assert first == second
-    assert first == (f"{source}/nowhere is no directory; give a local Hugging Face directory with model.safetensors",)
+    assert first == (
+        f"{source}/nowhere is not a directory; give a local Hugging Face directory with model.safetensors",
+    )
 
 
 def refusal(source: Path) -> str:
@@ -276,7 +278,7 @@ def test_directories_without_usable_files_are_named(source: Path) -> None:
     (source / "pytorch_model-00001-of-00002.bin").write_text("")
     assert refusal(source).startswith(f"{source} has its weights in pytorch_model.bin, a pickle; convert it")
     index.write_text("[]")
-    assert refusal(source).startswith(f"{index} is no index of safetensors files (it has no table weight_map")
+    assert refusal(source).startswith(f"{index} is not an index of safetensors files (it has no table weight_map")
     index.write_text('{"weight_map": {"wte.weight": "a.safetensors", "wpe.weight": "b.safetensors"}}')
     assert (
         refusal(source)

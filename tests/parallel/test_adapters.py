@@ -201,7 +201,7 @@ def refuse(styles: dict[str, Style], targets: list[str], dropout: float) -> tupl
     others = {f"model.layers.{layer}.self_attn.{name}": style for layer in range(4) for name, style in styles.items()}
     rules = replace(rules, styles={**rules.styles, **others})
     with pytest.raises(PlanError) as error:
-        check_adapters(stock, layers, rules, in_parts=True)
+        check_adapters(stock, layers, rules, is_split=True)
     return error.value.lines
 
 

@@ -273,8 +273,9 @@ def test_local_attributes_that_are_no_width() -> None:
     attributes = {"transformer.h.*.attn": ["split_size", "split_sice", "layer_idx"]}
     plan = make_plan("gpt2", mesh={"tp": 4}, tensor={"local_attributes": attributes})
     assert problems(plan, meta_model("gpt2", n_layer=2)) == (
-        "tensor.local_attributes: 'split_sice' of transformer.h.*.attn is None, which is no number that tp = 4 divides",
-        "tensor.local_attributes: 'layer_idx' of transformer.h.*.attn is 1, which is no number that tp = 4 divides",
+        "tensor.local_attributes: 'split_sice' of transformer.h.*.attn is None, which is not a number that "
+        "tp = 4 divides",
+        "tensor.local_attributes: 'layer_idx' of transformer.h.*.attn is 1, which is not a number that tp = 4 divides",
     )
 
 
@@ -529,11 +530,11 @@ def test_split_at() -> None:
         return problems(plan, meta_model("llama", **model))
 
     assert said(["model.layers.4"]) == (
-        "pipeline.split_at: 'model.layers.4' is no layer where this model can be cut; those are model.layers.1 to "
+        "pipeline.split_at: 'model.layers.4' is not a layer where this model can be cut; those are model.layers.1 to "
         "model.layers.3",
     )
     assert said(["model.layers.0"]) == (
-        "pipeline.split_at: 'model.layers.0' is no layer where this model can be cut; those are model.layers.1 to "
+        "pipeline.split_at: 'model.layers.0' is not a layer where this model can be cut; those are model.layers.1 to "
         "model.layers.3",
     )
     assert said(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
@@ -582,7 +583,7 @@ def test_layers_that_differ_in_their_heads() -> None:
 def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "GradientCheckpointingLayer", nn.Conv2d)
     assert problems(make_plan("llama", recompute={"mode": "full"})) == (
-        "recompute.mode = 'full': LlamaDecoderLayer does not know recomputation; set it to 'none'",
+        "recompute.mode = 'full': LlamaDecoderLayer does not support recomputation; set it to 'none'",
     )
 
 

@@ -24,7 +24,7 @@ from meshtrain.verify.case import SEQUENCE, ProofCase
 from meshtrain.verify.dropout import dropped, measure
 from meshtrain.verify.parallel import build_step_context
 from meshtrain.verify.tiny import default_config
-from meshtrain.verify.verify_run import make_subject
+from meshtrain.verify.verify_run import make_case
 from tests.parallel.steps import start, take_step
 from tests.parity import GPT2, MODELS, Case, batches, smallest_part
 from tests.ranks import run_on_ranks
@@ -352,7 +352,7 @@ def subject_of(way: str) -> ProofCase:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), model_type)
     recompute = RecomputePlan(mode="full" if switches else "none")
     plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=switches), "recompute": recompute})
-    return dropped(make_subject(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
+    return dropped(make_case(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
 
 
 def measure_all(subjects: list[ProofCase]) -> list[float]:

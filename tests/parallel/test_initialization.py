@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass
 class Weights:
-    """What one process holds after the initialisation, under the names of a checkpoint."""
+    """What one process holds after the initialization, under the names of a checkpoint."""
 
     fused: tuple[FusedParameter, ...]
     owned: dict[str, Piece] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def initial_weights_of(cases: list[Case], seed: int = 0) -> list[Weights]:
 
 @functools.cache
 def all_weights(world_size: int) -> dict[Case, list[Weights]]:
-    """Initialise every model on every mesh of that many processes."""
+    """Initialize every model on every mesh of that many processes."""
     cases = [
         Case(name, mesh, "Interleaved1F1B" if stages > 1 else "1F1B", stages)
         for name in NAMES

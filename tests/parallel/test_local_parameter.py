@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshtrain.errors import ModelError
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels, whole_of
+from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels, full_parameter
 from tests.ranks import run_on_ranks
 
 # One row that two processes do not share evenly, one parameter that is copied, one that is no DTensor.
@@ -109,7 +109,7 @@ def gradients_here_and_there() -> None:
     assert isinstance(local, LocalParameter)
     assert local.is_leaf
     assert local.requires_grad
-    assert whole_of(local) is whole
+    assert full_parameter(local) is whole
     assert local.data_ptr() == local_tensor(whole.detach()).data_ptr()
     assert local.grad is None
 
@@ -154,7 +154,7 @@ def test_the_gradient_is_that_of_the_whole_parameter() -> None:
 def frozen_and_plain() -> None:
     held = parameters()
     assert as_local(held["plain"]) is held["plain"]
-    assert whole_of(held["plain"]) is held["plain"]
+    assert full_parameter(held["plain"]) is held["plain"]
     held["rows"].requires_grad = False
     assert not as_local(held["rows"]).requires_grad
 

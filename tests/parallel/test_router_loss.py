@@ -25,7 +25,7 @@ from meshtrain.verify.case import MICRO_BATCH_SIZE, STEPS, ProofCase, Rows, Trac
 from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import build_step_context, initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
-from meshtrain.verify.verify_run import make_subject
+from meshtrain.verify.verify_run import make_case
 from tests.casts import lift_float32_casts
 from tests.parallel.families import Family, resolve_family
 from tests.parity import fill
@@ -54,7 +54,7 @@ class Case:
         config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
         plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
         # Two samples in a microbatch, which no mean of one-sample losses gives; one batch for every mesh.
-        return replace(make_subject(config, plan, mesh, rows=self.rows), global_batch_size=4 * MICRO_BATCH_SIZE)
+        return replace(make_case(config, plan, mesh, rows=self.rows), global_batch_size=4 * MICRO_BATCH_SIZE)
 
 
 ONE = [Case(kind) for kind in MOES] + [Case("qwen3_moe", tables={"recompute": RecomputePlan(mode="full")})]

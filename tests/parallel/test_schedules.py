@@ -236,7 +236,7 @@ class Travel:
 
     Attributes:
         steps: the third step on every schedule, as (loss, gradient norm).
-        twins: whether both ends are bit-equal: after loading, after a step, initialised, and from pretrained weights.
+        twins: whether both ends are bit-equal: after loading, after a step, initialized, and from pretrained weights.
         keys: of the checkpoints that each schedule wrote.
     """
 
@@ -357,8 +357,8 @@ def test_evaluation_sends_in_the_order_in_which_the_other_receives() -> None:
     """NCCL works off what two processes send each other in turn: a different order on both sides never ends."""
     answers = run_on_ranks(4, listen)
     for number, case in enumerate(EVALUATED):
-        pp, data_ways = case.mesh[0], case.mesh[2]
-        heard = [answers[rank * data_ways][number][1] for rank in range(pp)]
+        pp, data_degree = case.mesh[0], case.mesh[2]
+        heard = [answers[rank * data_degree][number][1] for rank in range(pp)]
         assert any(heard)
         for one in range(pp):
             for other in range(one):

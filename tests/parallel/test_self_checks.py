@@ -97,7 +97,7 @@ def test_what_is_held_twice_is_equal_and_every_stock_parameter_is_held() -> None
 
 def drift() -> dict[str, Tensor]:
     """Train with a norm of the heads whose gradient is not summed, past the check that refuses it."""
-    rules._drifting_replicas = lambda *_: iter(())
+    rules._unsummed_replicas = lambda *_: iter(())
     case = Case("qwen3", (1, 1, 1, 2))
     plan = case.plan()
     styles = {**plan.tensor.styles, Q_NORM: "replicate"}

@@ -117,13 +117,13 @@ TOGETHER = [
 GEMMA3N = {"num_kv_shared_layers": 0}
 # Whose stream cannot lie in parts of the sequence, and whose plan in transformers is not used. (A gemma3n, which holds
 # a gemma3n_text, is not built without a library for images.)
-NOT_IN_PARTS = [
+NO_SEQUENCE_PARALLEL = [
     (Family("opt", {}, PARTS), "its layers flatten batch and sequence"),
-    (Family("gemma3n_text", GEMMA3N, PARTS), "its stream has several copies in front of the batch"),
+    (Family("gemma3n_text", GEMMA3N, PARTS), "its hidden states have several copies in front of the batch"),
     (Family("gemma4", {}, PARTS), "its layers get an input of their own for every position"),
     (Family("gemma4_text", {}, PARTS), "its layers get an input of their own for every position"),
-    (Family("deepseek_v4", {}, PARTS), "its stream has several copies of every position"),
-    (Family("hy_v4", {}, PARTS), "its stream has several copies of every position"),
+    (Family("deepseek_v4", {}, PARTS), "its hidden states have several copies of every position"),
+    (Family("hy_v4", {}, PARTS), "its hidden states have several copies of every position"),
 ]
 UNUSABLE = [
     (Family("doge"), "it cuts the key-value heads and leaves the decay of each of them whole"),
@@ -238,7 +238,7 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
                 2,
                 f"tensor.sequence_parallel: not for a {family.model_type}: {reason}; set it to false",
             )
-            for family, reason in NOT_IN_PARTS
+            for family, reason in NO_SEQUENCE_PARALLEL
         ),
         *(
             (

@@ -102,9 +102,9 @@ def test_who_waits_for_nobody_is_stuck():
         return hang_failure(list(reports), waits, 31.0, 30.0).message
 
     over = "it takes 31.0 s so far on rank 0, the limit is 30.0 s"
-    assert message(waits, works) == f"is stuck in step 5, forward, at model: {over}"
-    assert message(waits, silent) == f"is stuck in step 5, forward, and does not answer: {over}"
-    assert message(waits, works, works) == f"is stuck in step 5, forward, at model; so is rank 1 on host1: {over}"
+    assert message(waits, works) == f"hangs in step 5, forward, at model: {over}"
+    assert message(waits, silent) == f"hangs in step 5, forward, and does not answer: {over}"
+    assert message(waits, works, works) == f"hangs in step 5, forward, at model; so is rank 1 on host1: {over}"
     assert message(waits, waits) == f"and all others wait for each other: {over}"
 
 
@@ -230,7 +230,7 @@ WHERE = "step 6, stage 1, microbatch 2, forward"
         ("raise", {0, 1}, f"failed in {WHERE}: ValueError: the fault of the test", 1),
         ("kill", {0}, "is gone, last seen in ", -9),
         ("leave", {0}, "is gone, last seen in ", 7),
-        ("sleep", {0, 1}, f"is stuck in {WHERE}, at tests/chaos/faulty.py:", 3),
+        ("sleep", {0, 1}, f"hangs in {WHERE}, at tests/chaos/faulty.py:", 3),
     ],
 )
 def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, words, code):
@@ -256,7 +256,7 @@ def test_what_an_exception_leaves(outcomes):
 def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
     outcome = outcomes["mistake"]
     assert outcome.seconds < 10.0
-    assert outcome.mistakes() == ["error: rank 1: a file of this machine is broken; mend it"]
+    assert outcome.mistakes() == ["error: rank 1: a file of this machine is broken; fix it"]
     assert outcome.stops() == []
     assert outcome.exit_codes == {0: 2, 1: 2}
     assert outcome.locks == 0

@@ -86,8 +86,8 @@ time.sleep(60)
 """
 WORKER = """
 import os, time
-from meshtrain.runtime.lifetime import before_sudden_end, end_with_torchrun
-before_sudden_end(lambda: os.write(1, b"last act\\n"))
+from meshtrain.runtime.lifetime import at_sudden_exit, end_with_torchrun
+at_sudden_exit(lambda: os.write(1, b"last act\\n"))
 end_with_torchrun()
 os.write(1, b"ready\\n")
 time.sleep(60)

@@ -16,7 +16,7 @@ from tests.chaos.stops import FAULTY, torchrun
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
 from tests.training.test_resume import go, in_float32, refusal, without_torchrun
 
-HOW_TO_BEGIN = "To begin anew at step 0, choose another run_directory or remove out/metrics.jsonl"
+HOW_TO_BEGIN = "To start again at step 0, choose another run_directory or remove out/metrics.jsonl"
 WHERE = "bring the checkpoint back or set checkpoint.directory to where it lies. "
 
 

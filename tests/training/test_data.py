@@ -96,10 +96,10 @@ def test_a_run_goes_on_on_other_meshes_with_the_same_samples(tmp_path: Path, nam
     expected = go(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
     seen: dict[int, Any] = {}
     for steps, mesh in zip((2, 4, 6), MESHES, strict=True):
-        seen |= go(run_of(tmp_path, name, "travelling", mesh, steps=steps))
+        seen |= go(run_of(tmp_path, name, "traveling", mesh, steps=steps))
 
     assert seen == expected
-    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "travelling"), strict=True))
+    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
     assert [found["step"] for _, found in pairs] == list(range(1, 7))
     for metric in ("loss", "grad_norm"):
         assert max(abs(found[metric] - wanted[metric]) / wanted[metric] for wanted, found in pairs) <= 1e-12

@@ -163,7 +163,7 @@ def test_one_rank_stops_early_and_all_end_with_it(tmp_path: Path) -> None:
     (shown, _), _ = run_on_ranks(2, train_with, config, StopsEarly(1, 1), joins=False)
     assert shown.splitlines()[-2:] == [
         f"Saved {tmp_path}/out/checkpoints/step-2",
-        "Stopped by a hook: 2 of 6 steps are done; the same command goes on from there",
+        "Stopped by a hook: 2 of 6 steps are done; the same command resumes from there",
     ]
     (shown, _), _ = run_on_ranks(2, train_with, config, StopsEarly(2, 0), joins=False)
     assert shown.splitlines()[-1].startswith("Stopped by a hook: 4 of 6 steps are done")

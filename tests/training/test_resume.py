@@ -57,7 +57,7 @@ def stopped_after(config: RunConfig, step: int, name: str) -> RunConfig:
 
 
 def values(config: RunConfig) -> list[dict[str, float]]:
-    """Return what the steps wrote down that is no time and no memory."""
+    """Return what the steps wrote down that is neither a time nor a memory size."""
     return [{name: metrics[name] for name in COMPARED} for metrics in steps_of(Path(config.run_directory))]
 
 
@@ -113,18 +113,18 @@ def test_every_other_mesh_goes_on_with_the_same_losses(tmp_path: Path, model: st
     steps = 1 + len(CHAIN)
     whole = build_run(tmp_path / "whole", model, CHAIN[-1], steps=steps)
     expected = go(whole)
-    travelling = build_run(tmp_path / "travelling", model, CHAIN[-1], steps=1)
-    seen = go(travelling)
+    traveling = build_run(tmp_path / "traveling", model, CHAIN[-1], steps=1)
+    seen = go(traveling)
     for step, plan in enumerate(CHAIN, start=2):
-        seen |= go(travelling.model_copy(update={"plan": plan, "steps": step}))
+        seen |= go(traveling.model_copy(update={"plan": plan, "steps": step}))
     assert seen == expected
-    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "travelling"), strict=True))
+    pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
     assert [found["step"] for _, found in pairs] == list(range(1, steps + 1))
     for name in ("loss", "grad_norm"):
         errors = [abs(found[name] - wanted[name]) / wanted[name] for wanted, found in pairs]
         print(model, name, [f"{error:.0e}" for error in errors])
         assert max(errors) <= 1e-12
-    weights, wanted = read_checkpoint(tmp_path / "travelling"), read_checkpoint(tmp_path / "whole")
+    weights, wanted = read_checkpoint(tmp_path / "traveling"), read_checkpoint(tmp_path / "whole")
     assert weights.keys() == wanted.keys()
     assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-12
 

@@ -68,8 +68,8 @@ def test_a_run_goes_on_with_the_frequencies_that_it_had(tmp_path: Path) -> None:
     wanted = go(whole.model_copy(update={"evaluation": EvaluationConfig(every=1)}))
     # The third batch is not longer than the one before, and not so short that the frequencies begin anew.
     assert [width for width, *_ in wanted][1:3] == [12, 10]
-    travelling = run_of(tmp_path / "travelling", GROWING, (2, 1, 1, 1), **padded)
-    go(travelling.model_copy(update={"steps": 2}))
-    assert read_manifest(find_checkpoint(tmp_path / "travelling")).rotary_length == 12
-    found = go(travelling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
+    traveling = run_of(tmp_path / "traveling", GROWING, (2, 1, 1, 1), **padded)
+    go(traveling.model_copy(update={"steps": 2}))
+    assert read_manifest(find_checkpoint(tmp_path / "traveling")).rotary_length == 12
+    found = go(traveling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
     assert_equal(found, wanted[2:])

@@ -24,7 +24,7 @@ from tests.training.runs import build_run
 from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
 
 ALONE = [sys.executable, "-m", "meshtrain"]
-COME_AGAIN = 75
+RESTART = 75
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Pat
     config = build_run(tmp_path / "out", "gpt2", in_float32((1, 1, 1, 1)), stop_after="0s")
     (tmp_path / "run.toml").write_text(dump_toml(config))
     stopped = run(*ALONE, "train", str(tmp_path / "run.toml"))
-    assert (stopped.returncode, stopped.stderr) == (COME_AGAIN, "")
+    assert (stopped.returncode, stopped.stderr) == (RESTART, "")
     assert stopped.stdout.endswith(
-        "step-1\nStopped by stop_after: 1 of 6 steps are done; the same command goes on from there\n"
+        "step-1\nStopped by stop_after: 1 of 6 steps are done; the same command resumes from there\n"
     )
     ended = run(*ALONE, "train", str(tmp_path / "run.toml"), "stop_after=1h")
     assert (ended.returncode, ended.stderr) == (0, "")

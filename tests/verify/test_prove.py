@@ -28,7 +28,7 @@ from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
 from meshtrain.verify.parallel import initial_weights, train_plan
 from meshtrain.verify.reference import train_stock
-from meshtrain.verify.verify_run import make_subject
+from meshtrain.verify.verify_run import make_case
 from tests.parity import DYNAMIC, LLAMA, LONGROPE
 from tests.ranks import run_on_ranks
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -45,7 +45,7 @@ UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
     plan = with_family(ParallelPlan(**tables), model_type)
-    return make_subject(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
+    return make_case(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
 
 
 def one_device(subject: ProofCase) -> tuple[dict[str, Tensor], Trace]:
@@ -152,10 +152,10 @@ def test_what_is_right_is_proven() -> None:
 def test_frequencies_that_depend_on_the_length_are_proven(rope: dict[str, Any]) -> None:
     plan = with_family(ParallelPlan(), "llama")
     config = AutoConfig.for_model("llama", **{**LLAMA, "rope_parameters": rope})
-    found, divergent = findings_of(no_damage, make_subject(config, plan, MeshPlan(pp=2, dp_shard=1), rows="bucketed"))
+    found, divergent = findings_of(no_damage, make_case(config, plan, MeshPlan(pp=2, dp_shard=1), rows="bucketed"))
     assert all(finding.holds for finding in found.values()), found
     assert divergent is None
-    found, divergent = findings_of(forget_the_length, make_subject(config, plan, MeshPlan(pp=2, dp_shard=1)))
+    found, divergent = findings_of(forget_the_length, make_case(config, plan, MeshPlan(pp=2, dp_shard=1)))
     assert not found["loss"].holds
     assert divergent == "model.layers.0"
 
@@ -267,10 +267,10 @@ def test_a_plan_that_cannot_run_is_not_proven(
         ),
         (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["run.toml", "--table", "coverage.md"], "--json belongs to a RUN, --type, --defaults and --table to"),
-        (["--models", "--table", "no/coverage.md"], "--table: no is no directory; make it, or choose another place"),
+        (["--models", "--table", "no/coverage.md"], "--table: no is not a directory; make it, or choose another place"),
         (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
-        (["run.toml", "--json", "no/proof.json"], "--json: no is no directory; make it, or choose another place"),
+        (["run.toml", "--json", "no/proof.json"], "--json: no is not a directory; make it, or choose another place"),
         (["run.toml", "--json", ""], "--json: . is a directory; give the name of a file"),
         (["run.toml", "--json", "/"], "--json: / is a directory; give the name of a file"),
         (["--models", "--table", "/"], "--table: / is a directory; give the name of a file"),

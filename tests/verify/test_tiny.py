@@ -15,7 +15,7 @@ from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
 from meshtrain.verify.kinds import layer_kinds
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
-from meshtrain.verify.verify_run import make_subject
+from meshtrain.verify.verify_run import make_case
 from tests.parity import DYNAMIC, LONGROPE
 
 
@@ -159,9 +159,9 @@ def test_heads_for_four_blocks(heads: int, tp: int, small: int) -> None:
     plan, mesh = with_family(ParallelPlan(), "codegen"), MeshPlan(dp_shard=1, tp=tp)
     if small == heads == 12:
         with pytest.raises(PlanError, match=r"mesh\.tp = 2 does not divide the four blocks of 12 attention heads"):
-            make_subject(config, plan, mesh, attention="eager")
+            make_case(config, plan, mesh, attention="eager")
     else:
-        assert make_subject(config, plan, mesh, attention="eager").hf_config.n_head == small
+        assert make_case(config, plan, mesh, attention="eager").hf_config.n_head == small
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_every_kind_of_layer_is_in_the_copy(model_type: str, layers: str | list[
     config = default_config(model_type)
     mesh = MeshPlan(dp_shard=1) if layers == "balanced" else MeshPlan(pp=2, dp_shard=1)
     plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type)
-    tiny = make_subject(config, plan, mesh, attention="eager").hf_config
+    tiny = make_case(config, plan, mesh, attention="eager").hf_config
     real, copy = (layer_kinds(build_model(kept, dtype=DTYPES["float32"], attention="eager")) for kept in (config, tiny))
     assert {*real} == {*copy}
     assert tiny.num_hidden_layers == count
@@ -194,4 +194,4 @@ def test_a_kind_of_layer_that_no_tiny_copy_has() -> None:
         r"up to 16 layers has$"
     )
     with pytest.raises(ModelError, match=refusal):
-        make_subject(config, with_family(ParallelPlan(), "qwen3_moe"), MeshPlan(dp_shard=1))
+        make_case(config, with_family(ParallelPlan(), "qwen3_moe"), MeshPlan(dp_shard=1))

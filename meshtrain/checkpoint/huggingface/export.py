@@ -39,7 +39,7 @@ from meshtrain.checkpoint.storage.directory import (
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
 from meshtrain.checkpoint.storage.location import Location, as_local, shown_location
-from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_whole
+from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_completely
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
@@ -134,7 +134,7 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
             check_names(source, {name: tensor.shape for name, tensor in tensors.items()}, model)
         exceptions = {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()}
         layout = layout_of(model, exceptions) if model is not None else _module_layout(metadata, tensors, chosen)
-        with written_whole(folder) as draft:
+        with written_completely(folder) as draft:
             _copy_description(description, draft, manifest, chosen)
             _write_tensors(draft, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
     return manifest

@@ -52,8 +52,8 @@ def stock_tensors(
         left_out: our names of tensors that the stock model does not have: tied heads.
     """
     entries = {entry.name: entry for entry in fused if entry.parts[0] in shapes}
-    in_parts = {part for entry in entries.values() for part in entry.parts}
-    names = [*entries, *(name for name in shapes if name not in in_parts and name not in left_out)]
+    is_split = {part for entry in entries.values() for part in entry.parts}
+    names = [*entries, *(name for name in shapes if name not in is_split and name not in left_out)]
     return {
         name: _joined(entries[name], shapes) if name in entries else StockTensor(name, (name,), 0, (), shapes[name])
         for name in sorted(names, key=_natural)

@@ -16,7 +16,7 @@ stored; it is found by listing ROOT.
 
 import re
 
-from meshtrain.checkpoint.storage.location import Location, children, file_names, is_local, told_in_a_line
+from meshtrain.checkpoint.storage.location import Location, children, errors_in_one_line, file_names, is_local
 from meshtrain.errors import CheckpointError, Problem
 
 MANIFEST_NAME = "manifest.json"
@@ -47,7 +47,7 @@ def list_checkpoints(root: Location) -> list[Location]:
         CheckpointError: if the location cannot be reached.
     """
     found: dict[int, Location] = {}
-    with told_in_a_line(root):
+    with errors_in_one_line(root):
         for path in children(root):  # "step-20" comes before "step-20.old"
             if step_named(path) is not None and MANIFEST_NAME in file_names(path):
                 found.setdefault(step_of(path), path)
@@ -74,7 +74,7 @@ def is_checkpoint(path: Location) -> bool:
     Raises:
         CheckpointError: if the location cannot be reached.
     """
-    with told_in_a_line(path):
+    with errors_in_one_line(path):
         return MANIFEST_NAME in file_names(path)
 
 
@@ -88,7 +88,9 @@ def find_checkpoints(path: Location) -> list[Location]:
         if checkpoints := list_checkpoints(root):
             return checkpoints
     found = f"has no {MANIFEST_NAME} and no step-N directory" if path.is_dir() else "is not a directory"
-    raise CheckpointError(f"{path} is no checkpoint: it {found}; give a step-N directory or the run directory above it")
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it {found}; give a step-N directory or the run directory above it"
+    )
 
 
 def step_of(checkpoint: Location) -> int:

@@ -36,7 +36,7 @@ def find_damage(checkpoint: Location) -> list[Problem]:
     return list(dict.fromkeys(problem for answer in gather_objects(problems) for problem in answer))
 
 
-def newest_whole_checkpoint(root: Location) -> Location | None:
+def newest_intact_checkpoint(root: Location) -> Location | None:
     """Return the newest intact checkpoint, and print the damage of newer ones. Collective.
 
     Returns:
@@ -56,8 +56,8 @@ def newest_whole_checkpoint(root: Location) -> Location | None:
         console.line(f"{checkpoint} is left out; the checkpoint before it is tried")
     if checkpoints:
         raise CheckpointError(
-            f"{root}: none of its {len(checkpoints)} checkpoints is whole, see above; nothing was changed there. "
-            "Restore one, or choose another run_directory to begin anew"
+            f"{root}: none of its {len(checkpoints)} checkpoints is intact, see above; nothing was changed there. "
+            "Restore one, or choose another run_directory to start again"
         )
     return None
 

@@ -72,7 +72,7 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def told_in_a_line(location: Location) -> Iterator[None]:
+def errors_in_one_line(location: Location) -> Iterator[None]:
     """Turn errors of the block, which reads the location, into an error of one line.
 
     Raises:

@@ -108,7 +108,7 @@ def publish_folder(draft: Path, folder: Path) -> None:
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def written_completely(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory that becomes the folder at the end of the block.
 
     After an error, the temporary directory is removed.

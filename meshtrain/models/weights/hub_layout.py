@@ -81,7 +81,7 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
     state: dict[str, Tensor] = stock.state_dict()
     layout = Layout()
     groups = _collect(stock, state, tensors, layout)
-    in_work = _InWork()
+    in_work = _LatestResult()
     for first, group in groups.items():
         if group.converter is None:
             (tensor,) = (tensor for found in group.sources.values() for tensor in found)
@@ -141,7 +141,7 @@ def _is_ignored(stock: PreTrainedModel, *names: str) -> bool:
     )
 
 
-def _convert(stock: PreTrainedModel, first: str, group: _Group, in_work: "_InWork") -> dict[str, LazyTensor]:
+def _convert(stock: PreTrainedModel, first: str, group: _Group, in_work: "_LatestResult") -> dict[str, LazyTensor]:
     """Run the conversion of a group on lazy tensors.
 
     If it does more than move values, it runs on the tensors of the group when they are read.
@@ -165,7 +165,7 @@ def _run(stock: PreTrainedModel, first: str, group: _Group, load: Callable[[File
     return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
 
-class _InWork:
+class _LatestResult:
     """The result of the latest conversion; all results would be a second model in memory."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _InWork:
 class _Work:
     """A conversion that needs the values of its full group."""
 
-    def __init__(self, stock: PreTrainedModel, first: str, group: _Group, in_work: _InWork) -> None:
+    def __init__(self, stock: PreTrainedModel, first: str, group: _Group, in_work: _LatestResult) -> None:
         self._stock, self._first, self._group, self._in_work = stock, first, group, in_work
         self._dtype = stock.state_dict()[first].dtype
 

@@ -21,10 +21,10 @@ from meshtrain.models.weights.operations import (
     InFile,
     Joined,
     Node,
+    Permuted,
     Ranges,
     Reshaped,
     Squeezed,
-    Turned,
     Unsqueezed,
 )
 from meshtrain.models.weights.safetensors_files import FileTensor
@@ -129,7 +129,7 @@ def _move_transpose(origin: LazyTensor, first: int, second: int) -> LazyTensor:
 
 def _move_permute(origin: LazyTensor, order: Sequence[int]) -> LazyTensor:
     order = [dim % origin.dim() for dim in order]
-    return LazyTensor(Turned(origin, order), [origin.shape[dim] for dim in order], origin.dtype)
+    return LazyTensor(Permuted(origin, order), [origin.shape[dim] for dim in order], origin.dtype)
 
 
 def _move_view(origin: LazyTensor, shape: Sequence[int]) -> LazyTensor:

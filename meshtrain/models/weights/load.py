@@ -111,7 +111,7 @@ def _fill(parameters: Mapping[str, Tensor], origins: Mapping[str, Tensor], reade
     for name, tensor in parameters.items():
         origin = origins.get(name)
         if origin is None:
-            assert not isinstance(tensor, nn.Parameter), f"{name} is no parameter of the stock model"
+            assert not isinstance(tensor, nn.Parameter), f"{name} is not a parameter of the stock model"
         else:
             assert isinstance(origin, LazyTensor)
             assert origin.shape == tensor.shape, f"{name} is cut by something unknown"

@@ -80,7 +80,7 @@ class Cut:
         self._whole.read([*ranges[: self._dim], moved, *ranges[self._dim + 1 :]], out, reader)
 
 
-class Turned:
+class Permuted:
     """A tensor with its dimensions in another order."""
 
     def __init__(self, whole: ValueSource, order: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_QUANTISED = re.compile(r"F[468]_.*")
+_QUANTIZED = re.compile(r"F[468]_.*")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
         ModelError: if files are missing, broken, or of an unsupported kind.
     """
     if not source.is_dir():
-        raise ModelError(f"{source} is no directory; give a local Hugging Face directory with {SINGLE_NAME}")
+        raise ModelError(f"{source} is not a directory; give a local Hugging Face directory with {SINGLE_NAME}")
     # If both exist, one of them is a leftover. `from_pretrained` uses the same order.
     if (source / SINGLE_NAME).is_file():
         return read_header(source / SINGLE_NAME)
@@ -116,7 +116,7 @@ def _checked(header: Any) -> dict[str, dict[str, Any]]:
         ValueError: if an entry is not valid.
     """
     if not isinstance(header, dict):
-        raise ValueError("its header is no table")
+        raise ValueError("its header is not a table")
     header.pop("__metadata__", None)
     for name, entry in header.items():
         for key, is_right in _ENTRY.items():
@@ -155,9 +155,9 @@ def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) ->
 def _dtype(path: Path, name: str, code: str) -> torch.dtype:
     if code in DTYPES:
         return DTYPES[code]
-    if _QUANTISED.fullmatch(code):
+    if _QUANTIZED.fullmatch(code):
         raise ModelError(
-            f"{path} holds {name} in {code}: quantised weights, which need their scales; dequantise the model first, "
+            f"{path} holds {name} in {code}: quantized weights, which need their scales; dequantize the model first, "
             "or take the bfloat16 version of it"
         )
     raise ModelError(f"{path} holds {name} in {code}, which is not read; known are {', '.join(DTYPES)}")
@@ -167,12 +167,12 @@ def _find_by_index(index: Path) -> dict[str, FileTensor]:
     try:
         table = json.loads(index.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{index} is no index of safetensors files ({error}); download the model again") from error
+        raise ModelError(f"{index} is not an index of safetensors files ({error}); download the model again") from error
     files = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ModelError(
-            f"{index} is no index of safetensors files (it has no table weight_map from names to files); download the "
-            "model again"
+            f"{index} is not an index of safetensors files (it has no table weight_map from names to files); download "
+            "the model again"
         )
     paths = {name: index.parent / file for name, file in files.items()}
     if absent := sorted({path.name for path in paths.values() if not path.is_file()}):

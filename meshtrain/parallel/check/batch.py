@@ -33,11 +33,11 @@ def num_microbatches(plan: ParallelPlan, batch: BatchShape) -> int:
 
 
 def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
-    data_ways = plan.mesh.data_degree
-    unit = data_ways * batch.micro_batch_size
+    data_degree = plan.mesh.data_degree
+    unit = data_degree * batch.micro_batch_size
     if batch.global_batch_size % unit:
         yield (
-            f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_ways} x micro_batch_size "
+            f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_degree} x micro_batch_size "
             f"{batch.micro_batch_size} = {unit}; {_nearest_multiples(batch.global_batch_size, unit)}"
         )
 

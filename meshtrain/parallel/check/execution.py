@@ -24,7 +24,7 @@ def check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShap
         return
     if not isinstance(layer, GradientCheckpointingLayer):
         yield (
-            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not know recomputation; "
+            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not support recomputation; "
             "set it to 'none'"
         )
 

@@ -23,7 +23,7 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     yield from _check_schedule(plan, batch)
     if pp > 1 and model.get_output_embeddings() is None:
         yield (
-            f"mesh.pp = {pp}, but {type(model).__name__} has no language modelling head, and only causal language "
+            f"mesh.pp = {pp}, but {type(model).__name__} has no language modeling head, and only causal language "
             "models can be cut into stages; use pp = 1"
         )
         return
@@ -125,7 +125,7 @@ def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: 
         yield f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}"
     elif unknown:
         yield (
-            f"pipeline.split_at: {unknown[0]!r} is no layer where this model can be cut; those are {allowed[0]} to "
+            f"pipeline.split_at: {unknown[0]!r} is not a layer where this model can be cut; those are {allowed[0]} to "
             f"{allowed[-1]}"
         )
     elif [allowed.index(name) for name in names] != sorted({allowed.index(name) for name in names}):

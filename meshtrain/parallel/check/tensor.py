@@ -152,7 +152,7 @@ def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Modul
             what = f"{attribute!r} of {as_pattern(name)}"
             if local_count(attribute, value, tp) is None and what not in seen:
                 seen.add(what)
-                yield f"tensor.local_attributes: {what} is {value!r}, which is no number that tp = {tp} divides"
+                yield f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides"
 
 
 def read_attribute(module: nn.Module, name: str) -> object:

@@ -17,7 +17,7 @@ Hook = Callable[..., Any]
 
 
 @contextmanager
-def hooks_set_aside(model: nn.Module) -> Iterator[None]:
+def hooks_disabled(model: nn.Module) -> Iterator[None]:
     """Disable the hooks of a model while the block runs.
 
     Hooks expect values, which meta tensors do not have. Hooks that the block itself registers stay:

@@ -19,7 +19,7 @@ from meshtrain.compat.nn import forwards_replaced
 from meshtrain.errors import ModelError
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.dataflow import DerivedTensors
-from meshtrain.parallel.cut.hooks import hooks_set_aside
+from meshtrain.parallel.cut.hooks import hooks_disabled
 
 PROBE_LENGTH = 3
 # Errors of a forward pass when a model is built in another way than a probe expects.
@@ -90,13 +90,13 @@ def probe_structure(model: PreTrainedModel) -> ModelStructure:
     failures = []
     for with_mask, as_tuple in itertools.product((True, False), (False, True)):
         try:
-            with hooks_set_aside(model):
-                anatomy = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
+            with hooks_disabled(model):
+                structure = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
         except MISFITS as error:
             failures.append(error)
         else:
-            _check_places(model, anatomy)
-            return anatomy
+            _check_places(model, structure)
+            return structure
     # A RuntimeError of torch is often about the mask of the probe instead of the layers: XLNet
     # calculates with the mask.
     reason = next((failure for failure in failures if not isinstance(failure, RuntimeError)), failures[0])
@@ -190,7 +190,7 @@ def _probe(
     )
 
 
-def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
+def _check_places(model: PreTrainedModel, structure: ModelStructure) -> None:
     """Check that every parameter belongs to one stage.
 
     The weight of a head that is tied to the embedding is excepted.
@@ -198,7 +198,7 @@ def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
     Raises:
         ModelError: for a parameter or a tie that does not.
     """
-    places = {name: _places(name, anatomy) for name, _ in model.named_parameters(remove_duplicate=False)}
+    places = {name: _places(name, structure) for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, found in places.items():
         if not found:
             raise cannot_be_cut(model, f"its parameter {name} is used neither before, in nor after the layers")
@@ -211,8 +211,8 @@ def _check_places(model: PreTrainedModel, anatomy: ModelStructure) -> None:
             raise cannot_be_cut(model, f"it ties {copy_name} to {source}, which are not the head and the embedding")
 
 
-def _places(parameter: str, anatomy: ModelStructure) -> list[str]:
-    modules = {"layers": (anatomy.layers,), "before": anatomy.before, "after": anatomy.after}
+def _places(parameter: str, structure: ModelStructure) -> list[str]:
+    modules = {"layers": (structure.layers,), "before": structure.before, "after": structure.after}
     return [place for place, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))]
 
 

@@ -19,7 +19,7 @@ from meshtrain.compat.autograd import memory_of
 from meshtrain.compat.nn import set_forward
 from meshtrain.models.adapters import stock_name
 from meshtrain.models.rotary import probed
-from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_set_aside
+from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_disabled
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     PROBE_LENGTH,
@@ -125,8 +125,8 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
     if num_stages == 1:
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())]
-    anatomy = probe_structure(model)
-    return [_cut_one(copy_with_hooks(model), anatomy, layers_per_stage, index) for index in indices]
+    structure = probe_structure(model)
+    return [_cut_one(copy_with_hooks(model), structure, layers_per_stage, index) for index in indices]
 
 
 def check_cut(model: PreTrainedModel) -> None:
@@ -138,9 +138,9 @@ def check_cut(model: PreTrainedModel) -> None:
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
-    anatomy = probe_structure(model)
+    structure = probe_structure(model)
     _, layers = find_layers(model)
-    below = anatomy.num_layers - 1
+    below = structure.num_layers - 1
     received = None
     try:
         for layers_per_stage, index in (
@@ -151,23 +151,23 @@ def check_cut(model: PreTrainedModel) -> None:
         ):
             # Stubs replace the layers in the copy: a large model has thousands of modules in them.
             stubs: dict[int, Any] = {
-                id(layer): LayerStub(layer, as_tuple=anatomy.layers_return_tuples) for layer in layers
+                id(layer): LayerStub(layer, as_tuple=structure.layers_return_tuples) for layer in layers
             }
-            with hooks_set_aside(model):
+            with hooks_disabled(model):
                 whole = copy.deepcopy(model, stubs)
-            stage = _cut_one(whole, anatomy, layers_per_stage, index)
-            received = _run_probe(stage, anatomy, received)
+            stage = _cut_one(whole, structure, layers_per_stage, index)
+            received = _run_probe(stage, structure, received)
     except MISFITS as error:
         raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
 
 
-def _run_probe(stage: Stage, anatomy: ModelStructure, received: Tensor | None) -> Tensor:
+def _run_probe(stage: Stage, structure: ModelStructure, received: Tensor | None) -> Tensor:
     # Some models read the dtype of any parameter, and this stage may have none of the real ones.
     stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
     stage.channel.sequence_length = PROBE_LENGTH
     first = probe_ids(torch.device("meta")) if received is None else received
     with probed(stage.model, PROBE_LENGTH):
-        output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=anatomy.takes_ready_mask))
+        output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=structure.takes_ready_mask))
     if received is not None and not stage.is_last and not _is_whole(output, received):
         raise ValueError("it does not hand on what its layers give")
     return output
@@ -179,30 +179,37 @@ def _is_whole(view: Tensor, tensor: Tensor) -> bool:
     return places[0] == places[1]
 
 
-def _cut_one(model: PreTrainedModel, anatomy: ModelStructure, layers_per_stage: Sequence[int], index: int) -> Stage:
+def _cut_one(model: PreTrainedModel, structure: ModelStructure, layers_per_stage: Sequence[int], index: int) -> Stage:
     first = sum(layers_per_stage[:index])
     last = first + layers_per_stage[index]
-    layers = model.get_submodule(anatomy.layers)
+    layers = model.get_submodule(structure.layers)
     assert isinstance(layers, nn.ModuleList)
     # `padding_idx` is read before the embedding becomes a stub. The copy of the weight in the head
     # needs it, because its padding row is zeroed as well.
     tied = dict(model.all_tied_weights_keys)
     padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
     stage = Stage(
-        index, len(layers_per_stage), first, last, model, layers, tied, Channel(writes_in_place=anatomy.writes_in_place)
+        index,
+        len(layers_per_stage),
+        first,
+        last,
+        model,
+        layers,
+        tied,
+        Channel(writes_in_place=structure.writes_in_place),
     )
-    _stub_layers(stage, anatomy)
+    _stub_layers(stage, structure)
     if not stage.is_first:
-        _stub_before(stage, anatomy)
+        _stub_before(stage, structure)
     if not stage.is_last:
-        _stub_after(stage, anatomy)
+        _stub_after(stage, structure)
     _keep_own_ties(stage, padding)
     _replace_forward(stage)
     return stage
 
 
-def _stub_layers(stage: Stage, anatomy: ModelStructure) -> None:
-    as_tuple = anatomy.layers_return_tuples
+def _stub_layers(stage: Stage, structure: ModelStructure) -> None:
+    as_tuple = structure.layers_return_tuples
     for position, layer in enumerate(list(stage.layers)):
         if stage.first_layer <= position < stage.last_layer:
             continue
@@ -215,28 +222,28 @@ def _stub_layers(stage: Stage, anatomy: ModelStructure) -> None:
         stage.layers[position] = stub
 
 
-def _stub_before(stage: Stage, anatomy: ModelStructure) -> None:
-    for name, shape in anatomy.before.items():
+def _stub_before(stage: Stage, structure: ModelStructure) -> None:
+    for name, shape in structure.before.items():
         module = stage.model.get_submodule(name)
         if isinstance(module, nn.Dropout):
-            _put(stage.model, name, PassStub())
+            _replace_module(stage.model, name, PassStub())
         elif any(True for _ in module.parameters()):
             if shape is None:
                 raise cannot_be_cut(stage.model, f"its {name} gives something else than one tensor")
-            _put(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
+            _replace_module(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
 
 
-def _stub_after(stage: Stage, anatomy: ModelStructure) -> None:
+def _stub_after(stage: Stage, structure: ModelStructure) -> None:
     model = stage.model
     head = model.get_output_embeddings()
-    for name in anatomy.after:
+    for name in structure.after:
         module = model.get_submodule(name)
         if module is head:
-            _put(model, name, HeadStub(next(module.parameters()).dtype))
+            _replace_module(model, name, HeadStub(next(module.parameters()).dtype))
         elif any(True for _ in module.parameters()):
-            _put(model, name, PassStub())
-    if stage.last_layer == anatomy.num_layers:
-        _put(model, anatomy.after[0], CaptureStub(stage.channel))
+            _replace_module(model, name, PassStub())
+    if stage.last_layer == structure.num_layers:
+        _replace_module(model, structure.after[0], CaptureStub(stage.channel))
 
 
 def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
@@ -253,7 +260,7 @@ def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
     return model.get_submodule(parameter_name.rpartition(".")[0])
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 

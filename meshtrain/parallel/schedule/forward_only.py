@@ -37,7 +37,7 @@ class ForwardMessages:
         dist.recv(buffer, group=self._peers, group_src=self._owners[stage - 1])
         return buffer
 
-    def hand_on(self, stage: int, output: Tensor) -> None:
+    def send(self, stage: int, output: Tensor) -> None:
         """Pass the output of a stage to the next stage."""
         to = self._owners[stage + 1]
         if to == self._owners[stage]:

@@ -42,7 +42,7 @@ from meshtrain.parallel.tensor.draws import separate_streams
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.tensor.rules import TensorRules, blocks_of, name_of
-from meshtrain.parallel.tensor.sequence import shard_stream
+from meshtrain.parallel.tensor.sequence import shard_hidden_states
 from meshtrain.parallel.tensor.styles import STYLES, ModuleContext
 
 
@@ -81,7 +81,7 @@ def apply_tensor_parallel(
     summed_over_tp |= shard_adapters(stage.model, adapters, mesh, place_of)
     apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())
     if plan.sequence_parallel:
-        shard_stream(stage, group)
+        shard_hidden_states(stage, group)
     if streams is not None:
         separate_streams(stage, rules.styles, streams, sequence_parallel=plan.sequence_parallel)
     _tie_again(stage)
@@ -99,7 +99,7 @@ def _places(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, 
             name=name,
             region=inside if name.startswith(layers_prefix) and not whole else outside,
             entered=any(True for _ in blocks_of(name, rules.styles, "shared_input")),
-            whole_logits=not (rules.logits_are_sharded and module is head),
+            gathers_logits=not (rules.logits_are_sharded and module is head),
             rules=rules,
             config=config,
         )

@@ -33,14 +33,14 @@ SHARED = "replicated_with_grad_allreduce"
 WHOLE = ("replicate", "sequence_parallel", "mla_kv_a_proj", SHARED)
 
 
-def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, in_parts: bool) -> None:
+def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, is_split: bool) -> None:
     """Check that each adapter can be cut to match its base.
 
     Args:
         model: unfused, with the adapters taken off.
         layers: the LoRA layers, by the FQN of their base.
         rules: of the model.
-        in_parts: whether hidden states between the blocks of a layer are split along the sequence
+        is_split: whether hidden states between the blocks of a layer are split along the sequence
             (sequence parallelism).
 
     Raises:
@@ -53,7 +53,7 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
         what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
         if cut is None:
             problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
-        elif in_parts and drops_out(layer) and cut != "columns" and styles[0] not in ("rowwise", "sequence_parallel"):
+        elif is_split and drops_out(layer) and cut != "columns" and styles[0] not in ("rowwise", "sequence_parallel"):
             problems[
                 f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
                 "lora_dropout = 0, or tensor.sequence_parallel = false"
@@ -139,13 +139,13 @@ def _beside_columns(
 
     The gradient of the output of A is a sum over tp.
     """
-    up, in_parts = layer.lora_B[adapter], place.region.sequence_parallel
+    up, is_split = layer.lora_B[adapter], place.region.sequence_parallel
     names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
     # With dropout the input of A is a part of the sequence, even where the block has a full input.
-    if (in_parts and drops_out(layer)) or not place.entered:
+    if (is_split and drops_out(layer)) or not place.entered:
         # The outputs of A are fewer than its inputs, so the collective is applied to the outputs.
         _give_edges(down, nothing, place.region.enter)
-    if place.entered or in_parts:
+    if place.entered or is_split:
         names.append(f"lora_A.{adapter}.weight")
     return names
 
@@ -201,7 +201,7 @@ def _shard(module: nn.Linear, dim: int, mesh: DeviceMesh) -> None:
 def _give_edges(module: nn.Linear, enter: Edge, leave: Edge) -> None:
     become_sharded(module)
     assert isinstance(module, ShardedLinear)
-    module.enter, module.leave, module.bias_is_whole = enter, leave, False
+    module.enter, module.leave, module.bias_is_full = enter, leave, False
 
 
 class AdapterDropout(nn.Module):
@@ -231,8 +231,8 @@ class AdapterDropout(nn.Module):
         Returns:
             The same shape, or (batch, seq/tp, features) if it takes a part of the sequence.
         """
-        in_parts = self.region.in_parts()
-        if self.takes_part and in_parts:
+        is_split = self.region.is_split()
+        if self.takes_part and is_split:
             # `split_sequence` would join the gradients of the parts. Here the gradient of the full
             # input is summed over tp already, and every process adds its part to that sum.
             group = self.region.group
@@ -241,5 +241,5 @@ class AdapterDropout(nn.Module):
         if not self.training:
             return x
         assert streams is not None, "an adapter that drops needs random streams"
-        with streams.of(is_cut=self.is_cut or in_parts):
+        with streams.of(is_cut=self.is_cut or is_split):
             return self.dropout(x)

@@ -50,9 +50,9 @@ def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
         return result
 
     stock = _materialized(module)
-    for behaviour in ("alike", "per_head"):
-        if _computes_the_same(stock, run, ways, per_head=behaviour == "per_head"):
-            return behaviour
+    for behavior in ("alike", "per_head"):
+        if _computes_the_same(stock, run, ways, per_head=behavior == "per_head"):
+            return behavior
     return "joint"
 
 

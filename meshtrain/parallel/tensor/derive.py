@@ -54,14 +54,14 @@ SHARDED_INSIDE = (
     "per_head",
 )
 # Model types whose hidden states between layers cannot be split along the sequence, and why.
-NOT_IN_PARTS = {
+NO_SEQUENCE_PARALLEL = {
     "opt": "its layers flatten batch and sequence",
-    "gemma3n_text": "its stream has several copies in front of the batch",
-    "gemma3n": "its stream has several copies in front of the batch",
+    "gemma3n_text": "its hidden states have several copies in front of the batch",
+    "gemma3n": "its hidden states have several copies in front of the batch",
     "gemma4": "its layers get an input of their own for every position",
     "gemma4_text": "its layers get an input of their own for every position",
-    "deepseek_v4": "its stream has several copies of every position",
-    "hy_v4": "its stream has several copies of every position",
+    "deepseek_v4": "its hidden states have several copies of every position",
+    "hy_v4": "its hidden states have several copies of every position",
 }
 # Model types whose plan in transformers does not run, or changes what the model computes, and why.
 UNUSABLE = {
@@ -99,7 +99,11 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     """
     if plan.tensor.styles and not plan.tensor.auto:
         return plan if model.get_output_embeddings() is not None else _with_another_head(plan, model)
-    if plan.mesh.tp > 1 and plan.tensor.sequence_parallel and (reason := NOT_IN_PARTS.get(model.config.model_type)):
+    if (
+        plan.mesh.tp > 1
+        and plan.tensor.sequence_parallel
+        and (reason := NO_SEQUENCE_PARALLEL.get(model.config.model_type))
+    ):
         raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}; set it to false")
     source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)

@@ -16,7 +16,7 @@ from torch import nn
 from meshtrain.config.plan import Style
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
-from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tensor.rules import name_of
 
 # Styles whose outputs stay cut until a row-wise projection sums them.
@@ -36,7 +36,7 @@ def separate_streams(stage: Stage, styles: Mapping[str, Style], streams: Streams
     modules = dict(stage.model.named_modules())
     if sequence_parallel:
         for layer in stage.own_layers():
-            _Section(streams, is_cut=stream_in_parts).cover(layer, layer)
+            _Section(streams, is_cut=sequence_is_split).cover(layer, layer)
         for name, style in styles.items():
             if style == "whole_sequence" and name in modules:
                 _Section(streams, is_cut=lambda: False).cover(modules[name], modules[name])

@@ -25,7 +25,7 @@ from meshtrain.compat.transformers import attention_implementation, set_attentio
 from meshtrain.config.plan import Style
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.dataflow import SHAPE_ONLY, tensors_in
-from meshtrain.parallel.cut.hooks import hooks_set_aside
+from meshtrain.parallel.cut.hooks import hooks_disabled
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     PROBE_LENGTH,
@@ -177,7 +177,7 @@ class _Pass:
     def run(self, *, every_layer: bool, with_mask: bool, as_tuple: bool) -> None:
         chosen = set(range(len(self.layers))) if every_layer else set(self._first_of_each_kind())
         with ExitStack() as stack:
-            stack.enter_context(hooks_set_aside(self.model))
+            stack.enter_context(hooks_disabled(self.model))
             self._replace_modules(chosen, as_tuple=as_tuple)
             if not self.is_first:
                 apply_local_heads(self.model, self.rules, rank=0, tp=self.tp)
@@ -324,12 +324,12 @@ class _Pass:
         if self.is_first:
             calls.append((args, kwargs))
             return forward(*args, **kwargs)
-        behaviour = behavior_on_heads(stock, calls.pop(0), (args, kwargs))
-        if behaviour == "alike":
+        behavior = behavior_on_heads(stock, calls.pop(0), (args, kwargs))
+        if behavior == "alike":
             owners = (below for below, module in stock.named_modules(prefix=name) if _owns(module))
             self.flow.on_parts.update(dict.fromkeys(owners))
             return forward(*args, **kwargs)
-        if behaviour == "joint":
+        if behavior == "joint":
             self.flow.joint[name] = None
             return self.parts.add_part(torch.empty_like(tensors_in((args, kwargs))[0]))
         if self.rules.styles.get(name) != "per_head":

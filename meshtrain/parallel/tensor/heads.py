@@ -24,7 +24,7 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
     config = model.config.get_text_config()
     for name, module in model.named_modules():
         for attribute in rules.local_attributes.get(name, []):
-            _localise(module, attribute, tp)
+            _localize(module, attribute, tp)
         if inputs := rules.local_inputs.get(name):
             heads = config.num_attention_heads
             module.register_forward_pre_hook(partial(_own_heads, inputs, heads, rank, tp), with_kwargs=True)
@@ -36,7 +36,7 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
             modules[name].num_key_value_groups = groups
 
 
-def _localise(module: nn.Module, attribute: str, tp: int) -> None:
+def _localize(module: nn.Module, attribute: str, tp: int) -> None:
     owner, _, name = attribute.rpartition(".")
     if owner:
         # All modules share the configuration, so this one gets a copy for its part of the heads.

@@ -19,17 +19,17 @@ class ShardedLinear(nn.Linear):
     Attributes:
         enter: collective on the input.
         leave: collective on the output.
-        bias_is_whole: whether every process has the full bias, which is added after `leave`.
+        bias_is_full: whether every process has the full bias, which is added after `leave`.
     """
 
     enter: Edge
     leave: Edge
-    bias_is_whole: bool
+    bias_is_full: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
         bias = None if self.bias is None else local_tensor(self.bias)
-        if bias is None or not self.bias_is_whole:
+        if bias is None or not self.bias_is_full:
             return self.leave(F.linear(self.enter(x), local_tensor(self.weight), bias))
         return self.leave(F.linear(self.enter(x), local_tensor(self.weight))) + bias
 
@@ -58,13 +58,13 @@ class ShardedConv1D(Conv1D):
 
     enter: Edge
     leave: Edge
-    bias_is_whole: bool
+    bias_is_full: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """Project (batch, seq, in or in/tp) to (batch, seq, out/tp or out)."""
         x, weight, bias = self.enter(x), local_tensor(self.weight), local_tensor(self.bias)
         flat = x.view(-1, x.shape[-1])
-        if not self.bias_is_whole:
+        if not self.bias_is_full:
             return self.leave(torch.addmm(bias, flat, weight).view(*x.shape[:-1], weight.shape[-1]))
         return self.leave(torch.mm(flat, weight).view(*x.shape[:-1], weight.shape[-1])) + bias
 

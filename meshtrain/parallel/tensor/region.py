@@ -27,23 +27,23 @@ class Region:
     sequence_parallel: bool
     streams: Streams | None
 
-    def in_parts(self) -> bool:
+    def is_split(self) -> bool:
         """Return whether hidden states are split along the sequence in this pass."""
-        return self.sequence_parallel and stream_in_parts()
+        return self.sequence_parallel and sequence_is_split()
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full hidden states for a column-wise projection."""
-        if not self.in_parts():
+        if not self.is_split():
             return copy_to_shards(x, self.group)
         assert x.dim() == 3, f"a part of the sequence is {tuple(x.shape)} and not (batch, seq/tp, hidden)"
         return gather_sequence(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the partial results of a row-wise projection to the hidden states of this region."""
-        return scatter_sequence(x, self.group) if self.in_parts() else reduce_from_shards(x, self.group)
+        return scatter_sequence(x, self.group) if self.is_split() else reduce_from_shards(x, self.group)
 
 
-def stream_in_parts() -> bool:
+def sequence_is_split() -> bool:
     """Return whether sequence parallelism splits the hidden states of this pass.
 
     The split saves memory that is kept for a backward pass. Without a backward pass there is

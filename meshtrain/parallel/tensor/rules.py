@@ -66,8 +66,8 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
         chain(
             _misplaced_styles(model, styles),
             _misplaced_parameter_styles(of_parameters, styles),
-            _torn_ties(model, styles),
-            _drifting_replicas(model, styles, plan),
+            _inconsistent_ties(model, styles),
+            _unsummed_replicas(model, styles, plan),
         )
     )
     return unchecked_rules(
@@ -258,7 +258,7 @@ def blocks_of(name: str, styles: Mapping[str, Style], style: Style) -> Iterator[
             yield name
 
 
-def _torn_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
+def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     for ends in model.all_tied_weights_keys.items():
         head, embedding = (name.rpartition(".")[0] for name in ends)
         if (styles[head] == "colwise_gather_output") != (styles[embedding] == "embedding_rowwise"):
@@ -268,7 +268,7 @@ def _torn_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
             )
 
 
-def _drifting_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
+def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorPlan) -> Problems:
     """Yield each replicated module whose gradients would be partial and not summed.
 
     Its copies on the processes would drift apart.

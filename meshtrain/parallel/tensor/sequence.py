@@ -1,7 +1,7 @@
 """Sequence parallelism: hidden states are split along the sequence between the decoder layers.
 
 They are split before the first decoder layer and joined after the last. A pass without gradients
-does not split them; see `stream_in_parts`.
+does not split them; see `sequence_is_split`.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from transformers.utils import ModelOutput
 from meshtrain.errors import DataError
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM, join_sequence, split_sequence
-from meshtrain.parallel.tensor.region import stream_in_parts
+from meshtrain.parallel.tensor.region import sequence_is_split
 
 
-def shard_stream(stage: Stage, group: ProcessGroup) -> None:
+def shard_hidden_states(stage: Stage, group: ProcessGroup) -> None:
     """Split the sequence before the first decoder layer, and join it after the last, by hooks.
 
     A stage without the first layer does not split, and one without the last layer does not join.
@@ -26,7 +26,7 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
     """
 
     def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not stream_in_parts():
+        if not sequence_is_split():
             return args, kwargs
         hidden = args[0] if args else kwargs["hidden_states"]
         assert hidden.dim() == 3, f"the stream is {tuple(hidden.shape)} and not (batch, seq, hidden)"
@@ -36,7 +36,7 @@ def shard_stream(stage: Stage, group: ProcessGroup) -> None:
         return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
 
     def join(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not stream_in_parts():
+        if not sequence_is_split():
             return output
         return (
             (join_sequence(output[0], group), *output[1:])

@@ -40,7 +40,7 @@ class ModuleContext:
         region: how hidden states are distributed around the module.
         entered: whether the block around the module has already entered the sharded weights, so
             that the input of the module is full.
-        whole_logits: whether a gathered output is joined to the full one; False for logits that the
+        gathers_logits: whether a gathered output is joined to the full one; False for logits that the
             loss takes sharded.
         rules: of the complete model.
         config: of the language model.
@@ -49,7 +49,7 @@ class ModuleContext:
     name: str
     region: Region
     entered: bool
-    whole_logits: bool
+    gathers_logits: bool
     rules: TensorRules
     config: PretrainedConfig
 
@@ -92,14 +92,14 @@ class _WholeSequence(_Style):
         return module
 
     def _join(self, x: Tensor) -> Tensor:
-        if not self.region.in_parts():
+        if not self.region.is_split():
             return x
         whole = join_sequence(x, self.region.group)
         self.whole_shape = whole.shape
         return whole
 
     def _split(self, x: Tensor) -> Tensor:
-        if not self.region.in_parts():
+        if not self.region.is_split():
             return x
         # The experts of Llama 4 return (batch * seq, hidden).
         part = split_sequence(x.view(self.whole_shape), self.region.group)
@@ -115,7 +115,7 @@ class _Colwise(_Style):
         become_sharded(module)
         module.enter = nothing if self.place.entered else self.region.enter  # type: ignore[assignment]
         module.leave = self._leave(outputs)  # type: ignore[assignment]
-        module.bias_is_whole = False  # type: ignore[assignment]
+        module.bias_is_full = False  # type: ignore[assignment]
         return module
 
     def _leave(self, outputs: int) -> Edge:
@@ -126,7 +126,7 @@ class _ColwiseGatherOutput(_Colwise):
     """The outputs are sharded, then joined, unless they are logits that the loss takes sharded."""
 
     def _leave(self, outputs: int) -> Edge:
-        if not self.place.whole_logits:
+        if not self.place.gathers_logits:
             return nothing
         return partial(gather_vocabulary, vocabulary=outputs, group=self.region.group)
 
@@ -187,7 +187,7 @@ class _Rowwise(_Style):
         become_sharded(module)
         module.enter = self._enter()  # type: ignore[assignment]
         module.leave = self.region.leave  # type: ignore[assignment]
-        module.bias_is_whole = True  # type: ignore[assignment]
+        module.bias_is_full = True  # type: ignore[assignment]
         return module
 
     def _enter(self) -> Edge:
