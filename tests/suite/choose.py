@@ -1,6 +1,6 @@
 """Choose what the quick suite leaves out, from what each test reaches and how long it takes.
 
-    python -m tests.suite.reach FOLDER --all
+    python -m tests.suite.reach FOLDER
     python -m tests.suite.choose FOLDER --minutes 18
 
 The quick suite keeps every line that the full one reaches: tests are taken in the order of new lines per second until

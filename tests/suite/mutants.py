@@ -1,6 +1,6 @@
 """Measure how many random mutants of meshtrain the quick suite kills, and how many the full one kills.
 
-    python -m tests.suite.reach FOLDER --all
+    python -m tests.suite.reach FOLDER
     python -m tests.suite.mutants FOLDER [--number 200] [--seed 0] [--seconds 120] [--workers 2]
 
 A mutant is the source code with one expression or statement changed. It is killed if a test fails.
