@@ -1,4 +1,4 @@
-"""Record which lines of meshtrain each test of the full suite reaches, in every process that it starts, and its seconds.
+"""Record which lines of meshtrain each test of the full suite reaches, in all its processes, and its seconds.
 
     python -m tests.suite.reach FOLDER [arguments of pytest]
 
