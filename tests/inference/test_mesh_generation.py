@@ -122,7 +122,7 @@ def generate_on_data_ranks(case: MeshModel) -> list[tuple[list[list[int]], list[
     """Generate on two data ranks from different prompts, one of which ends early; change weights.
 
     Returns:
-            The texts of the mesh and of the stock model, before and after the change.
+        The texts of the mesh and of the stock model, before and after the change.
     """
     pipeline, stock, rank = build(case), stock_model(case.family), dist.get_rank()
     given = {name: value[: 2 - rank] for name, value in prompts(seed=rank).items()}
