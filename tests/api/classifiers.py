@@ -1,4 +1,4 @@
-"""Classifiers on a mesh next to the stock ones: losses, logits and gradients."""
+"""Classifiers on a mesh beside the stock models: losses, logits and gradients."""
 
 from dataclasses import dataclass, field
 from typing import Any

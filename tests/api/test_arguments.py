@@ -333,7 +333,7 @@ def folders(model: Any, folder: Path) -> dict[str, Mistake]:
 
 
 def make_mistakes(folder: Path) -> dict[str, tuple[str, str, str, str]]:
-    """Make every mistake in one process; return name -> kinds of error and lines, both wanted and found."""
+    """Make every mistake in one process; return name -> wanted and found error kind and line."""
     model = meshtrain.parallelize(stock_model("gpt2-tied"), {"mesh": {"tp": np.int64(1)}})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     every = [plans(), hooks(), models(), values(model), states(model, folder), folders(model, folder)]

@@ -67,7 +67,7 @@ def train_stock(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_the_stock_loop_computes_the_same_on_every_mesh(world_size: int) -> None:
+def test_stock_loop_computes_the_same_on_every_mesh(world_size: int) -> None:
     cases = CASES[world_size]
     wanted = run_on_ranks(1, train_stock, [name for name, _, _ in cases])[0]
     answers = run_on_ranks(world_size, run_programs, cases)

@@ -45,7 +45,11 @@ from tests.benchmarks.duplicates_corpus import (
 
 
 def judged(removals: Removals, truth: Pairs, similarity: float, num_documents: int) -> list[str]:
-    """Return recall, recall up to 0.1 above the similarity, precision; and how many are removed, wrong, and missed."""
+    """Return recall, recall near the similarity, precision, and counts.
+
+    Recall near the similarity is that of pairs up to 0.1 above it. The counts are of the documents
+    that are removed, wrongly removed, and missed.
+    """
     stays = np.ones(num_documents, bool)
     stays[list(removals)] = False
     similar = truth.similarity >= similarity

@@ -34,10 +34,11 @@ class Pairs(NamedTuple):
 
 
 def python_documents() -> Iterator[str]:
-    """Yield the Python sources of the machine, cut before statements at the margin into pieces of 1,000 characters.
+    """Yield the Python sources of the machine, cut before unindented statements.
 
-    The rest of a file joins its last piece; a statement that makes a piece longer than 8,000 characters is cut there.
-    Pieces of less than 50 words are left out.
+    A piece has at least 1,000 characters; a shorter rest of a file is omitted. A statement that
+    would make a piece longer than 8,000 characters is cut there. Pieces of less than 50 words are
+    omitted.
     """
     places = dict.fromkeys((sysconfig.get_path("stdlib"), *site.getsitepackages(), "/usr/lib/python3"))
     for path in (path for place in places for path in sorted(Path(place).rglob("*.py"))):
@@ -60,7 +61,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def with_near_duplicates(documents: list[str], number: int) -> list[str]:
-    """Return the documents and changed copies of some, in random order; their similarities fill the range 0.5 to 1."""
+    """Return documents and changed copies of some, shuffled; similarities range from 0.5 to 1."""
     source = random.Random(0)
     vocabulary = sorted({word for text in documents[:1000] for word in WORD.findall(text)})
     changed = [_changed(source.choice(documents), source, vocabulary) for _ in range(number)]

@@ -76,7 +76,7 @@ def load_with_transformers(folder: Path, **sizes: int) -> Iterable[Any]:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).parameters()
 
 
-def load_whole_and_shard(folder: Path) -> Iterable[Any]:
+def load_full_and_shard(folder: Path) -> Iterable[Any]:
     """Load the full model on every rank, then shard it."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -106,7 +106,7 @@ CONTENDERS = {
     "meshtrain dp_shard=2": lambda folder: load_with_meshtrain(folder, dp_shard=2),
     "transformers tp_size=2": lambda folder: load_with_transformers(folder, tp_size=2),
     "transformers fsdp_size=2": lambda folder: load_with_transformers(folder, fsdp_size=2),
-    "whole, then fully_shard": load_whole_and_shard,
+    "whole, then fully_shard": load_full_and_shard,
     "accelerate (whole copies)": load_with_accelerate,
 }
 

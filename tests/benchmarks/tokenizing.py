@@ -229,16 +229,18 @@ def main() -> None:
         measure_here(name, list(map(Path, files)), Path(tokenizer))
         return
     num_bytes = int(3e6 if options.small else options.megabytes * MB)
-    with tempfile.TemporaryDirectory() as place:
-        write_corpus(Path(place), num_bytes)
+    with tempfile.TemporaryDirectory() as directory_of_texts:
+        write_corpus(Path(directory_of_texts), num_bytes)
         # In a new process: a process starts with the peak memory of its parent.
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", "train", place], check=True)
-        compare(Path(place), 1 if options.small else options.repeat, options.contenders or installed())
+        subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", "train", directory_of_texts], check=True
+        )
+        compare(Path(directory_of_texts), 1 if options.small else options.repeat, options.contenders or installed())
 
 
-def compare(place: Path, repeat: int, contenders: list[str]) -> None:
+def compare(directory_of_texts: Path, repeat: int, contenders: list[str]) -> None:
     """Print all contenders, and the memory of meshtrain for one and four times the text."""
-    files, tokenizer = sorted(place.glob("*.jsonl")), place / "tokenizer" / "tokenizer.json"
+    files, tokenizer = sorted(directory_of_texts.glob("*.jsonl")), directory_of_texts / "tokenizer" / "tokenizer.json"
     num_bytes = sum(len(json.loads(line)["text"].encode()) for file in files for line in file.open())
     runs: dict[str, list[dict]] = {name: [] for name in contenders}
     for _ in range(repeat):

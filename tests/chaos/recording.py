@@ -18,7 +18,7 @@ from meshtrain.runtime.environment import rank_from_environment, world_size_from
 from meshtrain.training import loop
 
 Samples = dict[int, tuple[list[int], list[list[int]]]]
-"""step, counted from 0 -> sample ids and rows of tokens of the whole global batch, as `samples_seen` returns them"""
+"""step, from 0 -> sample ids and token rows of the full global batch, as `samples_seen` returns"""
 
 
 def recording_step(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:

@@ -32,14 +32,14 @@ SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended.
+    """The end of a run with a fault.
 
     Attributes:
         seconds: from the fault to the end of the last worker that can end by itself.
         error: all of standard error.
         exit_codes: rank -> exit code, as torchrun tells it.
-        failure: what failure.json holds, if it is there.
-        locks: files of locks that are left.
+        failure: content of failure.json, if it exists.
+        locks: number of lock files that are left.
     """
 
     seconds: float

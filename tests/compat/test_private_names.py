@@ -50,7 +50,7 @@ def files() -> list[Path]:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Return the private names that the file itself defines: functions, classes, variables and members."""
+    """Return the private names that a file defines: functions, classes, variables and members."""
     found = set()
     for node in ast.walk(tree):
         match node:

@@ -55,7 +55,7 @@ def test_lists_replace_lists(write):
     assert plan.tensor.fused == {"x": ["v"], "y": ["r", "s"]}
 
 
-def test_a_run_extends_another_run(write):
+def test_run_extends_another_run(write):
     write("base.toml", 'plan = "families/gpt2"\nseed = 1')
     write("top.toml", 'extends = "base.toml"\nsteps = 20\nplan.mesh.tp = 2', whole=False)
 
@@ -85,7 +85,7 @@ def test_every_shipped_plan_loads_by_name(name):
     assert load_plan(name) == load_plan(shipped_plans() / f"{name}.toml")
 
 
-def test_a_plan_takes_overrides_of_its_own_keys():
+def test_plan_accepts_overrides_of_its_own_keys():
     assert load_plan("families/gpt2", ["mesh.tp=4", "pipeline.schedule=GPipe"]).mesh.tp == 4
 
 

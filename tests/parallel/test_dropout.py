@@ -251,7 +251,7 @@ def test_masks_of_a_step_do_not_depend_on_earlier_steps() -> None:
 
 
 def data_parallel() -> tuple[list[Tensor], list[Tensor], bool]:
-    """Return the masks of two copies of the model, of two shards of it, and whether evaluation drops nothing."""
+    """Return the masks of two replicas, of two shards, and whether evaluation drops nothing."""
     masks = []
     for mesh in ((1, 2, 1, 1), (1, 1, 2, 1)):
         seen = train(Run(Case("gpt2-tied", mesh, layers=(3,)), steps=(0,)))

@@ -119,7 +119,7 @@ def test_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int,
     config = beside(whole, "skip", bad_steps=SKIP)
     seen, shown, said = train_run(config, {samples[2][0]})
     assert not said
-    # The data goes on, and the parameters are those of before.
+    # Training continues with the next batch, and the parameters are unchanged.
     assert ids(seen) == samples
     assert losses(config)[:3] == losses(whole)[:3]
     assert losses(config)[3] != losses(whole)[3]
