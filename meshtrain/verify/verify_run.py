@@ -17,6 +17,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.training.report import Resolved, natural_world_size, resolve_run
 from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
 from meshtrain.verify.kinds import Kind, layer_kinds
@@ -99,7 +100,7 @@ def _heads(hf_config: PretrainedConfig, plan: ParallelPlan, tp: int) -> int:
 
     Every block of a projection that is made of four gets some of them.
     """
-    if "colwise_blocks" not in plan.tensor.styles.values():
+    if not any(STYLES[style].four_blocks for style in plan.tensor.styles.values()):
         return HEADS
     (heads,) = values_in_layers(hf_config, "num_attention_heads")
     return 4 * plan.mesh.tp if heads % (4 * tp) == 0 else heads

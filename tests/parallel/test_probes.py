@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from meshtrain.parallel.tensor.probes import has_place_for_none, looks_up_rows
+from meshtrain.parallel.tensor.probes import looks_up_rows, skips_index_past_end
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_experts_that_skip_an_index_after_the_last_are_detected() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 4, "experts_implementation": "eager"}
     with torch.device("meta"):
         mixtral, gpt_oss = MixtralExperts(MixtralConfig(**sizes)), GptOssExperts(GptOssConfig(**sizes))
-    assert has_place_for_none(mixtral, 4, 8)
-    assert not has_place_for_none(gpt_oss, 4, 8)
+    assert skips_index_past_end(mixtral, 4, 8)
+    assert not skips_index_past_end(gpt_oss, 4, 8)

@@ -1,9 +1,14 @@
 """Derived tensor rules: each model type trains over tp like its stock model in one process."""
 
+import ast
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
+import meshtrain
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError
@@ -12,6 +17,7 @@ from meshtrain.parallel import parallelize
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.parallel.tensor.derive import with_derived_rules
+from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.families import Family, errors_of, resolve_family
@@ -147,6 +153,26 @@ def prove(
     for family, *errors in zip(families, *ranks, strict=True):
         worst = {name: error for part in errors for name, error in part.items() if not error < tolerance}
         assert not worst, (family, worst)
+
+
+def test_the_table_has_one_row_for_each_style() -> None:
+    assert sorted(STYLES) == sorted(get_args(Style))
+
+
+def test_only_the_table_has_facts_about_single_styles() -> None:
+    package = Path(meshtrain.__file__).parent
+    # The configuration has the names, and derived rules choose among them.
+    allowed = {"config/plan.py", "parallel/tensor/styles.py", "parallel/tensor/derive.py"}
+    # A setting of the plan is also called this.
+    names = {*get_args(Style)} - {"sequence_parallel"}
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}: {node.value}"
+        for path in package.rglob("*.py")
+        if str(path.relative_to(package)) not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize(

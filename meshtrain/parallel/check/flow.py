@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from meshtrain.models.patterns import as_pattern
-from meshtrain.parallel.tensor.flow import STREAM, Flow, follow_heads
+from meshtrain.parallel.tensor.flow import HIDDEN_STATES, Flow, follow_heads
 from meshtrain.parallel.tensor.rules import Problems, TensorRules
 
 MISUSED = (
@@ -43,14 +43,14 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
     for names, problem in (*kinds, (flow.counted_twice, TWICE)):
         for name in names:
-            if name != STREAM:
+            if name != HIDDEN_STATES:
                 style = rules.styles.get(name)
                 rule = "" if style is None else f" is {style!r}, but it"
                 yield f"tensor.styles: {as_pattern(name)}{rule} {problem}"
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:
-    if STREAM in flow.partial:
+    if HIDDEN_STATES in flow.partial:
         yield (
             f"tensor.styles: inside the layers of {architecture} something whole meets the heads, or the width, of one "
             "process, so its gradient would be partial; add the rule that is missing, or set mesh.tp = 1"

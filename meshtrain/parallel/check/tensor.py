@@ -26,6 +26,7 @@ from meshtrain.parallel.tensor.rules import (
     resolve_rules,
     sharded_dims,
 )
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -64,7 +65,7 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
         # cannot share one of them.
         ("key-value heads", "num_kv_heads"),
     ):
-        if name != "num_attention_heads" and _are_whole(plan.tensor.styles):
+        if name != "num_attention_heads" and _are_full(plan.tensor.styles):
             continue
         for count in values_in_layers(model.config, name):
             if isinstance(count, int) and count % tp:
@@ -73,13 +74,13 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
                 )
 
 
-def _are_whole(styles: Mapping[str, Style]) -> bool:
+def _are_full(styles: Mapping[str, Style]) -> bool:
     """Return whether every process has all key-value heads, or shares one.
 
     In both cases tp need not divide their number.
     """
-    found = {style for pattern, style in styles.items() if gives_heads(pattern)}
-    return bool(found) and "colwise" not in found
+    found = [STYLES[style] for pattern, style in styles.items() if gives_heads(pattern)]
+    return bool(found) and not any(row.gives == "part" and not row.four_blocks for row in found)
 
 
 def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, skip_attention: bool) -> Problems:
@@ -89,7 +90,8 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
     """
     seen = set()
     for name, style in styles.items():
-        if style in ("embedding_rowwise", "colwise_gather_output"):
+        row = STYLES[style]
+        if row.may_be_uneven:
             rows = model.get_parameter(f"{name}.weight").shape[0]
             if -(-rows // tp) * (tp - 1) >= rows and rows not in seen:
                 seen.add(rows)
@@ -97,9 +99,7 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
                     f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}; use a smaller tp or a "
                     "larger vocabulary"
                 )
-        if style not in ("colwise", "colwise_blocks", "rowwise", "rowwise_split_input") or (
-            skip_attention and "attn" in name
-        ):
+        if row.may_be_uneven or row.shards not in ("outputs", "inputs") or (skip_attention and "attn" in name):
             continue
         module = model.get_submodule(name)
         width = model.get_parameter(f"{name}.weight").shape[sharded_dims(style, module)["weight"]]
@@ -109,7 +109,7 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
 
 
 def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> Problems:
-    if "colwise_blocks" not in styles.values():
+    if not any(STYLES[style].four_blocks for style in styles.values()):
         return
     heads = model.config.get_text_config().num_attention_heads
     if 4 % tp or heads % (4 * tp):
@@ -135,7 +135,9 @@ def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Probl
     for router, module in () if recorder is None else find_routers(model, recorder):
         for name, _ in module.named_parameters(prefix=router):
             owner = name.rpartition(".")[0]
-            if styles[owner] != "replicate" and as_pattern(owner) not in seen:
+            row = STYLES[styles[owner]]
+            is_same = row.kind == "replica" and row.gradients == "full"
+            if not is_same and as_pattern(owner) not in seen:
                 seen.add(as_pattern(owner))
                 yield (
                     f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for the router's auxiliary loss "

@@ -4,16 +4,20 @@ Modules:
     adapters: shards LoRA adapters in the same way as the projections that they belong to.
     behavior: finds out how a module with full parameters computes on a part of the heads.
     collectives: the collectives of tensor parallelism, with their gradients.
+    context: where a module lies in the model, and what the classes that apply a style share.
     derive: derives rules for a model from its own plan or from a family plan.
     draws: selects the random stream for each part of a decoder layer.
+    experts: applies the styles of stacked experts.
     flow: follows the parts of the heads through one forward pass on the meta device.
     heads: makes attention modules count and read only the heads of one process.
     modules: module classes that hold a shard of their weights.
     probes: finds out by a cheap run what a module of an unknown class does.
     region: how hidden states are distributed over tp, and the collectives around sharded weights.
+    requirements: what a module must be for a style.
     rules: resolves the rules of a plan for one model, and checks them.
     sequence: splits the hidden states along the sequence, and joins them.
-    styles: what each style does to a module.
+    style_row: the facts of one style.
+    styles: the table of styles, and the classes that apply them.
 
 The package itself has `apply_tensor_parallel`, which applies the styles to a stage. Weights become
 DTensors, so that sharding over dp, checkpoints and initialization know the global tensor. The
@@ -34,16 +38,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshtrain.config.plan import Style, TensorPlan
+from meshtrain.config.plan import TensorPlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
 from meshtrain.parallel.tensor.adapters import shard_adapters
+from meshtrain.parallel.tensor.context import ModuleContext
 from meshtrain.parallel.tensor.draws import separate_streams
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.region import Region
 from meshtrain.parallel.tensor.rules import TensorRules, blocks_of, name_of
 from meshtrain.parallel.tensor.sequence import shard_hidden_states
-from meshtrain.parallel.tensor.styles import STYLES, ModuleContext
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def apply_tensor_parallel(
@@ -69,16 +74,17 @@ def apply_tensor_parallel(
         The names of the parameters whose gradients are partial over tp.
     """
     group = mesh.get_group()
-    place_of = _places(stage, Region(group, plan.sequence_parallel, streams), rules)
+    context_of = _contexts(stage, Region(group, plan.sequence_parallel, streams), rules)
     summed_over_tp: set[str] = set()
     for name, module in list(stage.model.named_modules()):
         style = rules.styles.get(name)
         if style is None or not any(True for _ in module.parameters()):
             continue
-        place = place_of(name, module)
-        parallelize_module(module, mesh, STYLES[style](place))
-        summed_over_tp |= {f"{name}.{kind}" for kind in _partial_parameters(style, module, place.region)}
-    summed_over_tp |= shard_adapters(stage.model, adapters, mesh, place_of)
+        context, row = context_of(name, module), STYLES[style]
+        parallelize_module(module, mesh, row.apply(context))
+        partial = row.partial_parameters(module, is_split=context.region.sequence_parallel)
+        summed_over_tp |= {f"{name}.{kind}" for kind in partial}
+    summed_over_tp |= shard_adapters(stage.model, adapters, mesh, context_of)
     apply_local_heads(stage.model, rules, rank=group.rank(), tp=group.size())
     if plan.sequence_parallel:
         shard_hidden_states(stage, group)
@@ -88,33 +94,24 @@ def apply_tensor_parallel(
     return summed_over_tp
 
 
-def _places(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], ModuleContext]:
+def _contexts(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str, nn.Module], ModuleContext]:
     layers_prefix = name_of(stage.model, stage.layers) + "."
     outside = replace(inside, sequence_parallel=False)
     head, config = stage.model.get_output_embeddings(), stage.model.config.get_text_config()
 
-    def place_of(name: str, module: nn.Module) -> ModuleContext:
-        whole = any(True for _ in blocks_of(name, rules.styles, "whole_sequence"))
+    def context_of(name: str, module: nn.Module) -> ModuleContext:
+        sees_all = any(blocks_of(name, rules.styles, "full sequence"))
         return ModuleContext(
             name=name,
-            region=inside if name.startswith(layers_prefix) and not whole else outside,
-            entered=any(True for _ in blocks_of(name, rules.styles, "shared_input")),
+            region=inside if name.startswith(layers_prefix) and not sees_all else outside,
+            entered=any(blocks_of(name, rules.styles, "shared input")),
             gathers_logits=not (rules.logits_are_sharded and module is head),
-            rules=rules,
+            styles=rules.styles,
+            sharded_dims=rules.sharded_dims,
             config=config,
         )
 
-    return place_of
-
-
-def _partial_parameters(style: Style, module: nn.Module, region: Region) -> list[str]:
-    if style in ("replicated_with_grad_allreduce", "replicated_heads", "per_head") or (
-        style == "sequence_parallel" and region.sequence_parallel
-    ):
-        return [kind for kind, _ in module.named_parameters(recurse=style != "sequence_parallel")]
-    if style == "rowwise" and region.sequence_parallel and getattr(module, "bias", None) is not None:
-        return ["bias"]
-    return []
+    return context_of
 
 
 def _tie_again(stage: Stage) -> None:

@@ -21,16 +21,12 @@ from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.parallel.tensor.collectives import SEQUENCE_DIM
+from meshtrain.parallel.tensor.context import ModuleContext
 from meshtrain.parallel.tensor.modules import ReplicatedHeadsLinear, ShardedLinear, become_sharded
-from meshtrain.parallel.tensor.region import Edge, Region, nothing
+from meshtrain.parallel.tensor.region import Edge, Region, identity
 from meshtrain.parallel.tensor.rules import TensorRules
-from meshtrain.parallel.tensor.styles import ModuleContext, share_rotary_key
-
-COLUMNS = ("colwise", "colwise_gather_output", "colwise_blocks", "replicated_heads")
-ROWS = ("rowwise", "rowwise_split_input")
-# Every process has the full weight, and computes its gradient for its own heads only.
-SHARED = "replicated_with_grad_allreduce"
-WHOLE = ("replicate", "sequence_parallel", "mla_kv_a_proj", SHARED)
+from meshtrain.parallel.tensor.style_row import StyleRow
+from meshtrain.parallel.tensor.styles import STYLES, share_rotary_key
 
 
 def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: TensorRules, *, is_split: bool) -> None:
@@ -53,13 +49,18 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
         what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
         if cut is None:
             problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
-        elif is_split and drops_out(layer) and cut != "columns" and styles[0] not in ("rowwise", "sequence_parallel"):
+        elif is_split and drops_out(layer) and cut != "columns" and not _draws_apart(STYLES[styles[0]]):
             problems[
                 f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
                 "lora_dropout = 0, or tensor.sequence_parallel = false"
             ] = None
     if problems:
         raise PlanError(problems)
+
+
+def _draws_apart(row: StyleRow) -> bool:
+    """Return whether each process drops other elements: it has other features or tokens."""
+    return row.takes == "part" or row.gradients == "partial if split"
 
 
 def drops_out(layer: nn.Module) -> bool:
@@ -71,7 +72,7 @@ def shard_adapters(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     mesh: DeviceMesh,
-    place_of: Callable[[str, nn.Module], ModuleContext],
+    context_of: Callable[[str, nn.Module], ModuleContext],
 ) -> set[str]:
     """Shard the adapters of the modules that a stage holds, in place.
 
@@ -80,7 +81,7 @@ def shard_adapters(
         layers: LoRA layers of these modules, taken off and unfused like them, by the FQN of their
             base.
         mesh: the 1-D tp mesh.
-        place_of: returns the context of a module of the stage.
+        context_of: returns the context of a module of the stage.
 
     Returns:
         The names of the parameters whose gradients are partial over tp.
@@ -88,35 +89,35 @@ def shard_adapters(
     partial_parameters: set[str] = set()
     for name, layer in layers.items():
         base = model.get_submodule(name)
-        place = place_of(name, base)
-        styles = [place.rules.styles[part] for part, _ in _parts(name, base)]
+        context = context_of(name, base)
+        styles = [context.styles[part] for part, _ in _parts(name, base)]
         cut = _cut_of(styles)
         for adapter, down, up in adapters_of(layer):
             assert isinstance(down, nn.Linear)
             if drops_out(layer):
-                _separate_streams(layer, adapter, styles, place)
+                _separate_streams(layer, adapter, styles, context)
             if cut == "columns":
-                names = _beside_columns(layer, adapter, down, base, place, mesh)
+                names = _beside_columns(layer, adapter, down, base, context, mesh)
             elif cut == "rows":
-                names = _beside_rows(layer, adapter, down, up, base, place, mesh)
+                names = _beside_rows(layer, adapter, down, up, base, context, mesh)
             else:
-                names = _beside_whole(adapter, up, styles[0], place)
+                names = _beside_full(adapter, up, styles[0], context)
             partial_parameters |= {f"{name}.{kind}" for kind in names}
     return partial_parameters
 
 
-def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "whole"] | None:
+def _cut_of(styles: Sequence[Style]) -> Literal["columns", "rows", "full"] | None:
     """Return how an adapter of a projection is cut, from the styles of the projection's parts.
 
     Returns:
         None if no adapter can match these styles.
     """
-    kinds = {*styles}
-    if kinds & {*COLUMNS} and kinds <= {*COLUMNS, SHARED}:
+    cuts = {STYLES[style].adapter for style in styles}
+    if "columns" in cuts and cuts <= {"columns", "shared"}:
         return "columns"
-    if len(styles) == 1 and kinds <= {*ROWS}:
+    if len(styles) == 1 and cuts == {"rows"}:
         return "rows"
-    return "whole" if len(kinds) == 1 and kinds <= {*WHOLE} else None
+    return "full" if len({*styles}) == 1 and cuts <= {"full", "shared", "rotary key"} else None
 
 
 def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -125,65 +126,67 @@ def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module)]
 
 
-def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], place: ModuleContext) -> None:
-    takes_part = _cut_of(styles) == "columns" and place.entered
+def _separate_streams(layer: Any, adapter: str, styles: Sequence[Style], context: ModuleContext) -> None:
+    is_cut = len(styles) == 1 and STYLES[styles[0]].takes == "part"
+    takes_part = _cut_of(styles) == "columns" and context.entered
     layer.lora_dropout[adapter] = AdapterDropout(
-        layer.lora_dropout[adapter], place.region, is_cut=[*styles] == ["rowwise"], takes_part=takes_part
+        layer.lora_dropout[adapter], context.region, is_cut=is_cut, takes_part=takes_part
     )
 
 
 def _beside_columns(
-    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, place: ModuleContext, mesh: DeviceMesh
+    layer: Any, adapter: str, down: nn.Linear, base: nn.Module, context: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
     """Cut B by rows, and return the names of the parameters with partial gradients.
 
     The gradient of the output of A is a sum over tp.
     """
-    up, is_split = layer.lora_B[adapter], place.region.sequence_parallel
-    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, place, mesh)]
+    up, is_split = layer.lora_B[adapter], context.region.sequence_parallel
+    names = [f"lora_B.{adapter}.{kind}" for kind in _shard_up(up, base, context, mesh)]
     # With dropout the input of A is a part of the sequence, even where the block has a full input.
-    if (is_split and drops_out(layer)) or not place.entered:
+    if (is_split and drops_out(layer)) or not context.entered:
         # The outputs of A are fewer than its inputs, so the collective is applied to the outputs.
-        _give_edges(down, nothing, place.region.enter)
-    if place.entered or is_split:
+        _give_edges(down, identity, context.region.enter)
+    if context.entered or is_split:
         names.append(f"lora_A.{adapter}.weight")
     return names
 
 
-def _shard_up(up: nn.Module, base: nn.Module, place: ModuleContext, mesh: DeviceMesh) -> list[str]:
+def _shard_up(up: nn.Module, base: nn.Module, context: ModuleContext, mesh: DeviceMesh) -> list[str]:
     """Shard B, or each of its parts, like the base.
 
     Returns:
         The names of its parameters whose gradients stay partial.
     """
     names: list[str] = []
-    for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(place.name, base), strict=True):
+    for (kind, mine), (part, theirs) in zip(_parts("", up), _parts(context.name, base), strict=True):
         assert isinstance(mine, nn.Linear)
-        is_whole = place.rules.styles[part] in (SHARED, "replicated_heads")
-        if is_whole:
+        is_full = STYLES[context.styles[part]].shards is None
+        if is_full:
             names += [f"{kind}.{name}".lstrip(".") for name, _ in mine.named_parameters()]
         if isinstance(theirs, ReplicatedHeadsLinear):
             become(mine, ReplicatedHeadsLinear)
-            mine.enter, mine.rows = nothing, theirs.rows  # type: ignore[assignment]
-        elif not is_whole:
+            mine.enter, mine.rows = identity, theirs.rows  # type: ignore[assignment]
+        elif not is_full:
             _shard(mine, 0, mesh)
-            _give_edges(mine, nothing, theirs.leave)  # type: ignore[arg-type]
+            _give_edges(mine, identity, theirs.leave)  # type: ignore[arg-type]
     return names
 
 
 def _beside_rows(
-    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, place: ModuleContext, mesh: DeviceMesh
+    layer: Any, adapter: str, down: nn.Linear, up: nn.Module, base: Any, context: ModuleContext, mesh: DeviceMesh
 ) -> list[str]:
     """Cut A by columns, sum its outputs over tp, and return the names with partial gradients."""
     _shard(down, 1, mesh)
-    _give_edges(down, base.enter, place.region.leave)
-    return _names_up(adapter, up) if place.region.sequence_parallel else []
+    _give_edges(down, base.enter, context.region.leave)
+    return _names_up(adapter, up) if context.region.sequence_parallel else []
 
 
-def _beside_whole(adapter: str, up: nn.Module, style: Style, place: ModuleContext) -> list[str]:
-    if style == "mla_kv_a_proj":
-        share_rotary_key(up, place)
-    if style == SHARED or (style == "sequence_parallel" and place.region.sequence_parallel):
+def _beside_full(adapter: str, up: nn.Module, style: Style, context: ModuleContext) -> list[str]:
+    row = STYLES[style]
+    if row.adapter == "rotary key":
+        share_rotary_key(up, context)
+    if row.gradients == "partial" or (row.gradients == "partial if split" and context.region.sequence_parallel):
         return [f"lora_A.{adapter}.weight", *_names_up(adapter, up)]
     return []
 

@@ -14,34 +14,34 @@ from meshtrain.compat.autograd import flatten, unflatten
 from meshtrain.parallel.cut.probe import MISFITS
 from meshtrain.parallel.tensor.modules import see_own_heads
 
-Behavior = Literal["alike", "per_head", "joint"]
+Behavior = Literal["alike", "per head", "joint"]
 """How a module treats the heads.
 
-`alike`: all heads share the parameters. `per_head`: every head has parameters of its own. `joint`:
+`alike`: all heads share the parameters. `per head`: every head has parameters of its own. `joint`:
 the module computes over several heads at once, so its results change with a part of the heads.
 """
 # Results differ by the rounding of float32, because modules of transformers cast to it.
 CLOSE = 1e-4
 
 
-def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
+def behavior_on_heads(module: nn.Module, full: Any, part: Any) -> Behavior:
     """Compare the results of a module on all heads with its results on the heads of each process.
 
     Args:
         module: on the meta device; it is not changed.
-        whole: nest of its arguments, (args, kwargs), with meta tensors that have all heads.
+        full: nest of its arguments, (args, kwargs), with meta tensors that have all heads.
         part: the same nest with meta tensors that have the heads of one process.
     """
-    wholes, spec = flatten(whole)
+    leaves, spec = flatten(full)
     parts, _ = flatten(part)
-    cuts = [_cut_dim(a, b) for a, b in zip(wholes, parts, strict=True)]
-    counts = {a.shape[dim] // b.shape[dim] for a, b, dim in zip(wholes, parts, cuts, strict=True) if dim is not None}
+    cuts = [_cut_dim(a, b) for a, b in zip(leaves, parts, strict=True)]
+    counts = {a.shape[dim] // b.shape[dim] for a, b, dim in zip(leaves, parts, cuts, strict=True) if dim is not None}
     if not counts:
         return "alike"
-    if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(wholes, parts, cuts)):
+    if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(leaves, parts, cuts)):
         return "joint"
     (ways,) = counts
-    values = [_random(leaf, dim) for leaf, dim in zip(wholes, cuts, strict=True)]
+    values = [_random(leaf, dim) for leaf, dim in zip(leaves, cuts, strict=True)]
 
     def run(copied: nn.Module, rank: int | None) -> Tensor:
         own = values if rank is None else [_narrow(v, dim, rank, ways) for v, dim in zip(values, cuts, strict=True)]
@@ -50,8 +50,8 @@ def behavior_on_heads(module: nn.Module, whole: Any, part: Any) -> Behavior:
         return result
 
     stock = _materialized(module)
-    for behavior in ("alike", "per_head"):
-        if _computes_the_same(stock, run, ways, per_head=behavior == "per_head"):
+    for behavior in ("alike", "per head"):
+        if _computes_the_same(stock, run, ways, per_head=behavior == "per head"):
             return behavior
     return "joint"
 
@@ -74,15 +74,15 @@ def _computes_the_same(
         return False
 
 
-def _cut_dim(whole: Any, part: Any) -> int | None:
+def _cut_dim(full: Any, part: Any) -> int | None:
     """Return the dimension that is split over the processes, or None."""
-    if not isinstance(whole, Tensor) or whole.shape == part.shape:
+    if not isinstance(full, Tensor) or full.shape == part.shape:
         return None
-    return next(dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim])
+    return next(dim for dim in range(full.dim()) if full.shape[dim] != part.shape[dim])
 
 
-def _cut_ones(wholes: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | None]) -> list[tuple[Any, Any, int]]:
-    return [(a, b, dim) for a, b, dim in zip(wholes, parts, cuts, strict=True) if dim is not None]
+def _cut_ones(leaves: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | None]) -> list[tuple[Any, Any, int]]:
+    return [(a, b, dim) for a, b, dim in zip(leaves, parts, cuts, strict=True) if dim is not None]
 
 
 def _random(leaf: Any, dim: int | None) -> Any:

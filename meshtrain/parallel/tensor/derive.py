@@ -23,36 +23,20 @@ from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern, compile_pattern, match_modules
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.flow import follow_heads
+from meshtrain.parallel.tensor.requirements import is_lookup, is_projection
 from meshtrain.parallel.tensor.rules import (
     MatchedRules,
     gives_heads,
-    is_lookup,
-    is_projection,
     name_of,
     rule_names,
     unchecked_rules,
 )
+from meshtrain.parallel.tensor.styles import STYLES
 
-# Style name of transformers -> our style, where they differ.
-WORDS: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-KNOWN = (
-    "colwise",
-    "colwise_gather_output",
-    "rowwise",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "mla_kv_a_proj",
-    "local_params",
-    "moe_tp_experts",
-)
+# Style name of transformers -> our style.
+FROM_TRANSFORMERS = {theirs: ours for ours, row in STYLES.items() for theirs in row.transformers}
 SUMMED: Style = "replicated_with_grad_allreduce"
 PER_HEAD: Style = "per_head"
-SHARDED_INSIDE = (
-    *("colwise", "colwise_blocks", "rowwise", "replicated_with_grad_allreduce", "replicated_heads"),
-    "per_head",
-)
 # Model types whose hidden states between layers cannot be split along the sequence, and why.
 NO_SEQUENCE_PARALLEL = {
     "opt": "its layers flatten batch and sequence",
@@ -126,8 +110,8 @@ def _with_another_head(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
     names = rule_names(model)
     styles = {p: style for p, style in plan.tensor.styles.items() if p.startswith(base) or _matches(p, names)}
     for name, module in model.named_modules():
-        is_placed = any(compile_pattern(pattern).fullmatch(name) for pattern in styles)
-        if name and not name.startswith(base) and not is_placed and any(True for _ in module.parameters(recurse=False)):
+        has_rule = any(compile_pattern(pattern).fullmatch(name) for pattern in styles)
+        if name and not name.startswith(base) and not has_rule and any(True for _ in module.parameters(recurse=False)):
             styles[name] = "replicate"
     return plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
 
@@ -170,18 +154,18 @@ def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
     source = _Source()
     # The last dimension of these experts holds their parts and is not cut, so they stay full.
     last = {pattern for pattern, word in words.items() if word == "packed_rowwise"}
-    whole = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
+    full = {pattern.rpartition(".")[0] for pattern in last} if plan.tensor.experts == "tensor" else set()
     for pattern, word in words.items():
         owner, _, kind = pattern.rpartition(".")
-        if pattern in last or whole & {pattern, owner}:
+        if pattern in last or full & {pattern, owner}:
             continue
         if word == "packed_colwise":
             parts = ["gate", "up"] if kind == "gate_up_proj" else ["first", "second"]
             source.fused[pattern] = [*parts]
             # Stacked experts stay one parameter; a projection becomes one projection for each part.
             source.styles |= dict.fromkeys((pattern, *(f"{pattern}.{part}" for part in parts)), "colwise")
-        elif (known := WORDS.get(word, word)) in KNOWN:
-            source.styles[pattern] = known  # type: ignore[assignment]
+        elif (style := FROM_TRANSFORMERS.get(word)) is not None:
+            source.styles[pattern] = style
         elif plan.mesh.tp > 1:
             raise PlanError(
                 f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here; "
@@ -204,7 +188,7 @@ def _complete(model: PreTrainedModel, known: Mapping[str, Style], plan: TensorPl
         plan: with the other rules and settings.
         tp: number of processes that share a layer.
     """
-    styles = _place_known(model, known, plan)
+    styles = _match_known(model, known, plan)
     layers_name, layers = find_layers(model)
     prefix = f"{layers_name}."
     styles |= _ends(model)
@@ -248,7 +232,7 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
     return found | {name: SUMMED for name in styles if name.startswith(of_heads)}
 
 
-def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
+def _match_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan) -> dict[str, Style]:
     compiled = {compile_pattern(pattern): style for pattern, style in known.items()}
     unfused = {name for name, module in model.named_modules() if isinstance(module, UnfusedProjection)}
     styles: dict[str, Style] = {}
@@ -256,10 +240,10 @@ def _place_known(model: nn.Module, known: Mapping[str, Style], plan: TensorPlan)
         found = next((style for regex, style in compiled.items() if regex.fullmatch(name)), None)
         if found is not None and name not in unfused:
             styles[name] = found
-    return _place_experts(styles, plan)
+    return _choose_experts(styles, plan)
 
 
-def _place_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Style]:
+def _choose_experts(styles: dict[str, Style], plan: TensorPlan) -> dict[str, Style]:
     if plan.experts == "tensor":
         return styles
     experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
@@ -298,8 +282,8 @@ def _block(name: str, module: nn.Module, styles: Mapping[str, Style]) -> dict[st
         if not any(True for _ in module.children()):
             return {name: "sequence_parallel"} if alone else {}
         return {name: "whole_sequence"}
-    inside = {style for below, style in styles.items() if below.startswith(f"{name}.")}
-    if inside <= {*SHARDED_INSIDE} and inside & {"colwise", "colwise_blocks"}:
+    inside = [STYLES[style] for below, style in styles.items() if below.startswith(f"{name}.")]
+    if all(row.works_on_part for row in inside) and any(row.shards == "outputs" for row in inside):
         return {name: "shared_input"}
     return {name: "whole_sequence"}
 

@@ -18,9 +18,7 @@ from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
 from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tensor.rules import name_of
-
-# Styles whose outputs stay cut until a row-wise projection sums them.
-CUT_OUTPUTS = ("colwise", "colwise_blocks", "replicated_heads")
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def separate_streams(stage: Stage, styles: Mapping[str, Style], streams: Streams, *, sequence_parallel: bool) -> None:
@@ -38,7 +36,7 @@ def separate_streams(stage: Stage, styles: Mapping[str, Style], streams: Streams
         for layer in stage.own_layers():
             _Section(streams, is_cut=sequence_is_split).cover(layer, layer)
         for name, style in styles.items():
-            if style == "whole_sequence" and name in modules:
+            if STYLES[style].kind == "full sequence" and name in modules:
                 _Section(streams, is_cut=lambda: False).cover(modules[name], modules[name])
     for name, end in cut_blocks(styles, name_of(stage.model, stage.layers)):
         if name in modules:
@@ -55,8 +53,10 @@ def cut_blocks(styles: Mapping[str, Style], layers: str) -> Iterator[tuple[str, 
         styles: module name -> style.
         layers: name of the list of decoder layers.
     """
-    cut = [name for name, style in styles.items() if style in CUT_OUTPUTS]
-    ends = [name for name, style in styles.items() if style == "rowwise" and name.startswith(f"{layers}.")]
+    # These outputs stay cut until a row-wise projection sums them.
+    cut = [name for name, style in styles.items() if STYLES[style].gives in ("part", "one head")]
+    inside = [name for name in styles if name.startswith(f"{layers}.")]
+    ends = [name for name in inside if STYLES[styles[name]].takes == "part"]
     for end in ends:
         block = end.rpartition(".")[0]
         # The name of a layer is that of the list plus its index, and a block is inside a layer.

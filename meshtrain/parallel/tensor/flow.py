@@ -37,12 +37,18 @@ from meshtrain.parallel.cut.probe import (
 from meshtrain.parallel.tensor.behavior import behavior_on_heads
 from meshtrain.parallel.tensor.heads import apply_local_heads
 from meshtrain.parallel.tensor.modules import see_own_heads
-from meshtrain.parallel.tensor.rules import TensorRules, sharded_dims
+from meshtrain.parallel.tensor.rules import TensorRules
+from meshtrain.parallel.tensor.styles import STYLES
 
-WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "per_head")
-SUMMED = ("replicated_with_grad_allreduce", "per_head", "mla_kv_a_proj")
+# Styles of modules that have all their parameters on every process.
+REPLICATED = frozenset(name for name, row in STYLES.items() if row.kind == "replica")
+# Styles of full parameters whose partial gradients are summed over tp.
+SUMMED = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
+# Those of modules that compute as in the stock model, so that a part must reach them.
+SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED if not STYLES[name].own_heads)
+OWN_HEADS = frozenset(name for name, row in STYLES.items() if row.own_heads)
 # Stands for tensors that are full on every process and whose gradient nothing would sum.
-STREAM = ""
+HIDDEN_STATES = ""
 Origins = frozenset[str]
 
 
@@ -53,8 +59,8 @@ class Flow:
     Attributes:
         on_parts: modules with full parameters that are called with a part of the heads or of a
             width.
-        partial: modules whose parameters get a partial gradient that the rules do not sum; `STREAM`
-            if the hidden states themselves get one.
+        partial: modules whose parameters get a partial gradient that the rules do not sum;
+            `HIDDEN_STATES` if the hidden states themselves get one.
         counted_twice: modules whose gradient is complete, although the rules sum it.
         per_head: modules that have parameters of their own for each head.
         joint: modules that compute over several heads at once.
@@ -120,7 +126,7 @@ class _Parts(OperatorMode):
         self._parts[memory_of(tensor)] = tensor
         return tensor
 
-    def add_whole(self, tensor: Tensor, *origins: str) -> Tensor:
+    def add_full(self, tensor: Tensor, *origins: str) -> Tensor:
         self._origins[memory_of(tensor)] = tensor, frozenset(origins)
         return tensor
 
@@ -152,7 +158,7 @@ class _Parts(OperatorMode):
                 self._origins.pop(memory_of(tensor), None)
             elif origins and tensor.is_floating_point():
                 # Integer tensors, such as indices, pass no gradient back.
-                self.add_whole(tensor, *origins)
+                self.add_full(tensor, *origins)
         return result
 
 
@@ -231,63 +237,60 @@ class _Pass:
             if any(below.startswith(f"{name}.") for name in stopped):
                 continue
             style = self.rules.styles.get(below)
+            kind = None if style is None else STYLES[style].kind
             if (stub := self._stub_for(below, module, style)) is not None:
                 stopped.append(below)
                 for _, parameter in module.named_parameters():
                     self.parts.add_sharded(parameter, below)
                 set_forward(module, stub)
-            elif style == "shared_input":
+            elif kind == "shared input":
                 set_forward(module, partial(self._enter, module.forward))
-            elif style == "local_params":
+            elif kind == "parameters":
                 self._take_own_parameters(below, module)
-            elif self._is_whole(below, module):
+            elif self._is_replicated(below, module):
                 stopped.append(below)
                 for name, parameter in module.named_parameters(prefix=below):
-                    self.parts.add_whole(parameter, name.rpartition(".")[0])
-                set_forward(module, partial(self._run_whole, below, copy.deepcopy(module), module.forward))
+                    self.parts.add_full(parameter, name.rpartition(".")[0])
+                set_forward(module, partial(self._run_replicated, below, copy.deepcopy(module), module.forward))
             else:
                 for parameter in module.parameters(recurse=False):
-                    self.parts.add_whole(parameter, below)
+                    self.parts.add_full(parameter, below)
 
-    def _is_whole(self, name: str, module: nn.Module) -> bool:
+    def _is_replicated(self, name: str, module: nn.Module) -> bool:
         """Return whether a module has parameters, and none of them is sharded."""
         inside = {self.rules.styles.get(below) for below, m in module.named_modules(prefix=name) if _owns(m)}
-        return bool(inside) and inside <= {*WHOLE, None} and name != ""
+        return bool(inside) and inside <= {*REPLICATED, None} and name != ""
 
     def _stub_for(self, name: str, module: nn.Module, style: Style | None) -> Callable[..., Any] | None:
-        if style in ("colwise", "colwise_blocks"):
-            dim = sharded_dims(style, module)["weight"]
-            return partial(self._project, "part", _input_width(module), _weight(module).shape[dim] // self.tp)
-        if style == "replicated_heads":
+        row = None if style is None else STYLES[style]
+        if row is None or row.kind not in ("projection", "experts"):
+            return None
+        if row.kind == "experts":
+            return self._experts
+        inputs = _input_width(module) // (self.tp if row.takes == "part" else 1)
+        outputs, origin = _output_width(module), name if row.gradients == "summed" else HIDDEN_STATES
+        if row.gives == "part":
+            return partial(self._project, None, inputs, outputs // self.tp)
+        if row.gives == "one head":
             heads = self.model.config.get_text_config().num_key_value_heads
-            ways = 1 if self.is_first else heads
-            return partial(self._project, "part", _input_width(module), _weight(module).shape[0] // ways)
-        if style == "colwise_gather_output":
-            return partial(self._project, "whole", _input_width(module), _output_width(module))
-        if style == "rowwise":
-            return partial(self._project, "whole", _input_width(module) // self.tp, _output_width(module))
-        if style == "rowwise_split_input":
-            return partial(self._project, "whole", _input_width(module), _output_width(module))
-        if style == "mla_kv_a_proj":
-            return partial(self._project, name, _input_width(module), _output_width(module))
-        return self._experts if style in ("moe_tp_experts", "expert_parallel") else None
+            return partial(self._project, None, inputs, outputs // (1 if self.is_first else heads))
+        return partial(self._project, origin, inputs, outputs)
 
-    def _project(self, gives: str, width: int, outputs: int, x: Tensor) -> Tensor:
-        if x.shape[-1] != width:
-            raise ValueError(f"a projection gets {x.shape[-1]} inputs where it has {width}")
+    def _project(self, origin: str | None, inputs: int, outputs: int, x: Tensor) -> Tensor:
+        """Return an output of full features from `origin`, or a part of them if that is None."""
+        if x.shape[-1] != inputs:
+            raise ValueError(f"a projection gets {x.shape[-1]} inputs where it has {inputs}")
         result = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
-        if gives == "part":
-            return self.parts.add_part(result)
-        return self.parts.add_whole(result, STREAM if gives == "whole" else gives)
+        return self.parts.add_part(result) if origin is None else self.parts.add_full(result, origin)
 
     def _experts(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.parts.add_whole(torch.empty_like(tensors_in((args, kwargs))[0]), STREAM)
+        return self.parts.add_full(torch.empty_like(tensors_in((args, kwargs))[0]), HIDDEN_STATES)
 
     def _take_own_parameters(self, name: str, module: nn.Module) -> None:
         for kind, parameter in list(module.named_parameters(recurse=False)):
             dim = self.rules.sharded_dims.get(f"{name}.{kind}")
             if dim is None:
-                self.parts.add_whole(parameter, name)
+                self.parts.add_full(parameter, name)
                 continue
             own = parameter.detach().narrow(dim, 0, parameter.shape[dim] // self.tp).clone()
             module.register_parameter(kind, nn.Parameter(own))
@@ -300,26 +303,26 @@ class _Pass:
         return forward(**{**kwargs, "hidden_states": hidden})
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        hidden = self.parts.add_whole(torch.empty_like(args[0] if args else kwargs["hidden_states"]), STREAM)
+        hidden = self.parts.add_full(torch.empty_like(args[0] if args else kwargs["hidden_states"]), HIDDEN_STATES)
         output = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": hidden})
         if any(self.parts.is_part(tensor) for tensor in tensors_in(output)[:1]):
-            self.flow.partial[STREAM] = None
+            self.flow.partial[HIDDEN_STATES] = None
         return output
 
-    def _run_on_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_on_full(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except MISFITS:
             # A loop over experts does not run on meta. Its result has the shape of its input.
             return self._experts(*args, **kwargs)
 
-    def _run_whole(self, name: str, stock: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_replicated(
+        self, name: str, stock: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if not any(map(self.parts.is_part, tensors_in((args, kwargs)))):
             owners = (below for below, module in stock.named_modules(prefix=name) if _owns(module))
-            self.called |= {
-                owner for owner in owners if self.rules.styles.get(owner) == "replicated_with_grad_allreduce"
-            }
-            return self._run_on_whole(forward, *args, **kwargs)
+            self.called |= {owner for owner in owners if self.rules.styles.get(owner) in SUMMED_REPLICAS}
+            return self._run_on_full(forward, *args, **kwargs)
         calls = self.calls.setdefault(name, [])
         if self.is_first:
             calls.append((args, kwargs))
@@ -332,7 +335,7 @@ class _Pass:
         if behavior == "joint":
             self.flow.joint[name] = None
             return self.parts.add_part(torch.empty_like(tensors_in((args, kwargs))[0]))
-        if self.rules.styles.get(name) != "per_head":
+        if self.rules.styles.get(name) not in OWN_HEADS:
             self.flow.per_head[name] = None
         see_own_heads(stock, 0, self.tp)
         return stock(*args, **kwargs)

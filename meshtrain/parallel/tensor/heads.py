@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.parallel.tensor.rules import TensorRules, attention_of, local_count
+from meshtrain.parallel.tensor.requirements import attention_of
+from meshtrain.parallel.tensor.rules import TensorRules, local_count
+from meshtrain.parallel.tensor.styles import STYLES
 
 
 def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, tp: int) -> None:
@@ -29,7 +31,7 @@ def apply_local_heads(model: PreTrainedModel, rules: TensorRules, *, rank: int, 
             heads = config.num_attention_heads
             module.register_forward_pre_hook(partial(_own_heads, inputs, heads, rank, tp), with_kwargs=True)
     modules = dict(model.named_modules())
-    shared = (name for name, style in rules.styles.items() if style == "replicated_heads" and name in modules)
+    shared = (name for name, style in rules.styles.items() if STYLES[style].gives == "one head" and name in modules)
     for name in dict.fromkeys(attention_of(model, name) for name in shared):
         if name is not None:
             groups = modules[name].num_key_value_groups * config.num_key_value_heads // tp

@@ -99,13 +99,13 @@ class LocalParameters:
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on the local tensors of its own parameters."""
         parameters = parameter_table(self)
-        whole = dict(parameters)
-        local = {kind: local_tensor(value) for kind, value in whole.items() if value is not None}
+        stored = dict(parameters)
+        local = {kind: local_tensor(value) for kind, value in stored.items() if value is not None}
         parameters.update(local)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            parameters.update(whole)
+            parameters.update(stored)
 
 
 class OwnHeads:

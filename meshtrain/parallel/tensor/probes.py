@@ -41,7 +41,7 @@ def looks_up_rows(module: nn.Embedding) -> bool:
     return same_shape and len(probe.asked) == 1 and probe.asked[0] is ids
 
 
-def has_place_for_none(experts: nn.Module, num_experts: int, width: int) -> bool:
+def skips_index_past_end(experts: nn.Module, num_experts: int, width: int) -> bool:
     """Return whether a loop over experts skips a token with the index after the last expert.
 
     Args:

@@ -8,22 +8,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.transformers import can_leave_out_experts
 from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.patterns import as_pattern, match_modules, match_names
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.probes import looks_up_rows
+from meshtrain.parallel.tensor.style_row import Kind
+from meshtrain.parallel.tensor.styles import STYLES
 
 Problems = Iterator[str | Problem]
-PROJECTIONS = ("colwise", "colwise_gather_output", "colwise_blocks", "rowwise", "rowwise_split_input")
-# Styles of a module whose own parameters may have rules.
-OWNERS = ("local_params", "moe_tp_experts")
-# Styles whose gradients are complete only on a process that sees the full sequence.
-SEES_ALL = ("replicate", "mla_kv_a_proj", "moe_tp_experts", "expert_parallel", "colwise_gather_output", "local_params")
 
 
 @dataclass(frozen=True)
@@ -58,10 +53,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
     end = model.get_output_embeddings()
     head = None if end is None else name_of(model, end)
     _raise_any(_bare_parameters(model, styles))
-    if head is not None and styles[head] not in ("colwise_gather_output", "replicate"):
-        raise PlanError(
-            f"tensor.styles: the head {head} is {styles[head]!r}; it can be 'colwise_gather_output' or 'replicate'"
-        )
+    _raise_any(_misplaced_head(head, styles))
     _raise_any(
         chain(
             _misplaced_styles(model, styles),
@@ -73,7 +65,7 @@ def resolve_rules(model: PreTrainedModel, plan: TensorPlan) -> TensorRules:
     return unchecked_rules(
         model,
         matched,
-        logits_are_sharded=plan.loss_parallel and head is not None and styles[head] == "colwise_gather_output",
+        logits_are_sharded=plan.loss_parallel and head is not None and STYLES[styles[head]].gives == "gathered",
     )
 
 
@@ -133,28 +125,33 @@ def _sharded_dims(
     for name, style in styles.items():
         for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
             dim = sharded_dims(style, model.get_submodule(name)).get(kind)
-            if style in OWNERS and f"{name}.{kind}" in of_parameters:
+            if STYLES[style].has_parameter_rules and f"{name}.{kind}" in of_parameters:
                 dim = _dim_of_parameter(of_parameters[f"{name}.{kind}"], parameter.dim())
-            if style == "expert_parallel":
-                dim = 0
             if dim is not None:
                 yield f"{name}.{kind}", dim
 
 
 def _dim_of_parameter(style: Style, num_dims: int) -> int | None:
-    if style == "colwise":
-        return max(0, num_dims - 2)
-    return num_dims - 1 if style == "rowwise" else None
+    row = STYLES[style]
+    if not row.is_for_parameters or row.shards is None:
+        return None
+    return max(0, num_dims - 2) if row.shards == "outputs" else num_dims - 1
 
 
-def sharded_dims(style: Style | None, module: nn.Module) -> dict[str, int]:
-    """Return the dimension that a style shards, by parameter of a projection or embedding."""
+def sharded_dims(style: Style, module: nn.Module) -> dict[str, int]:
+    """Return the dimension that a style shards, by name of the module's own parameters."""
     transposed = isinstance(module, Conv1D)
-    if style in ("colwise", "colwise_gather_output", "colwise_blocks"):
-        return {"weight": 1 if transposed else 0, "bias": 0}
-    if style in ("rowwise", "rowwise_split_input"):
-        return {"weight": 0 if transposed else 1}
-    return {"weight": 0} if style == "embedding_rowwise" else {}
+    match STYLES[style].shards:
+        case "outputs":
+            return {"weight": 1 if transposed else 0, "bias": 0}
+        case "inputs":
+            return {"weight": 0 if transposed else 1}
+        case "rows":
+            return {"weight": 0}
+        case "experts":
+            return {kind: 0 for kind, _ in module.named_parameters(recurse=False)}
+        case None:
+            return {}
 
 
 def _raise_any(problems: Problems) -> None:
@@ -166,60 +163,31 @@ def _raise_any(problems: Problems) -> None:
 def _bare_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        if styles.get(owner, "shared_input") == "shared_input":
+        if owner not in styles or STYLES[styles[owner]].kind == "shared input":
             yield f"tensor.styles: no rule places the parameters of {as_pattern(owner)}; add one"
 
 
-def _misplaced_styles(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
+def _misplaced_head(head: str | None, styles: Mapping[str, Style]) -> Problems:
+    if head is not None and not STYLES[styles[head]].is_for_head:
+        possible = " or ".join(repr(name) for name, row in STYLES.items() if row.is_for_head)
+        yield f"tensor.styles: the head {head} is {styles[head]!r}; it can be {possible}"
+
+
+def _misplaced_styles(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     for name, style in styles.items():
-        module = model.get_submodule(name)
-        what, kind = f"tensor.styles: {as_pattern(name)} is {style!r}", type(module).__name__
-        if style in PROJECTIONS and not is_projection(module):
-            yield f"{what}, which is for Linear and Conv1D, not for a {kind}"
-        if style == "embedding_rowwise" and not is_lookup(module):
-            yield f"{what}, which is for an Embedding, not for a {kind}"
-        if style == "mla_kv_a_proj" and mla_rope_width(getattr(model, "config", None)) is None:
-            yield f"{what}, but the model's configuration has no qk_rope_head_dim"
-        if style == "replicated_heads" and attention_of(model, name) is None:
-            yield f"{what}, but no module around it has num_key_value_groups to say which heads share one"
-        if style == "expert_parallel" and not can_leave_out_experts(module):
-            yield f"{what}, but a {kind} cannot leave out the experts of other processes; use 'moe_tp_experts'"
-        if style == "embedding_rowwise" and (
-            getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False)
-        ):
-            yield f"{what}, which knows neither max_norm nor scale_grad_by_freq"
+        for reason in STYLES[style].requires(model, name):
+            yield f"tensor.styles: {as_pattern(name)} is {style!r}{reason}"
 
 
 def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapping[str, Style]) -> Problems:
+    owners = [name for name, row in STYLES.items() if row.has_parameter_rules]
+    possible = [repr(name) for name, row in STYLES.items() if row.is_for_parameters]
     for name, style in of_parameters.items():
         what, owner = f"tensor.styles: {as_pattern(name)} is {style!r}", name.rpartition(".")[0]
-        if styles.get(owner) not in OWNERS:
-            yield f"{what}, but a rule for a parameter needs its module to be one of {', '.join(OWNERS)}"
-        elif style not in ("colwise", "rowwise", "replicate"):
-            yield f"{what}; a parameter can be 'colwise', 'rowwise' or 'replicate'"
-
-
-def is_projection(module: nn.Module) -> bool:
-    """Return whether a module computes what Linear or Conv1D does.
-
-    The sharded class replaces its forward.
-    """
-    # Most subclasses have a forward of their own, so they do not count. Falcon's only writes the
-    # same product in another form.
-    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
-
-
-def is_lookup(module: nn.Module) -> bool:
-    """Return whether a module looks up rows as Embedding does.
-
-    It may change the rows afterwards (Gemma scales them).
-    """
-    return isinstance(module, nn.Embedding) and looks_up_rows(module)
-
-
-def mla_rope_width(config: PretrainedConfig | None) -> int | None:
-    """Return the number of outputs of latent attention's key projection that all heads share."""
-    return getattr(config, "qk_rope_head_dim", None)
+        if styles.get(owner) not in owners:
+            yield f"{what}, but a rule for a parameter needs its module to be one of {', '.join(owners)}"
+        elif not STYLES[style].is_for_parameters:
+            yield f"{what}; a parameter can be {', '.join(possible[:-1])} or {possible[-1]}"
 
 
 def local_count(attribute: str, count: object, tp: int) -> int | None:
@@ -240,28 +208,17 @@ def gives_heads(pattern: str) -> bool:
     return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")
 
 
-def attention_of(model: nn.Module, name: str) -> str | None:
-    """Return the name of the module around a key-value projection that has `num_key_value_groups`.
-
-    That is the number of query heads that share a key-value head. None if there is no such module.
-    """
+def blocks_of(name: str, styles: Mapping[str, Style], kind: Kind) -> Iterator[str]:
+    """Yield the names of the blocks of a kind that contain a module, the innermost first."""
     while name := name.rpartition(".")[0]:
-        if isinstance(getattr(model.get_submodule(name), "num_key_value_groups", None), int):
-            return name
-    return None
-
-
-def blocks_of(name: str, styles: Mapping[str, Style], style: Style) -> Iterator[str]:
-    """Yield the names of the modules of a style that contain a module, the innermost first."""
-    while name := name.rpartition(".")[0]:
-        if styles.get(name) == style:
+        if name in styles and STYLES[styles[name]].kind == kind:
             yield name
 
 
 def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     for ends in model.all_tied_weights_keys.items():
         head, embedding = (name.rpartition(".")[0] for name in ends)
-        if (styles[head] == "colwise_gather_output") != (styles[embedding] == "embedding_rowwise"):
+        if (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
             yield (
                 f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are one "
                 "weight; make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'"
@@ -275,16 +232,16 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
     """
     layers = find_layers(model)[0]
     for name, style in styles.items():
-        what = f"tensor.styles: {as_pattern(name)} is {style!r}"
-        block = next(blocks_of(name, styles, "shared_input"), None)
-        whole = next(blocks_of(name, styles, "whole_sequence"), None)
-        if block is not None and style in ("replicate", "sequence_parallel"):
+        row, what = STYLES[style], f"tensor.styles: {as_pattern(name)} is {style!r}"
+        block = next(blocks_of(name, styles, "shared input"), None)
+        is_split = plan.sequence_parallel and name.startswith(f"{layers}.")
+        if block is not None and row.kind == "replica" and row.gradients != "partial":
             yield (
                 f"{what}, but inside of {as_pattern(block)} ('shared_input') each process works for its shards only, "
                 "so its gradient must be summed; make it 'replicated_with_grad_allreduce'"
             )
-        elif plan.sequence_parallel and style in SEES_ALL and name.startswith(f"{layers}.") and whole is None:
-            alone = style == "replicate" and not any(True for _ in model.get_submodule(name).children())
+        elif is_split and row.needs_full_sequence and not any(blocks_of(name, styles, "full sequence")):
+            alone = row.kind == "replica" and not any(True for _ in model.get_submodule(name).children())
             advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
             yield (
                 f"{what}, but with tensor.sequence_parallel each process sees a part of the sequence, so its gradient "

@@ -1,0 +1,91 @@
+"""What a module must be for a style: conditions of the rows of the table of styles.
+
+A condition yields why a module cannot have a style. Each reason continues a sentence that begins
+with the name of the module and its style.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from meshtrain.compat.transformers import can_leave_out_experts
+from meshtrain.parallel.tensor.probes import looks_up_rows
+
+Requirement = Callable[[PreTrainedModel, str], Iterator[str]]
+
+
+def require_nothing(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept any module."""
+    yield from ()
+
+
+def require_projection(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept what computes as Linear or Conv1D does."""
+    module = model.get_submodule(name)
+    if not is_projection(module):
+        yield f", which is for Linear and Conv1D, not for a {type(module).__name__}"
+
+
+def require_lookup(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept what looks up rows as Embedding does, and has no option that needs the full table."""
+    module = model.get_submodule(name)
+    if not is_lookup(module):
+        yield f", which is for an Embedding, not for a {type(module).__name__}"
+    if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
+        yield ", which knows neither max_norm nor scale_grad_by_freq"
+
+
+def require_rotary_key(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept a projection of a model with latent attention."""
+    if mla_rope_width(getattr(model, "config", None)) is None:
+        yield ", but the model's configuration has no qk_rope_head_dim"
+
+
+def require_key_value_groups(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept a projection inside attention whose key-value heads are shared by query heads."""
+    if attention_of(model, name) is None:
+        yield ", but no module around it has num_key_value_groups to say which heads share one"
+
+
+def require_separate_experts(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Accept stacked experts that can run without some of them."""
+    module = model.get_submodule(name)
+    if not can_leave_out_experts(module):
+        kind = type(module).__name__
+        yield f", but a {kind} cannot leave out the experts of other processes; use 'moe_tp_experts'"
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Return whether a module computes what Linear or Conv1D does.
+
+    The sharded class replaces its forward.
+    """
+    # Most subclasses have a forward of their own, so they do not count. Falcon's only writes the
+    # same product in another form.
+    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Return whether a module looks up rows as Embedding does.
+
+    It may change the rows afterwards (Gemma scales them).
+    """
+    return isinstance(module, nn.Embedding) and looks_up_rows(module)
+
+
+def mla_rope_width(config: PretrainedConfig | None) -> int | None:
+    """Return the number of outputs of latent attention's key projection that all heads share."""
+    return getattr(config, "qk_rope_head_dim", None)
+
+
+def attention_of(model: nn.Module, name: str) -> str | None:
+    """Return the name of the module around a key-value projection that has `num_key_value_groups`.
+
+    That is the number of query heads that share a key-value head. None if there is no such module.
+    """
+    while name := name.rpartition(".")[0]:
+        if isinstance(getattr(model.get_submodule(name), "num_key_value_groups", None), int):
+            return name
+    return None
