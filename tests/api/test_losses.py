@@ -1,0 +1,78 @@
+"""Classes that compute their loss themselves, from labels that they do not shift, train as the stock ones do."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+import meshtrain
+from meshtrain.api.handle import pipeline_of
+from meshtrain.parallel.pipeline import full_tensor
+from meshtrain.verify.tiny import tiny_config
+from tests.api.programs import Batch, own_part
+from tests.casts import lift_float32_casts
+from tests.ranks import run_on_ranks
+
+MODEL_TYPES = ("cpmant", "mvp", "prophetnet", "trocr", "xlm", "xlnet")
+NUM_LAYERS = 2
+
+
+def tiny(model_type: str) -> PretrainedConfig:
+    config = tiny_config(model_type, NUM_LAYERS)
+    if model_type == "prophetnet":
+        # The layers of its decoder are found if its encoder has as many.
+        config.num_encoder_layers = NUM_LAYERS
+    return config
+
+
+def build(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(model_type)).double().train()
+    # Only casts of modules that are imported are lifted.
+    lift_float32_casts()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def uneven_batch() -> Batch:
+    """Return a batch whose halves have different numbers of labels, with and without the first of each row."""
+    ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[:2, 0] = labels[0, 3:] = labels[2, 1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-4)).item()
+
+
+def errors_of(mesh: dict[str, int], model_type: str) -> dict[str, float]:
+    """Return the errors of the loss and of every gradient: name -> error."""
+    stock, batch = build(model_type), uneven_batch()
+    wanted = stock(**batch).loss
+    wanted.backward()
+    model = meshtrain.parallelize(build(model_type), {"mesh": mesh}, prove_unknown_class=False)
+    found = model(**own_part(model, batch)).loss
+    found.backward()
+    errors = {"loss": relative_error(found.detach(), wanted.detach())}
+    gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    for name, parameter in pipeline_of(model).owned_parameters().items():
+        if parameter.grad is None:
+            assert gradients[name] is None, name
+            continue
+        expected = gradients[name]
+        # FSDP2 fills a gradient that no rank has.
+        expected = torch.zeros(parameter.shape, dtype=torch.float64) if expected is None else expected
+        errors[name] = relative_error(full_tensor(parameter.grad), expected)
+    return errors
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+def test_losses_over_unshifted_labels_are_the_mean_over_all_data_ranks(mesh: dict[str, int]) -> None:
+    for model_type in MODEL_TYPES:
+        for errors in run_on_ranks(2, errors_of, mesh, model_type):
+            wrong = {name: error for name, error in errors.items() if not error <= 1e-12}
+            assert not wrong, (model_type, wrong)
+            assert len(errors) > 20
