@@ -41,7 +41,7 @@ def checkpoints_at(asked: str, given: object) -> Location:
     location = open_location(text)
     # `Path.is_file` would fail where a parent directory is not readable.
     is_file = isinstance(location, Path) and os.path.isfile(location)
-    advice = "give the directory of the checkpoints"
+    advice = "pass the directory of the checkpoints"
     raise_together([f"{asked} = {text!r} is a file; {advice}"] if is_file else [], CheckpointError)
     return location
 
@@ -54,7 +54,7 @@ def new_folder(asked: str, given: object) -> Path:
     """
     text = path_text(asked, given, CheckpointError)
     if "://" in text:
-        raise CheckpointError(f"{asked} = {text!r} is a URL; give a folder of this machine, and upload it afterwards")
+        raise CheckpointError(f"{asked} = {text!r} is a URL; pass a folder of this machine, and upload it afterwards")
     return Path(text)
 
 

@@ -64,8 +64,8 @@ def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Te
     Returns:
         Ones (rows, seq), or None if the call needs no mask.
     """
-    wishes = given.get("use_cache")
-    makes_cache = getattr(config.get_text_config(), "use_cache", False) if wishes is None else wishes
+    requested = given.get("use_cache")
+    makes_cache = getattr(config.get_text_config(), "use_cache", False) if requested is None else requested
     others = (given.get(name) for name in ("attention_mask", "past_key_values"))
     if not makes_cache or given.get("position_ids") is None or any(other is not None for other in others):
         return None
@@ -78,8 +78,8 @@ def different_batch_message(batch: Mapping[str, Any]) -> str:
     """Return the error message for a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
     return (
-        f"rank {dist.get_rank()} was given another batch than a rank that shares its model over tp or pp (here: "
-        f"{shapes}); give all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
+        f"rank {dist.get_rank()} received another batch than a rank that shares its model over tp or pp (here: "
+        f"{shapes}); pass all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
         "shuffles, or a sampler over the data ranks only"
     )
 

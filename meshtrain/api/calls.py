@@ -54,7 +54,7 @@ class Calls:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._handle.check_values()
         given = self._given(args, kwargs)
-        self._check_wishes(given)
+        self._check_options(given)
         self._gradients.recover()
         has_labels = given.get("labels") is not None
         if not self._handle.is_generating:
@@ -65,7 +65,7 @@ class Calls:
             check_same_batch(self._handle.pipeline, given)
         if torch.is_grad_enabled() or has_labels:
             check_same_call(self._handle.pipeline, has_labels=has_labels)
-            self._handle.pipeline.longest.begin(given)
+            self._handle.pipeline.rotary_length.begin(given)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
         if recomputes and "use_cache" in self._names:
             # A recomputed layer would find its own entries in the cache.
@@ -90,7 +90,7 @@ class Calls:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
-        self._handle.pipeline.longest.end()
+        self._handle.pipeline.rotary_length.end()
         self._streams.end()
         if torch.is_grad_enabled():
             mark_gathered(self._model)
@@ -107,8 +107,8 @@ class Calls:
     def _check_end(self, what: str, *_: Any) -> None:
         if not self._is_inside and fsdp_modules(self._model):
             raise ModelError(
-                f"the {what} of a model over dp_shard was called by itself, but its weight is whole on a rank only "
-                "inside of a call of the model; call the model itself, with input_ids, and take its logits"
+                f"the {what} of a model over dp_shard was called by itself, but a rank has its full weight only "
+                "inside a call of the model; call the model itself, with input_ids, and use its logits"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,16 +116,16 @@ class Calls:
         if not self._is_inside:
             raise ModelError(
                 "a part of a parallel model was called, whose gradients would not be summed over the ranks; call the "
-                "model itself, and take model(..., output_hidden_states=True).hidden_states[-1]"
+                "model itself, and use model(..., output_hidden_states=True).hidden_states[-1]"
             )
 
-    def _check_wishes(self, given: Mapping[str, Any]) -> None:
+    def _check_options(self, given: Mapping[str, Any]) -> None:
         """Refuse options whose result would be silently wrong, or that would fail much later.
 
         Raises:
             ModelError: naming the option.
         """
-        if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._wants(given, "output_attentions"):
+        if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._is_requested(given, "output_attentions"):
             raise ModelError(
                 "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
                 "or use a mesh with tp = 1"
@@ -141,13 +141,17 @@ class Calls:
                 "gathered there can never be trained; use torch.no_grad()"
             )
         self._has_gathered = True
-        if self._has_parts() and given.get("return_dict") is False and self._wants(given, "output_hidden_states"):
+        if (
+            self._has_parts()
+            and given.get("return_dict") is False
+            and self._is_requested(given, "output_hidden_states")
+        ):
             raise ModelError(
                 "return_dict = False with output_hidden_states = True: under tensor.sequence_parallel the hidden "
-                "states are made whole in the fields of the output, and a tuple has none; leave return_dict out"
+                "states are gathered into the fields of the output, and a tuple has none; leave return_dict out"
             )
 
-    def _wants(self, given: Mapping[str, Any], name: str) -> bool:
+    def _is_requested(self, given: Mapping[str, Any], name: str) -> bool:
         wanted = given.get(name)
         return bool(getattr(self._model.config, name, False) if wanted is None else wanted)
 

@@ -35,7 +35,7 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     if has_loss_of_program(model):
         raise ModelError(
             "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the mean "
-            "cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken"
+            "cross entropy itself; use a mesh with pp = 1, which uses the model's own loss"
         )
     if "" in own:
         raise ModelError(
@@ -44,14 +44,14 @@ def check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
         )
     if has_hooks_on_itself(model):
         raise ModelError(
-            "the model itself has a hook, but the stages of a pipeline are called with other inputs and give "
+            "the model itself has a hook, but the stages of a pipeline are called with other inputs and return "
             "other outputs than it; put it on a module inside, or use a mesh with pp = 1"
         )
     for name, module in own.items():
         if not _is_method_of(module):
             raise ModelError(
                 f"the forward of {name} was replaced by a function that is not a method of it, and would still compute "
-                "with the module that was cut up; give it as types.MethodType(function, module), with the module as "
+                "with the module that was cut; pass it as types.MethodType(function, module), with the module as "
                 "its first argument, or use a mesh with pp = 1"
             )
 

@@ -92,8 +92,8 @@ class GradientCompletion:
         add_gradients(earlier)
         if lost:
             raise ModelError(
-                f"the gradient of {lost[0]} was taken before it was the sum over all ranks, by torch.autograd.grad or "
-                "by a hook of the parameter; call loss.backward(), and take parameter.grad when it is done"
+                f"the gradient of {lost[0]} was read before it was the sum over all ranks, by torch.autograd.grad or "
+                "by a hook of the parameter; call loss.backward(), and read parameter.grad when it is done"
             )
 
     def _is_lost(self, parameter: nn.Parameter) -> bool:

@@ -64,7 +64,7 @@ def handle_of(model: object) -> Handle:
     handle = find_handle(model)
     if handle is None:
         raise ModelError(
-            f"{described(model)} is not a parallel model; give what meshtrain.parallelize(model, plan) returns"
+            f"{described(model)} is not a parallel model; pass what meshtrain.parallelize(model, plan) returns"
         )
     return handle
 

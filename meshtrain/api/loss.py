@@ -92,8 +92,8 @@ class LossOfAllRanks:
             return
         elif not isinstance(labels, Tensor):
             raise ModelError(
-                f"{type(output).__name__} has a loss, but no labels were given: it is the mean over something else, "
-                "which nobody can count over the data ranks; compute it from the logits, or use a mesh without dp axes"
+                f"{type(output).__name__} has a loss, but no labels were passed: it is the mean over something else, "
+                "which cannot be counted over the data ranks; compute it from the logits, or use a mesh without dp axes"
             )
         elif has_loss_of_program(self._model):
             raise ModelError(
@@ -153,8 +153,8 @@ def _shifts_alone(copy: Any) -> bool | None:
     labels, without_first = torch.zeros_like(ids), torch.zeros_like(ids)
     without_first[0, 0] = IGNORE_INDEX
     with torch.no_grad(), probed(copy, ids.shape[1]):
-        whole, part = (copy(input_ids=ids, labels=given, use_cache=False).loss for given in (labels, without_first))
-    return None if called.times else bool(whole == part)
+        full, part = (copy(input_ids=ids, labels=some, use_cache=False).loss for some in (labels, without_first))
+    return None if called.times else bool(full == part)
 
 
 class _Called:

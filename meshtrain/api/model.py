@@ -73,8 +73,8 @@ class ParallelModel(Unmovable):
             value = state_dict.get(name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 raise ModelError(
-                    f"load_state_dict: {name} is a whole tensor, and every rank of this model keeps a shard of it; "
-                    "give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
+                    f"load_state_dict: {name} is a full tensor, and every rank of this model keeps a shard of it; "
+                    "load it into the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
                     "folder); meshtrain.load_checkpoint(directory, state) resumes a training"
                 )
         stock: Any = super()

@@ -165,22 +165,22 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
     if hasattr(model, "get_base_model"):
         model = _inside_of_adapter(model)
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{described(model)} is not a model of transformers; give one, such as GPT2LMHeadModel")
+        raise ModelError(f"{described(model)} is not a model of transformers; pass one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
         what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
-        raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize places it")
+        raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize distributes it")
     return model
 
 
 def _check_no_wrapper(model: object) -> None:
     if is_compiled(model):
         raise ModelError(
-            "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was "
-            'given, and {"compile": {"enabled": True}} in the plan'
+            "this model is compiled; parallelize first, compile afterwards: pass the model from before "
+            'torch.compile, and set {"compile": {"enabled": True}} in the plan'
         )
     if isinstance(model, WRAPPERS):
         raise ModelError(
-            f"a {type(model).__name__} has copies or shards of its own; give the model inside (model.module), the plan "
+            f"a {type(model).__name__} has copies or shards of its own; pass the model inside (model.module), the plan "
             'does the same: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
         )
 
@@ -188,9 +188,7 @@ def _check_no_wrapper(model: object) -> None:
 def _inside_of_adapter(model: Any) -> Any:
     kinds = {str(config.peft_type.value): config for config in model.peft_config.values()}
     if others := [kind for kind in kinds if kind != "LORA"]:
-        raise ModelError(
-            f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the whole model"
-        )
+        raise ModelError(f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the full model")
     if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
         raise ModelError(
             f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
@@ -243,7 +241,7 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
     for axis in plan.mesh.model_fields_set:
         asked = getattr(plan.mesh, axis)
         if asked not in (-1, degrees[axis]):
-            raise PlanError(f"mesh.{axis} = {asked} in the plan, but the mesh that is given has {degrees[axis]} there")
+            raise PlanError(f"mesh.{axis} = {asked} in the plan, but the mesh that was passed has {degrees[axis]}")
     return plan.model_copy(update={"mesh": plan.mesh.model_copy(update=degrees)})
 
 
@@ -254,7 +252,7 @@ def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ModelError(
-            f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or say what you want in the "
+            f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or set the formats in the "
             'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'
         )
     reduce = "float32" if name == "bfloat16" else name

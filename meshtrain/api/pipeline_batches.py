@@ -27,8 +27,8 @@ TOKENS = (torch.int64, torch.int32)
 IMPLIED_OPTIONS = {"use_cache": False, "output_attentions": False, "output_hidden_states": False, "return_dict": True}
 """Options that a program may pass to a training pass because they hold anyway."""
 ALTERNATIVES = {
-    "inputs_embeds": "only the first stage could use them; give input_ids",
-    "shift_labels": "the ranks of a pipeline shift labels themselves; give labels, unshifted",
+    "inputs_embeds": "only the first stage could use them; pass input_ids",
+    "shift_labels": "the ranks of a pipeline shift labels themselves; pass labels, unshifted",
     "num_items_in_batch": "the loss is the mean over the trained tokens of all data ranks anyway; leave it out",
 }
 MOST_OFFSET = 2
@@ -97,8 +97,8 @@ class BatchChecker:
         inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
         # torch's stages expect the strides of a contiguous tensor, which a slice of columns does
         # not have.
-        placed = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
-        return CheckedBatch(placed, num_tokens.to(self._device), bool(trains))
+        on_device = {name: value.to(self._device).contiguous() for name, value in inputs.items()}
+        return CheckedBatch(on_device, num_tokens.to(self._device), bool(trains))
 
     def _check(self, inputs: Mapping[str, Tensor]) -> None:
         if unknown := [name for name in inputs if self._known is not None and name not in self._known]:
@@ -117,17 +117,17 @@ class BatchChecker:
         if other := [name for name, value in inputs.items() if value.shape[:1] != (rows,)]:
             raise DataError(
                 f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: every tensor of "
-                "a batch is cut into microbatches along its first dimension; give all as many rows"
+                "a batch is cut into microbatches along its first dimension; pass the same number of rows in all"
             )
         if inputs["labels"].shape != shape:
             raise DataError(
-                f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}; give a label for "
-                "every token, -100 where none is to count"
+                f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}; pass a label for "
+                "every token, -100 for one that must not count"
             )
         if other := [name for name, value in inputs.items() if value.dim() > 1 and value.shape[-1] != width]:
             raise DataError(
                 f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: its last dimension "
-                f"goes over the {width} tokens of a row; give as many"
+                f"must be the {width} tokens of a row; pass as many"
             )
 
     def _check_schedule(self, rows: int, width: int) -> None:
@@ -135,7 +135,9 @@ class BatchChecker:
         if rows % micro:
             raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
         if not rows * width:
-            raise DataError(f"input_ids has the shape {(rows, width)}, there is nothing to compute; leave such out")
+            raise DataError(
+                f"input_ids has the shape {(rows, width)}, there is nothing to compute; leave out such batches"
+            )
         if plan.tensor.sequence_parallel and width % plan.mesh.tp:
             raise DataError(
                 f"tensor.sequence_parallel splits the {width} tokens of a row over tp = {plan.mesh.tp}, which does not "
@@ -153,7 +155,7 @@ class BatchChecker:
         if low < 0 or high >= self._num_positions:
             what = f"rows of {ids.shape[1]} tokens" if given is None else f"position_ids from {low} to {high}"
             raise DataError(
-                f"{what}, but the model has learned 0 to {self._num_positions - 1} as positions; give shorter rows "
+                f"{what}, but the model has learned 0 to {self._num_positions - 1} as positions; pass shorter rows "
                 "(truncation=True, max_length=... of the tokenizer)"
             )
 
@@ -179,7 +181,7 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch, without options that have no effect."""
     if not isinstance(batch, Mapping):
         raise DataError(
-            f"the batch is a {type(batch).__name__}; give a mapping with input_ids and labels, as a tokenizer returns "
+            f"the batch is a {type(batch).__name__}; pass a mapping with input_ids and labels, as a tokenizer returns "
             'it with return_tensors="pt"'
         )
     given = {
@@ -188,7 +190,7 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
     if missing := [name for name in ("input_ids", "labels") if name not in given]:
         raise DataError(
             f"the batch has no {missing[0]}, it has {', '.join(map(str, given)) or 'nothing'}; the ranks of a pipeline "
-            "take input_ids and labels, and compute the loss themselves"
+            "need input_ids and labels, and compute the loss themselves"
         )
     for name, value in given.items():
         if name in ALTERNATIVES:
@@ -196,7 +198,7 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             raise DataError(
                 f"{name} in the batch is a {type(value).__name__}, and a pipeline cuts tensors into microbatches; "
-                "give a tensor with as many rows as input_ids, or leave it out"
+                "pass a tensor with as many rows as input_ids, or leave it out"
             )
     return given
 
@@ -204,7 +206,7 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
 def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
     if ids.dim() != 2 or ids.dtype not in TOKENS:
         raise DataError(
-            f"{name} is {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; give token ids (rows, seq), int64"
+            f"{name} is {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids (rows, seq), int64"
         )
 
 

@@ -22,7 +22,7 @@ from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import build_loss
 
-TRAIN = "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
+TRAIN = "loss = model.forward_backward(batch) trains on a complete batch, model.evaluate(batch) computes its loss alone"
 MOVE = (
     "every rank keeps its stages on its own device; leave the call out, and choose number formats with model.to(...) "
     "before meshtrain.parallelize or in [precision] of the plan"
@@ -36,9 +36,9 @@ ALTERNATIVES = {
     "requires_grad_": "freeze with parameter.requires_grad_(False) for name, parameter in model.named_parameters()",
     **dict.fromkeys(
         ("gradient_checkpointing_enable", "gradient_checkpointing_disable"),
-        'give the plan {"recompute": {"mode": "full"}}, or "none"',
+        'set {"recompute": {"mode": "full"}} in the plan, or "none"',
     ),
-    "compile": 'give the plan {"compile": {"enabled": true}}',
+    "compile": 'set {"compile": {"enabled": true}} in the plan',
     "resize_token_embeddings": "call it on the stock model before meshtrain.parallelize",
 }
 
@@ -158,15 +158,15 @@ class PipelinedModel:
             DataError: on all ranks alike: the batch does not fit the plan or the model, or differs
                 between ranks that share a model.
         """
-        whole = self._take(batch)
-        if not whole.trains:
+        checked = self._take(batch)
+        if not checked.trains:
             raise ModelError(NOTHING_TRAINS)
         if not torch.is_grad_enabled():
             raise ModelError("forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)")
         earlier = set_gradients_aside(self._pipeline)
         try:
             with self._streams_of_model(), self._exchange("forward_backward"):
-                local = self._pipeline.forward_backward(whole.inputs, self._loss.mean_over(whole.num_tokens))
+                local = self._pipeline.forward_backward(checked.inputs, self._loss.mean_over(checked.num_tokens))
                 complete_gradients(self._pipeline)
         except BaseException:
             # The new gradients are in part those of this rank alone.
@@ -181,9 +181,9 @@ class PipelinedModel:
 
         Arguments and errors are those of `forward_backward`.
         """
-        whole = self._take(batch)
+        checked = self._take(batch)
         with self._exchange("evaluate"):
-            return self._summed(self._pipeline.evaluate(whole.inputs, self._loss.mean_over(whole.num_tokens)))
+            return self._summed(self._pipeline.evaluate(checked.inputs, self._loss.mean_over(checked.num_tokens)))
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
         """Generate as the stock model does; see `meshtrain.generate`. Collective."""
@@ -241,7 +241,7 @@ class PipelinedModel:
         if self._failure is not None:
             raise ModelError(
                 f"{self._failure}: the stages on other ranks wait for messages that never come, so this model cannot "
-                "go on; end the program on all ranks, and start again from a checkpoint"
+                "be used any more; end the program on all ranks, and start again from a checkpoint"
             )
 
     @contextmanager

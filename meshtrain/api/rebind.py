@@ -31,7 +31,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-SUCCESSORS = "meshtrain_heirs"
+SUCCESSORS = "meshtrain_successors"
 HAS_ALL = "meshtrain_has_all"
 """Attribute of a parallel parameter: whether this process holds a part of every parameter."""
 _WATCHED: list[RemovableHandle] = []
@@ -83,8 +83,8 @@ def rebind(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         followed: list[nn.Parameter] = []
         for parameter in group["params"]:
-            for heir, state in _inherited(parameter, optimizer.state.pop(parameter, {})):
-                bound = as_local(heir) if local else heir
+            for successor, state in _inherited(parameter, optimizer.state.pop(parameter, {})):
+                bound = as_local(successor) if local else successor
                 followed.append(bound)
                 if state:
                     optimizer.state[bound] = _local_state(state) if local else state
@@ -112,28 +112,28 @@ def _check_sees_all(optimizer: Optimizer, held: Sequence[nn.Parameter]) -> None:
     num_cut = sum(isinstance(parameter, DTensor) for parameter in held)
     if 0 < num_cut < len(held) or not all(getattr(parameter, HAS_ALL, True) for parameter in held):
         raise ModelError(
-            "LBFGS computes with all parameters at once, which no rank has over tp or pp; take a mesh with tp = 1 and "
+            "LBFGS computes with all parameters at once, which no rank has over tp or pp; use a mesh with tp = 1 and "
             "pp = 1, or an optimizer such as torch.optim.AdamW"
         )
 
 
 def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tuple[nn.Parameter, dict[str, object]]]:
-    heirs = getattr(parameter, SUCCESSORS, None)
-    if heirs is None:
+    successors = getattr(parameter, SUCCESSORS, None)
+    if successors is None:
         return [(parameter, dict(state))]
-    inherited: dict[nn.Parameter, dict[str, object]] = {heir: {} for heir in heirs}
+    inherited: dict[nn.Parameter, dict[str, object]] = {successor: {} for successor in successors}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == heirs.shape and value.dim() > 0:
-            for heir, part in heirs.shards(value):
-                inherited[heir][key] = part.clone().to(local_tensor(heir.detach()).device)
+        if isinstance(value, Tensor) and value.shape == successors.shape and value.dim() > 0:
+            for successor, part in successors.shards(value):
+                inherited[successor][key] = part.clone().to(local_tensor(successor.detach()).device)
         elif isinstance(value, Tensor) and value.numel() > 1:
             raise ModelError(
-                f"the optimizer remembers {key!r} of {heirs.name} in the shape {tuple(value.shape)}, which cannot be "
-                f"cut as the parameter is ({tuple(heirs.shape)}); make the optimizer after meshtrain.parallelize"
+                f"the optimizer has {key!r} of {successors.name} in the shape {tuple(value.shape)}, which cannot be "
+                f"cut as the parameter is ({tuple(successors.shape)}); make the optimizer after meshtrain.parallelize"
             )
         else:
-            for heir in heirs:
-                inherited[heir][key] = value.clone() if isinstance(value, Tensor) else value
+            for successor in successors:
+                inherited[successor][key] = value.clone() if isinstance(value, Tensor) else value
     return list(inherited.items())
 
 
@@ -142,13 +142,13 @@ def _local_state(state: Mapping[str, object]) -> dict[str, object]:
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
-def record_successors(heirs: Mapping[nn.Parameter, Successors]) -> None:
+def record_successors(successors: Mapping[nn.Parameter, Successors]) -> None:
     """Record on every old parameter what it has become, for optimizers that still hold it."""
-    has_all = all(any(True for _ in found) for found in heirs.values())
-    for old, found in heirs.items():
+    has_all = all(any(True for _ in found) for found in successors.values())
+    for old, found in successors.items():
         setattr(old, SUCCESSORS, found)
-        for heir in found:
-            setattr(heir, HAS_ALL, has_all)
+        for successor in found:
+            setattr(successor, HAS_ALL, has_all)
     if not _WATCHED:
         _WATCHED.append(register_optimizer_step_pre_hook(_check_bound))
 
@@ -176,10 +176,10 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
             f"{len(gathered)} parameters as they were gathered for these two, which train nothing; make it before the "
             "forward pass, or after the backward pass"
         )
-    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.whole).data_ptr()]
+    moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.full).data_ptr()]
     if moved:
         raise ModelError(
-            f"{len(moved)} parameters of this {type(optimizer).__name__} do not lie any more where they lay when it "
-            "was bound, so its step would train nothing: a part of the model was cast or moved since; do that before "
+            f"{len(moved)} parameters of this {type(optimizer).__name__} have left the memory that it was bound "
+            "to, so its step would train nothing: a part of the model was cast or moved since; do that before "
             "meshtrain.parallelize"
         )

@@ -32,6 +32,6 @@ def check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
     if int(extremes[0]) != -int(extremes[1]):
         raise ModelError(
             f"rank {dist.get_rank()} calls the model {'with' if has_labels else 'without'} labels and trains "
-            f"{sum(trains)} of {len(trains)} parameters, another rank does otherwise; give labels on all ranks or on "
+            f"{sum(trains)} of {len(trains)} parameters, another rank does otherwise; pass labels on all ranks or on "
             "none, and freeze the same parameters on all"
         )

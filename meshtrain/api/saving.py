@@ -91,7 +91,7 @@ def save_pretrained(
         raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
     if has_adapters and not merge_adapters:
         if dtype is not None:
-            raise ModelError("dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True")
+            raise ModelError("dtype is for a full model, adapters keep theirs; leave it out, or merge_adapters=True")
         save_adapters(handle.adapted, handle.pipeline, folder, tokenizer=tokenizer)
         return
     write_pretrained(
@@ -131,7 +131,7 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):
         raise ModelError(
             "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained(model, folder), for "
-            "the whole model with merge_adapters=True, or meshtrain.save_checkpoint"
+            "the full model with merge_adapters=True, or meshtrain.save_checkpoint"
         )
     write_parallelized(handle.pipeline, folder, tokenizer=tokenizer, origin=source_of(handle))
 

@@ -64,13 +64,13 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -
     if on_meta and len(on_meta) < len(parameters):
         raise ModelError(
             f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
-            "values; build the whole model on meta, or none of it"
+            "values; build the full model on meta, or no part of it"
         )
     hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
     if hooked:
         raise ModelError(
-            f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would see that of one rank "
-            "at best; change parameter.grad after loss.backward() instead"
+            f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would receive only that of "
+            "one rank; change parameter.grad after loss.backward() instead"
         )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
@@ -113,9 +113,9 @@ def check_equal_on_all(values: Values) -> None:
         if different := [name for name in first | other if first.get(name) != other.get(name)]:
             name = different[0]
             raise ModelError(
-                f"ranks 0 and {rank} bring different models in {len(different)} of {len(first)} places: {name} is "
+                f"ranks 0 and {rank} pass models that differ in {len(different)} of {len(first)} values: {name} is "
                 f"{first.get(name, 'missing')} and {other.get(name, 'missing')}; load the same weights on every rank, "
-                "freeze and adapt them alike, forget gradients (model.zero_grad()), call torch.manual_seed(0) before a "
+                "freeze and adapt them alike, remove gradients (model.zero_grad()), call torch.manual_seed(0) before a "
                 "new model is built, or build it on meta and call meshtrain.initialize"
             )
 
@@ -147,14 +147,14 @@ class Successors:
     parameters: Mapping[str, Sequence[nn.Parameter]]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (heir for heirs in self.parameters.values() for heir in heirs)
+        return (successor for successors in self.parameters.values() for successor in successors)
 
-    def shards(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def shards(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every successor with its own view of a tensor of the full parameter's shape."""
-        parts = split_parts({self.name: whole}, [self.entry] if self.entry else [])
-        for part, heirs in self.parameters.items():
-            for heir in heirs:
-                yield heir, parts[part][tuple(local_ranges(heir))]
+        parts = split_parts({self.name: full}, [self.entry] if self.entry else [])
+        for part, successors in self.parameters.items():
+            for successor in successors:
+                yield successor, parts[part][tuple(local_ranges(successor))]
 
 
 @torch.no_grad()
@@ -166,21 +166,21 @@ def put(values: Values, pipeline: Pipeline) -> dict[nn.Parameter, Successors]:
     """
     fused = {entry.name: entry for entry in pipeline.fused}
     here = _by_canonical_name(pipeline)
-    heirs = {}
+    successors = {}
     for name, old in values.parameters.items():
         entry = fused.get(name)
         parts = entry.parts if entry else (name,)
-        heirs[old] = Successors(name, old.shape, entry, {part: here.get(part, ()) for part in parts})
+        successors[old] = Successors(name, old.shape, entry, {part: here.get(part, ()) for part in parts})
         if not values.is_meta:
-            for heir, value in heirs[old].shards(old.detach()):
-                local_tensor(heir.detach()).copy_(value)
+            for successor, value in successors[old].shards(old.detach()):
+                local_tensor(successor.detach()).copy_(value)
             if old.grad is not None:
-                for heir, part in heirs[old].shards(old.grad):
-                    heir.grad = laid_out_as(part.to(heir.device, heir.dtype, copy=True), heir)
+                for successor, part in successors[old].shards(old.grad):
+                    successor.grad = laid_out_as(part.to(successor.device, successor.dtype, copy=True), successor)
                 old.grad = None
             # An optimizer may hold the old parameter forever.
             old.data = old.data.new_empty(0)
-    return heirs
+    return successors
 
 
 def put_buffers(values: Values, pipeline: Pipeline) -> None:

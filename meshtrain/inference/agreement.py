@@ -44,8 +44,8 @@ def agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> N
             if digests.get(name) != wanted.get(name)
         }
         raise UserError(
-            f"generate: rank {first} and rank {name_some([*map(str, others)])} hold one model together, but were given "
-            f"different {name_some(sorted(different))}; give all of them the same"
+            f"generate: rank {first} and rank {name_some([*map(str, others)])} hold one model together, but received "
+            f"different {name_some(sorted(different))}; pass the same to all of them"
         )
     _restore_random(states)
 

@@ -83,8 +83,8 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
         raise UserError(
-            f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; give token ids "
-            "(batch, seq), whole numbers"
+            f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids "
+            "(batch, seq), integers"
         )
     check_tokens(pipeline, ids)
     config = options.get("generation_config") or pipeline.stages[0].model.generation_config
@@ -96,7 +96,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
     if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
         raise UserError(
             "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
-            "for it; leave it out, and give max_new_tokens"
+            "for it; leave it out, and set max_new_tokens"
         )
 
 

@@ -29,7 +29,7 @@ from meshtrain.runtime.mesh import axis_size
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 # Arguments that a forward pass of the full model supports, and one stage does not.
-WHOLE_MODEL_ONLY = ("inputs_embeds", "output_attentions", "output_hidden_states")
+FULL_MODEL_ONLY = ("inputs_embeds", "output_attentions", "output_hidden_states")
 
 
 def as_one_model(pipeline: Pipeline) -> PreTrainedModel:
@@ -78,15 +78,15 @@ class _Stages:
             UserError: for arguments that no single stage supports.
             ModelError: for a cache that does not hold keys and values.
         """
-        if refused := [name for name in WHOLE_MODEL_ONLY if inputs.get(name) is not None and inputs[name] is not False]:
+        if refused := [name for name in FULL_MODEL_ONLY if inputs.get(name) is not None and inputs[name] is not False]:
             raise UserError(
-                f"generate: {name_some(refused)} cannot be had from a pipeline, of which every process holds a part; "
+                f"generate: {name_some(refused)} is not available in a pipeline, of which every process holds a part; "
                 "leave it out, or use a mesh with pp = 1"
             )
         assert input_ids is not None
         use_cache = bool(inputs.get("use_cache"))
         if past_key_values is None and use_cache and "cache_params" not in inputs:
-            past_key_values = _begin_anew(self.pipeline.stages[0].model)
+            past_key_values = _empty_cache(self.pipeline.stages[0].model)
         caches = self.caches.of(past_key_values, use_cache=use_cache)
         borders = ForwardMessages(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, PP))
         for stage, cache in zip(self.pipeline.stages, caches, strict=True):
@@ -131,39 +131,39 @@ class _StageCaches:
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
-        self.whole: Cache | None = None
+        self.full: Cache | None = None
         self.parts: list[Cache] = []
 
-    def of(self, whole: Cache | None, *, use_cache: bool) -> list[Cache] | list[None]:
-        if whole is None:
+    def of(self, full: Cache | None, *, use_cache: bool) -> list[Cache] | list[None]:
+        if full is None:
             if use_cache:
                 kind = type(self.stages[0].model).__name__
                 raise ModelError(f"generate: {_refusal(kind, 'a cache of its own')}")
             return [None] * len(self.stages)
-        if whole is not self.whole:
-            self.whole, self.parts = whole, self._split(whole)
+        if full is not self.full:
+            self.full, self.parts = full, self._split(full)
         return self.parts
 
-    def _split(self, whole: Cache) -> list[Cache]:
+    def _split(self, full: Cache) -> list[Cache]:
         num_layers = len(self.stages[0].layers)
-        if whole.layer_class_to_replicate is not None:
-            whole.layers += [whole.layer_class_to_replicate() for _ in range(num_layers - len(whole.layers))]
-        others = sorted({type(layer).__name__ for layer in whole.layers if type(layer) not in KEYS_AND_VALUES})
+        if full.layer_class_to_replicate is not None:
+            full.layers += [full.layer_class_to_replicate() for _ in range(num_layers - len(full.layers))]
+        others = sorted({type(layer).__name__ for layer in full.layers if type(layer) not in KEYS_AND_VALUES})
         if others:
             raise ModelError(f"generate: {_refusal(type(self.stages[0].model).__name__, name_some(others))}")
-        if len(whole.layers) == num_layers:
-            empty = copy.deepcopy(whole.layers)
+        if len(full.layers) == num_layers:
+            empty = copy.deepcopy(full.layers)
             for _ in self.stages[1:]:
-                whole.layers += copy.deepcopy(empty)
+                full.layers += copy.deepcopy(empty)
         parts = []
-        for place in range(len(self.stages)):
-            part = copy.copy(whole)
-            part.layers = whole.layers[place * num_layers : (place + 1) * num_layers]
+        for index in range(len(self.stages)):
+            part = copy.copy(full)
+            part.layers = full.layers[index * num_layers : (index + 1) * num_layers]
             parts.append(part)
         return parts
 
 
-def _begin_anew(model: Any) -> Cache | None:
+def _empty_cache(model: Any) -> Cache | None:
     """Return an empty cache for a model that has dropped the cache of `generate`.
 
     Phi-3 does so when its frequencies change. A model that keeps anything but keys and values was
@@ -174,8 +174,8 @@ def _begin_anew(model: Any) -> Cache | None:
 
 def _refusal(model: str, what: str) -> str:
     return (
-        f"{model} keeps {what}, and only keys and values (of all positions or of a window) can lie on several stages; "
-        "pass use_cache=False, or use a mesh with pp = 1"
+        f"{model} keeps {what}, and only keys and values (of all positions or of a window) can be kept on several "
+        "stages; pass use_cache=False, or use a mesh with pp = 1"
     )
 
 
@@ -184,7 +184,7 @@ def _count_elsewhere(cache: Cache, stage: Stage, input_ids: Tensor) -> None:
 
     A forward pass reads the length of the sequence from the first layers.
     """
-    nothing = input_ids.new_zeros((), dtype=stage.model.dtype).expand(input_ids.shape[0], 1, input_ids.shape[1], 1)
+    empty = input_ids.new_zeros((), dtype=stage.model.dtype).expand(input_ids.shape[0], 1, input_ids.shape[1], 1)
     for index, layer in enumerate(cache.layers):
         if not stage.first_layer <= index < stage.last_layer:
-            layer.update(nothing, nothing)  # type: ignore[union-attr]
+            layer.update(empty, empty)  # type: ignore[union-attr]

@@ -60,8 +60,8 @@ class Decoding:
             return common | draws
         if self.top_k or self.top_p < 1:
             raise UserError(
-                "--top-k and --top-p say among which tokens to draw, and without a temperature nothing is drawn; leave "
-                "them out, or give --temperature (and no --num-beams)"
+                "--top-k and --top-p limit the tokens to draw from, and without a temperature no token is drawn; leave "
+                "them out, or set --temperature (and no --num-beams)"
             )
         return common | {"do_sample": False}
 
@@ -90,10 +90,10 @@ def generate_texts(
     """
     options, world_size = decoding.options(), world_size_from_environment()
     if not all(prompts):
-        raise UserError("the prompt is empty; give the words that the text begins with")
+        raise UserError("the prompt is empty; pass the words that the text begins with")
     if plan is None and world_size > 1:
         raise ConfigError(
-            f"{world_size} processes are started, and no plan says what each is for; add mesh.tp={world_size} (or "
+            f"{world_size} processes are started, but there is no plan for them; add mesh.tp={world_size} (or "
             f"mesh.pp={world_size}), or --plan FILE, or start one process"
         )
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"{found} holds no whole model with its tokenizer: {refusal_reason(error)}; export it again"
+            f"{found} does not hold a complete model with its tokenizer: {refusal_reason(error)}; export it again"
         ) from error
     finally:
         if had_bar:
@@ -146,7 +146,7 @@ def _encode(
     rows: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
     if not all(rows):
         # transformers makes a tokenizer without a vocabulary if the files are missing.
-        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; are its files there?")
+        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; check that its files are there")
     width, limit = max(map(len, rows)), most_positions(config)
     if limit is not None and width + decoding.max_new_tokens > limit:
         raise UserError(

@@ -136,7 +136,7 @@ def parallelize(
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         router_loss=router_loss,
-        longest=RotaryLength(tuple(stages), mesh, device),
+        rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
 
@@ -147,8 +147,8 @@ def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
     if len(formats) > 1:
         found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
         raise ModelError(
-            f"what trains is in several number formats, {found}, whose gradients cannot be reduced together; cast the "
-            "model or its adapters to one, or freeze what need not train"
+            f"the trained parameters have several number formats, {found}, whose gradients cannot be reduced together; "
+            "cast the model or its adapters to one, or freeze the others"
         )
 
 

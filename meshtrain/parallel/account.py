@@ -63,12 +63,12 @@ def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
         model: the stock model on meta. It is not changed.
         plan: resolved.
     """
-    whole = copy.deepcopy(model)
-    unfuse(whole, plan.tensor.fused)
-    dims = resolve_rules(whole, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
+    full = copy.deepcopy(model)
+    unfuse(full, plan.tensor.fused)
+    dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
-    stages = cut(whole, layers, range(len(layers)))
+    stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
     return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
 

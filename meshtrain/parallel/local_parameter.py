@@ -24,12 +24,12 @@ from meshtrain.models.layout import local_tensor
 _SEES_A_PART = {
     "torch.nn.utils.clip_grad": (
         "clip_grad_norm_",
-        "torch's clip_grad_norm_ would take the norm of what lies on this rank, another one on each; call "
+        "torch's clip_grad_norm_ would return the norm of the local parts, another one on each rank; call "
         "meshtrain.clip_grad_norm(model, max_norm)",
     ),
     "torch.amp.grad_scaler": (
         "GradScaler",
-        "torch's GradScaler would leave a step out on the ranks alone whose part of the gradients is not finite; take "
+        "torch's GradScaler would skip a step only on the ranks whose part of the gradients is not finite; use "
         "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before its step",
     ),
 }
@@ -39,23 +39,23 @@ class LocalParameter(nn.Parameter):
     """A parameter in the memory of the local part of a DTensor, whose gradient is a local part too.
 
     It stores no gradient of its own, so no gradient has to be copied between the two. Gradient
-    hooks must be registered on `whole`, because autograd does not use this tensor. torch's
+    hooks must be registered on `full`, because autograd does not use this tensor. torch's
     `clip_grad_norm_` and `GradScaler` must decide the same on all processes, so they cannot read
     its gradient.
 
     Args:
-        whole: the parameter of the model. Its local part must keep its address in memory.
+        full: the parameter of the model. Its local part must keep its address in memory.
 
     Attributes:
-        whole: the parameter of the model.
+        full: the parameter of the model.
     """
 
-    whole: DTensor
+    full: DTensor
 
-    def __new__(cls, whole: DTensor) -> Self:
-        """Create a parameter that shares the memory of `whole`."""
-        local = tensor_over(cls, local_tensor(whole.detach()), requires_grad=whole.requires_grad)
-        local.whole = whole
+    def __new__(cls, full: DTensor) -> Self:
+        """Create a parameter that shares the memory of `full`."""
+        local = tensor_over(cls, local_tensor(full.detach()), requires_grad=full.requires_grad)
+        local.full = full
         return local
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -76,36 +76,36 @@ class LocalParameter(nn.Parameter):
         Raises:
             ModelError: if the caller is a function of torch that needs all gradients.
         """
-        gradient, whole = self.whole.grad, self.whole
+        gradient, full = self.full.grad, self.full
         if gradient is None:
             return None
         _check_reader(sys._getframe(1))
         assert isinstance(gradient, DTensor)
-        if gradient.placements != whole.placements:
+        if gradient.placements != full.placements:
             # Autograd may leave the gradient in the layout of the computation: replicated, or not
             # yet summed. The new layout is stored, so that a change of the local part in place
             # changes the gradient.
             with torch.no_grad():
-                gradient = whole.grad = gradient.redistribute(placements=whole.placements)
+                gradient = full.grad = gradient.redistribute(placements=full.placements)
         return local_part(gradient)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
-            self.whole.grad = None
+            self.full.grad = None
             return
         found, wanted = _kind(gradient), _kind(self)
         if isinstance(gradient, DTensor) or found != wanted:
             what = "DTensor" if isinstance(gradient, DTensor) else "tensor"
             raise ModelError(
-                f"the gradient of a local part must be a plain tensor: {wanted}; this is a {what}: {found}. Give the "
-                "part that lies on this process, or set the gradient of the model's parameter"
+                f"the gradient of a local part must be a plain tensor: {wanted}; this is a {what}: {found}. Pass the "
+                "local part, or set the gradient of the model's parameter"
             )
-        self.whole.grad = laid_out_as(gradient, self.whole)
+        self.full.grad = laid_out_as(gradient, self.full)
 
     @grad.deleter
     def grad(self) -> None:
-        self.whole.grad = None
+        self.full.grad = None
 
 
 def _check_reader(frame: FrameType) -> None:
@@ -125,7 +125,7 @@ def full_parameter(parameter: Tensor) -> Tensor:
 
     A tensor that is not a LocalParameter is returned itself.
     """
-    return parameter.whole if isinstance(parameter, LocalParameter) else parameter
+    return parameter.full if isinstance(parameter, LocalParameter) else parameter
 
 
 def laid_out_as(local: Tensor, parameter: Tensor) -> Tensor:

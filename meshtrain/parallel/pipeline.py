@@ -59,7 +59,7 @@ class Pipeline:
         replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
         router_loss: the auxiliary loss of routers, if the model has one.
-        longest: the longest sequence of a batch, if rotary frequencies depend on it.
+        rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is a separate group from that of the pp axis, because the collectives of
             that axis must not queue behind messages between two processes, nor be counted with
@@ -79,7 +79,7 @@ class Pipeline:
     replicas: Replicas
     streams: ForwardStreams
     router_loss: RouterLoss
-    longest: RotaryLength
+    rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
     place: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
@@ -176,8 +176,8 @@ class Pipeline:
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
-        run = _run_schedule if self.num_stages > 1 else _run_whole
-        with self.longest.of(inputs):
+        run = _run_schedule if self.num_stages > 1 else _run_one_stage
+        with self.rotary_length.of(inputs):
             return run(self, inputs, labels, loss_function)
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class Pipeline:
         for stage in self.stages:
             stage.model.eval()
         try:
-            with self.longest.of(inputs):
+            with self.rotary_length.of(inputs):
                 return _run_forward(self, inputs, labels, loss_function)
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):
@@ -209,7 +209,9 @@ def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], T
     return inputs, inputs.pop("labels")
 
 
-def _run_whole(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
+def _run_one_stage(
+    pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction
+) -> Tensor:
     (stage,) = pipeline.stages
     total = torch.zeros((), dtype=torch.float64, device=labels.device)
     microbatches = list(_microbatches(inputs, labels, pipeline.micro_batch_size))
@@ -355,8 +357,8 @@ def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
     config, group = pipeline.stages[0].model.config.get_text_config(), pipeline.mesh.get_group(TP)
     width = config.vocab_size
     if pipeline.logits_are_sharded:
-        whole = shard_width(config.vocab_size, group)
-        width = max(0, min(whole, config.vocab_size - whole * group.rank()))
+        shard = shard_width(config.vocab_size, group)
+        width = max(0, min(shard, config.vocab_size - shard * group.rank()))
     dtype = getattr(torch, pipeline.plan.precision.compute)
     return torch.empty(pipeline.micro_batch_size, labels.shape[1], width, dtype=dtype, device="meta")
 

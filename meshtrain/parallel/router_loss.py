@@ -99,9 +99,9 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
 
 def find_routers(model: nn.Module, recorder: OutputRecorder) -> Iterator[tuple[str, nn.Module]]:
     """Yield the name and the module of every router inside a module."""
-    place = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
+    path = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
     for name, module in model.named_modules():
-        if isinstance(module, recorder.target_class) and place in f".{name}.":
+        if isinstance(module, recorder.target_class) and path in f".{name}.":
             yield name, module
 
 

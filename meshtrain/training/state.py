@@ -77,7 +77,7 @@ def take_snapshot(pipeline: Pipeline, state: TrainState) -> Snapshot:
     _reshard(pipeline)
     tensors = saved_tensors(pipeline, state.optimizer)
     check_finite(step, tensors)
-    own = {"values": values, "rotary_length": pipeline.longest.grown()}
+    own = {"values": values, "rotary_length": pipeline.rotary_length.grown()}
     return Snapshot(tensors, weights_manifest(pipeline, step=step).model_copy(update=own))
 
 
@@ -101,7 +101,7 @@ def restore_snapshot(
     """
     _reshard(pipeline)
     load_state(checkpoint, pipeline, state.optimizer, optimizer)
-    pipeline.longest.restore(manifest.rotary_length)
+    pipeline.rotary_length.restore(manifest.rotary_length)
     state.step, state.values = manifest.step, json.loads(manifest.values)
 
 

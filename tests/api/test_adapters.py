@@ -356,12 +356,12 @@ MESSAGES = {
     "tensors": "save_pretrained: state_dict is a dict, and a parallel model writes the values that it has; leave it",
     "into None": "save_pretrained: save_directory is None; give a path",
     "rank by rank": "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained",
-    "cast adapters": "dtype is for a whole model, adapters keep theirs; leave it out, or merge_adapters=True",
+    "cast adapters": "dtype is for a full model, adapters keep theirs; leave it out, or merge_adapters=True",
     "nothing to merge": "merge_adapters = True, but the model has no LoRA adapters; leave it out",
     "add_adapter": "the adapters were put on the model by its own add_adapter, which cannot save them",
     "no tokenizer": "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself",
     "no folder": "/dev/null/adapters: cannot write its lock: Not a directory; make room, or write into another folder",
-    "two formats": "what trains is in several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
+    "two formats": "the trained parameters have several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
     "load": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
     "load tensors": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",
     "trains beside": "transformer.ln_f.weight, transformer.ln_f.bias would not be saved: what trains beside",
@@ -403,7 +403,7 @@ def refuse_different_adapters() -> list[str]:
 def test_different_adapters_on_ranks_are_refused() -> None:
     thawed, scaled = run_on_ranks(2, refuse_different_adapters)[0]
     assert re.search(
-        r"ranks 0 and 1 bring different models in 1 of \d+ places: transformer.ln_f.bias is float64 \(32,\) frozen, "
+        r"ranks 0 and 1 pass models that differ in 1 of \d+ values: transformer.ln_f.bias is float64 \(32,\) frozen, "
         r"hash (\w+) and float64 \(32,\) trained, hash \1; .*, freeze and adapt them alike",
         thawed,
     )

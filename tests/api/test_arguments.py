@@ -32,7 +32,7 @@ A_NORM = "give a number above 0, or inf to measure only"
 PROMPTS = 'give token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
 JSON = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
 WRAPPED = (
-    "has copies or shards of its own; give the model inside (model.module), the plan does the same: "
+    "has copies or shards of its own; pass the model inside (model.module), the plan does the same: "
     '{"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
 )
 OVERRIDES = "give a list of strings, such as ['mesh.tp=4']"
@@ -170,7 +170,7 @@ def models() -> dict[str, Mistake]:
         "None": (
             lambda: meshtrain.parallelize(None, {}),
             ModelError,
-            "None is not a model of transformers; give one, ",
+            "None is not a model of transformers; pass one, ",
         ),
         "replicated": (
             lambda: meshtrain.parallelize(nn.DataParallel(stock), {}),
@@ -180,12 +180,12 @@ def models() -> dict[str, Mistake]:
         "compiled": (
             lambda: meshtrain.parallelize(torch.compile(stock), {}),
             ModelError,
-            "this model is compiled; parallelize first, compile afterwards: give the model that torch.compile was ",
+            "this model is compiled; parallelize first, compile afterwards: pass the model from before ",
         ),
         "not ours": (
             lambda: meshtrain.initialize(None),
             ModelError,
-            "None is not a parallel model; give what meshtrain.",
+            "None is not a parallel model; pass what meshtrain.",
         ),
     }
 
@@ -282,7 +282,7 @@ def states(model: Any, folder: Path) -> dict[str, Mistake]:
         at: dict[str, Any] = {"None": None, "3": 3, "the string ''": ""}
         for said, it in at.items():
             calls[f"{name} in {said}"] = (partial(call, it, state), f"{name}: directory is {said}; give a path or URL")
-        said = f"{name}: directory = '{file}' is a file; give the directory of the checkpoints"
+        said = f"{name}: directory = '{file}' is a file; pass the directory of the checkpoints"
         calls[f"{name} in a file"] = (partial(call, file, state), said)
     return {
         **{
@@ -299,7 +299,7 @@ def folders(model: Any, folder: Path) -> dict[str, Mistake]:
     never = folder / "never"
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "None": (lambda: save(model, None), "save_pretrained: folder is None; give a path"),
-        "a URL": (lambda: save(model, "s3://b/x"), "save_pretrained: folder = 's3://b/x' is a URL; give a folder of "),
+        "a URL": (lambda: save(model, "s3://b/x"), "save_pretrained: folder = 's3://b/x' is a URL; pass a folder of "),
         "dtype": (lambda: save(model, never, dtype="nope"), f"save_pretrained: dtype is the string 'nope'; {A_DTYPE}"),
         "tokenizer": (
             lambda: save(model, never, tokenizer=3),
@@ -412,7 +412,7 @@ def test_lbfgs_is_refused_where_no_rank_has_all_parameters(mesh: dict[str, int])
     assert (
         run_on_ranks(2, step_with_lbfgs, mesh)
         == [
-            "LBFGS computes with all parameters at once, which no rank has over tp or pp; take a mesh with tp = 1 and "
+            "LBFGS computes with all parameters at once, which no rank has over tp or pp; use a mesh with tp = 1 and "
             "pp = 1, or an optimizer such as torch.optim.AdamW"
         ]
         * 2

@@ -266,24 +266,24 @@ def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
 WANTED = {
     "head": r"the head of a model over dp_shard was called by itself, .*; call the model itself, with input_ids",
     "embedding": r"the embedding of a model over dp_shard was called by itself, .*; call the model itself, with input",
-    "gradient": r"the gradient of transformer.wte.weight was taken before it was the sum over all ranks, by torch."
-    r"autograd.grad or by a hook of the parameter; call loss.backward\(\), and take parameter.grad when it is done",
-    "in the pass": r"the gradient of lm_head.weight was taken before it was the sum|the gradient of transformer",
+    "gradient": r"the gradient of transformer.wte.weight was read before it was the sum over all ranks, by torch."
+    r"autograd.grad or by a hook of the parameter; call loss.backward\(\), and read parameter.grad when it is done",
+    "in the pass": r"the gradient of lm_head.weight was read before it was the sum|the gradient of transformer",
     "twice": r"create_graph = True: gradients of gradients do not pass .*; use a mesh with dp_shard = 1",
     "wrapped": r"the model is wrapped in DistributedDataParallel, .*; leave that out, dp axes of the mesh do it",
     "hooked": r"1 parameters have hooks on their gradients \(transformer.wte.weight\), .*; change parameter.grad after",
     "labels": r"rank \d calls the model with(out)? labels and trains 68 of 68 parameters, another rank does otherwise",
     "frozen": r"rank \d calls the model with labels and trains 6[78] of 68 parameters, another rank does otherwise",
-    "shuffled": r"rank \d was given another batch than a rank that shares its model over tp or pp",
+    "shuffled": r"rank \d received another batch than a rank that shares its model over tp or pp",
     "tuple of states": r"return_dict = False with output_hidden_states = True: .*; leave return_dict out",
     "own loss": r"model.loss_function is a function of yours: .*; compute it from the logits, divided by model",
-    "part": r"a part of a parallel model was called, .*; call the model itself, and take model\(..., output_hidden",
+    "part": r"a part of a parallel model was called, .*; call the model itself, and use model\(..., output_hidden",
     "inference mode": r"was called under torch.inference_mode\(\), .*; use torch.no_grad\(\)",
     "attentions": r"output_attentions = True: over tp every rank has .*; leave it out, or use a mesh with tp = 1",
     "tuple": r"return_dict = False: the loss is made the mean over all data ranks .*; leave it out",
-    "spans": r"QuestionAnsweringModelOutput has a loss, but no labels were given: .*; compute it from the logits",
+    "spans": r"QuestionAnsweringModelOutput has a loss, but no labels were passed: .*; compute it from the logits",
     "backward": r"an earlier backward pass of this model has ended with an exception, .*; call optimizer.zero_grad\(\)",
-    "cast": r"\d+ parameters of this SGD do not lie any more where they lay when it was bound, .*; do that before mesh",
+    "cast": r"\d+ parameters of this SGD have left the memory that it was bound to, .*; do that before mesh",
 }
 
 

@@ -79,8 +79,8 @@ def refuse_prompts_and_options() -> list[str]:
 def test_unsupported_prompts_and_options_are_refused_on_all_stages() -> None:
     for said in run_on_ranks(2, refuse_prompts_and_options):
         assert said == [
-            "generate: the prompts are (2, 4) float64; give token ids (batch, seq), whole numbers",
-            "generate: the prompts are (4,) int64; give token ids (batch, seq), whole numbers",
+            "generate: the prompts are (2, 4) float64; pass token ids (batch, seq), integers",
+            "generate: the prompts are (4,) int64; pass token ids (batch, seq), integers",
             "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
             "use a mesh with pp = 1",
         ]

@@ -118,14 +118,14 @@ def refuse() -> dict[str, str]:
 
 
 REFUSED = {
-    with_a_hook: "the model itself has a hook, but the stages of a pipeline are called with other inputs and give "
+    with_a_hook: "the model itself has a hook, but the stages of a pipeline are called with other inputs and return "
     "other outputs than it; put it on a module inside, or use a mesh with pp = 1",
     with_a_loss: "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the "
-    "mean cross entropy itself; use a mesh with pp = 1, where the model's own loss is taken",
+    "mean cross entropy itself; use a mesh with pp = 1, which uses the model's own loss",
     with_a_forward: "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, "
     "and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
     with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is not a method of it, and "
-    "would still compute with the module that was cut up; give it as types.MethodType(function, module), with the "
+    "would still compute with the module that was cut; pass it as types.MethodType(function, module), with the "
     "module as its first argument, or use a mesh with pp = 1",
 }
 

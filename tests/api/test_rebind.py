@@ -148,7 +148,7 @@ def carry_gradients(mesh: dict[str, int]) -> None:
     rank = torch.distributed.get_rank()
     alone = stock_model("gpt2-tied")
     alone(**padded_batches()[rank]).loss.backward()
-    with pytest.raises(ModelError, match=r"ranks 0 and 1 bring different models .* gradient .* forget gradients"):
+    with pytest.raises(ModelError, match=r"ranks 0 and 1 pass models that differ .* gradient .* remove gradients"):
         parallel(alone, mesh)
 
 
@@ -218,6 +218,6 @@ def rebind_with_odd_state() -> str:
 
 def test_state_that_cannot_be_sharded_like_its_parameter_is_refused() -> None:
     assert run_on_ranks(2, rebind_with_odd_state)[0] == (
-        "the optimizer remembers 'rows' of transformer.wte.weight in the shape (98,), which cannot be cut as the "
+        "the optimizer has 'rows' of transformer.wte.weight in the shape (98,), which cannot be cut as the "
         "parameter is ((98, 32)); make the optimizer after meshtrain.parallelize"
     )

@@ -84,25 +84,25 @@ def half_on_meta() -> nn.Module:
 
 
 WANTED = {
-    "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it anew",
+    "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it again",
     "copied": r"a parallel model cannot be copied: .*; make a stock model parallel for each",
     "resized": r"the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings\(...\)",
     "moved": r"a parallel model cannot be moved \(to meta, torch.float64\): every rank keeps .*; leave the call out",
     "cast": r"a parallel model cannot be moved \(to cpu, torch.bfloat16\)",
     "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
-    "shuffled": r"rank R was given another batch than a rank that shares its model over tp or pp \(here: "
-    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); give all of these the same rows",
-    "drawn": r"ranks 0 and 1 bring different models in 52 of 52 places: transformer.wte.weight is float64 \(98, 32\) "
+    "shuffled": r"rank R received another batch than a rank that shares its model over tp or pp \(here: "
+    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); pass all of these the same rows",
+    "drawn": r"ranks 0 and 1 pass models that differ in 52 of 52 values: transformer.wte.weight is float64 \(98, 32\) "
     r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
-    "not ours": r"a GPT2LMHeadModel is not a parallel model; give what meshtrain.parallelize\(model, plan\) returns",
-    "no transformer": r"a Linear is not a model of transformers; give one, such as GPT2LMHeadModel",
-    "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or say what you want",
+    "not ours": r"a GPT2LMHeadModel is not a parallel model; pass what meshtrain.parallelize\(model, plan\) returns",
+    "no transformer": r"a Linear is not a model of transformers; pass one, such as GPT2LMHeadModel",
+    "half": r"the parameters are float16; train in float32 \(model.float\(\)\) or bfloat16, or set the formats",
     "mixed": r"the parameters are float16, float64; train in float32",
     "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",
-    "other mesh": r"mesh.tp = 1 in the plan, but the mesh that is given has 2 there",
+    "other mesh": r"mesh.tp = 1 in the plan, but the mesh that was passed has 2",
     "foreign mesh": r"the mesh has the axes \('tp',\), a plan needs .*; build it with meshtrain.build_mesh",
-    "whole": r"load_state_dict: transformer.wte.weight is a whole tensor, and every rank of this model keeps a shard "
-    r"of it; give it to the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model, folder\)",
+    "whole": r"load_state_dict: transformer.wte.weight is a full tensor, and every rank of this model keeps a shard "
+    r"of it; load it into the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model",
     "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, which does not divide the 2",
 }
 
@@ -199,37 +199,37 @@ def misuse_pipeline() -> dict[str, str]:
 
 def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
     trains = (
-        "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
+        "loss = model.forward_backward(batch) trains on a complete batch, model.evaluate(batch) computes its loss alone"
     )
     tensors = (
-        "and a pipeline cuts tensors into microbatches; give a tensor with as many rows as input_ids, or leave it out"
+        "and a pipeline cuts tensors into microbatches; pass a tensor with as many rows as input_ids, or leave it out"
     )
-    mapping = 'give a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"'
+    mapping = 'pass a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"'
     wanted = {
         "copied": "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model "
         "parallel for each, or keep what you need of the parameters (parameter.detach().clone())",
-        "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline take input_ids and labels, "
+        "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline need input_ids and labels, "
         "and compute the loss themselves",
         "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
         "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
-        "cannot be so divided; use a multiple of 2",
-        "short": "labels has the shape (8, 3), input_ids (8, 8); give a label for every token, -100 where none shall "
-        "count",
-        "unknown": "labels has tokens from -2 to 195, but the model knows 0 to 97; use the tokenizer that belongs to "
-        "the model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize",
+        "cannot be divided so; use a multiple of 2",
+        "short": "labels has the shape (8, 3), input_ids (8, 8); pass a label for every token, -100 for one that "
+        "must not count",
+        "unknown": "labels has tokens from -2 to 195, but the model knows 0 to 97; use the tokenizer of the "
+        "model, or add rows for new tokens (model.resize_token_embeddings) before meshtrain.parallelize",
         "other rows": "position_ids has the shape (1, 8), input_ids (8, 8): every tensor of a batch is cut into "
-        "microbatches along its first dimension; give all as many rows",
-        "other width": "attention_mask has the shape (8, 5), input_ids (8, 8): its last dimension goes over the 8 "
-        "tokens of a row; give as many",
+        "microbatches along its first dimension; pass the same number of rows in all",
+        "other width": "attention_mask has the shape (8, 5), input_ids (8, 8): its last dimension must be the 8 "
+        "tokens of a row; pass as many",
         "other width of a whole mask": "attention_mask has the shape (8, 1, 8, 5), input_ids (8, 8): its last "
-        "dimension goes over the 8 tokens of a row; give as many",
-        "no rows": "input_ids has the shape (0, 8), there is nothing to compute; leave such out",
-        "one row": "input_ids is (8,) int64; give token ids (rows, seq), int64",
-        "floats": "input_ids is (8, 8) float64; give token ids (rows, seq), int64",
+        "dimension must be the 8 tokens of a row; pass as many",
+        "no rows": "input_ids has the shape (0, 8), there is nothing to compute; leave out such batches",
+        "one row": "input_ids is (8,) int64; pass token ids (rows, seq), int64",
+        "floats": "input_ids is (8, 8) float64; pass token ids (rows, seq), int64",
         "lists": f"input_ids in the batch is a list, {tensors}",
         "flag": f"use_cache in the batch is a bool, {tensors}",
-        "embeddings": "inputs_embeds is in the batch: only the first stage could use them; give input_ids",
-        "shifted": "shift_labels is in the batch: the ranks of a pipeline shift labels themselves; give labels, "
+        "embeddings": "inputs_embeds is in the batch: only the first stage could use them; pass input_ids",
+        "shifted": "shift_labels is in the batch: the ranks of a pipeline shift labels themselves; pass labels, "
         "unshifted",
         "list": f"the batch is a list; {mapping}",
         "tensor": f"the batch is a Tensor; {mapping}",
@@ -273,13 +273,13 @@ def misuse_on_one_rank() -> list[str]:
 
 
 def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
-    takes = "the ranks of a pipeline take input_ids and labels, and compute the loss themselves"
-    shorter = "give shorter rows (truncation=True, max_length=... of the tokenizer)"
+    takes = "the ranks of a pipeline need input_ids and labels, and compute the loss themselves"
+    shorter = "pass shorter rows (truncation=True, max_length=... of the tokenizer)"
     for said in run_on_ranks(4, misuse_on_one_rank):
         assert said == [
             f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
-            "rank 0 was given another batch than a rank that shares its model over tp or pp (here: attention_mask "
-            "(4, 8), input_ids (4, 8), labels (4, 8)); give all of these the same rows in the same order: "
+            "rank 0 received another batch than a rank that shares its model over tp or pp (here: attention_mask "
+            "(4, 8), input_ids (4, 8), labels (4, 8)); pass all of these the same rows in the same order: "
             "torch.manual_seed(0) before the DataLoader shuffles, or a sampler over the data ranks only",
             f"rank 3: the batch has no input_ids, it has attention_mask, labels; {takes}",
             f"rank 0: rows of 70 tokens, but the model has learned 0 to 63 as positions; {shorter}",
@@ -348,8 +348,8 @@ def test_failed_pipeline_refuses_further_calls_and_leaves_the_program_unchanged(
     for said in run_on_ranks(2, fail_halfway, joins=False):
         assert said == 2 * [
             "an earlier forward_backward has ended halfway with an exception (RuntimeError): the stages on other ranks "
-            "wait for messages that never come, so this model cannot go on; end the program on all ranks, and start "
-            "again from a checkpoint"
+            "wait for messages that never come, so this model cannot be used any more; end the program on all ranks, "
+            "and start again from a checkpoint"
         ]
 
 

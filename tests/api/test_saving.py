@@ -134,7 +134,7 @@ def test_classifier_is_saved_and_loaded_again(tmp_path: Path) -> None:
 def test_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
     for save in (meshtrain.save_pretrained, meshtrain.save_parallelized):
         with pytest.raises(
-            ModelError, match=r"a GPT2LMHeadModel is not a parallel model; give what meshtrain.parallelize"
+            ModelError, match=r"a GPT2LMHeadModel is not a parallel model; pass what meshtrain.parallelize"
         ):
             save(gpt2(), tmp_path / "out")
 

@@ -130,7 +130,7 @@ def test_resumed_training_draws_the_same_dropout_masks(tmp_path: Path) -> None:
 def refusals(directory: Path) -> None:
     stock = build(0)
     with pytest.raises(
-        ModelError, match=r"a GPT2LMHeadModel is not a parallel model; give what meshtrain\.parallelize"
+        ModelError, match=r"a GPT2LMHeadModel is not a parallel model; pass what meshtrain\.parallelize"
     ):
         meshtrain.save_checkpoint(directory, meshtrain.TrainState(stock))
     model = meshtrain.parallelize(build(None), {"mesh": {"tp": 1}, **PLAN})

@@ -75,7 +75,7 @@ def test_samples_depend_on_the_seed_and_leave_the_global_generator_unchanged(fol
 
 
 def test_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="the prompt is empty; give the words"):
+    with pytest.raises(UserError, match="the prompt is empty; pass the words"):
         generate(folder, "")
     with pytest.raises(
         UserError,
@@ -87,11 +87,13 @@ def test_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
 
 def test_folder_without_weights_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=f"{tmp_path} holds no whole model with its tokenizer: .*; export it again"):
+    with pytest.raises(
+        ModelError, match=f"{tmp_path} does not hold a complete model with its tokenizer: .*; export it again"
+    ):
         generate(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(
-        ModelError, match=f"the tokenizer in {tmp_path} turns the prompt into no tokens; are its files there"
+        ModelError, match=f"the tokenizer in {tmp_path} turns the prompt into no tokens; check that its files are there"
     ):
         generate(tmp_path)
 
@@ -101,7 +103,9 @@ def test_folder_with_broken_or_missing_weights_is_refused(folder: Path, tmp_path
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
     os.truncate(weights, weights.stat().st_size - 10)
-    with pytest.raises(ModelError, match=f"{tmp_path} holds no whole model with its tokenizer: .*; export it again"):
+    with pytest.raises(
+        ModelError, match=f"{tmp_path} does not hold a complete model with its tokenizer: .*; export it again"
+    ):
         generate(tmp_path)
     lost = sorted(tensors)[0]
     del tensors[lost]
@@ -155,7 +159,7 @@ def test_several_processes_without_a_plan_are_refused(run: Path) -> None:
         run_on_ranks(2, generate_here, run, DRAWN, [], joins=False)
     assert isinstance(failed.value.original, ConfigError)
     assert str(failed.value.original) == (
-        "2 processes are started, and no plan says what each is for; add mesh.tp=2 (or mesh.pp=2), or --plan FILE, or "
+        "2 processes are started, but there is no plan for them; add mesh.tp=2 (or mesh.pp=2), or --plan FILE, or "
         "start one process"
     )
 
@@ -164,7 +168,7 @@ def test_contradicting_options_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"^--num-beams 3 follows the likeliest texts, and --temperature 0.5 draws; "):
         generate(folder, temperature=0.5, num_beams=3)
     for how in ({"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "num_beams": 2, "temperature": None}):
-        with pytest.raises(UserError, match=r"^--top-k and --top-p say among which tokens to draw, and without a temp"):
+        with pytest.raises(UserError, match=r"^--top-k and --top-p limit the tokens to draw from, and without a temp"):
             generate(folder, **how)
 
 

@@ -201,11 +201,11 @@ def test_different_arguments_on_ranks_of_one_model_are_refused() -> None:
     mine = {"inputs": other, "num_beams": 2, "streamer": object()}
     for (said,) in run_on_ranks(2, ask, [(MeshModel("llama", (1, 1, 1, 2)), [{}, mine])]):
         assert said == (
-            "generate: rank 0 and rank 1 hold one model together, but were given different inputs, num_beams; give all "
-            "of them the same"
+            "generate: rank 0 and rank 1 hold one model together, but received different inputs, num_beams; pass the "
+            "same to all of them"
         )
     said = run_on_ranks(4, ask, [(MeshModel("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
-    assert "rank 0 and rank 3 hold one model together, but were given different max_new_tokens" in said[2][0]
+    assert "rank 0 and rank 3 hold one model together, but received different max_new_tokens" in said[2][0]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
@@ -221,11 +221,11 @@ def test_max_time_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, i
     for *clocks, empty, unknown in run_on_ranks(2, ask, questions):
         assert clocks == [
             "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
-            "for it; leave it out, and give max_new_tokens"
+            "for it; leave it out, and set max_new_tokens"
         ] * len(timed)
         assert unknown == (
-            "input_ids has tokens from 61 to 61, but the model knows 0 to 60; use the tokenizer that belongs to the "
-            "model, or give new tokens rows (model.resize_token_embeddings) before meshtrain.parallelize"
+            "input_ids has tokens from 61 to 61, but the model knows 0 to 60; use the tokenizer of the model, "
+            "or add rows for new tokens (model.resize_token_embeddings) before meshtrain.parallelize"
         )
         assert empty == "generate: the prompts (2, 0) have no tokens; begin with the one of bos_token_id"
 
@@ -239,11 +239,13 @@ def test_outputs_and_caches_that_a_pipeline_lacks_are_refused() -> None:
     answers = run_on_ranks(2, ask, [*whole, (MeshModel("mamba", mesh), [{}]), (MeshModel("lfm2", mesh), [{}])])
     assert answers[0] == answers[1]
     attentions, hidden, mamba, lfm2 = answers[0]
-    said = "cannot be had from a pipeline, of which every process holds a part; leave it out, or use a mesh with pp = 1"
+    said = (
+        "is not available in a pipeline, of which every process holds a part; leave it out, or use a mesh with pp = 1"
+    )
     assert (attentions, hidden) == (f"generate: output_attentions {said}", f"generate: output_hidden_states {said}")
     assert mamba.startswith("generate: MambaForCausalLM keeps a cache of its own, and only keys and values (of all ")
     assert lfm2.startswith("generate: Lfm2ForCausalLM keeps LinearAttentionLayer, and only keys and values (of all ")
-    assert lfm2.endswith("can lie on several stages; pass use_cache=False, or use a mesh with pp = 1")
+    assert lfm2.endswith("can be kept on several stages; pass use_cache=False, or use a mesh with pp = 1")
 
 
 def test_models_with_other_caches_generate_without_a_cache() -> None:

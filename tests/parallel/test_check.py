@@ -222,7 +222,7 @@ def test_length_dependent_frequencies_inside_layers_are_refused() -> None:
     model = build_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(), model, world_size=1) == (
         "the rotary frequencies of model.layers.0.self_attn.rotary_emb depend on the length of the sequence, and "
-        "inside of a layer a recomputation, or another microbatch, would find those of another length; choose a "
+        "inside a layer a recomputation, or another microbatch, would find those of another length; choose a "
         "rope_type in rope_parameters that does not (not longrope, not dynamic)",
     )
 
@@ -419,12 +419,12 @@ def test_wrong_stages_per_rank_are_refused() -> None:
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline=pipeline))
 
     assert said("GPipe", 2) == (
-        "pipeline.schedule = 'GPipe' needs stages_per_rank = 1, found 2; set it so, or take a schedule for 2: "
+        "pipeline.schedule = 'GPipe' needs stages_per_rank = 1, found 2; set it to that, or use a schedule for 2: "
         "Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
     )
     assert said("ZBVZeroBubble", 1) == (
-        "pipeline.schedule = 'ZBVZeroBubble' needs stages_per_rank = 2, found 1; set it so, or take a schedule for 1: "
-        "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble",
+        "pipeline.schedule = 'ZBVZeroBubble' needs stages_per_rank = 2, found 1; set it to that, or use a schedule for "
+        "1: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble",
     )
     assert said("Interleaved1F1B", 2, pp=1) == (
         "pipeline.stages_per_rank = 2 needs mesh.pp > 1, found mesh.pp = 1; change one of them",
@@ -468,8 +468,8 @@ def test_fewer_microbatches_than_stages_are_refused(schedule: str, stages_per_ra
 def test_microbatches_without_equal_rounds_are_refused(schedule: str) -> None:
     plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": schedule, "stages_per_rank": 2})
     assert problems(plan, batch=BatchShape(5, 1, 12)) == (
-        f"pipeline.schedule = '{schedule}' runs microbatches in equal rounds of at least pp = 2; 5 cannot be so "
-        "divided; use a multiple of 2",
+        f"pipeline.schedule = '{schedule}' runs microbatches in equal rounds of at least pp = 2; 5 cannot be "
+        "divided so; use a multiple of 2",
     )
     for fits in (1, 2, 3, 4, 8):
         assert resolve_plan(plan, meta_model("llama"), BatchShape(fits, 1, 12), 2)
@@ -481,12 +481,13 @@ def test_split_backward_with_resharding_or_compilation_is_refused(schedule: str)
     shard = {"reshard_after_forward": "always"}
     plan = make_plan("llama", mesh={"pp": 2, "dp_shard": 2}, pipeline=pipeline, shard=shard)
     resharding = (
-        f"pipeline.schedule = '{schedule}' computes the gradients of the weights apart, and torch loses them without a "
-        "word where parameters are freed in between (shard.reshard_after_forward = 'always'); set it to 'never'"
+        f"pipeline.schedule = '{schedule}' computes the gradients of the weights separately, and torch loses them "
+        "without an error where parameters are freed in between (shard.reshard_after_forward = 'always'); set it "
+        "to 'never'"
     )
     compiling = (
-        f"pipeline.schedule = '{schedule}' computes the gradients of the weights apart, which torch cannot do with "
-        "compiled layers; set compile.enabled = false, or take 1F1B or Interleaved1F1B"
+        f"pipeline.schedule = '{schedule}' computes the gradients of the weights separately, which torch cannot do "
+        "with compiled layers; set compile.enabled = false, or use 1F1B or Interleaved1F1B"
     )
     assert problems(plan) == (resharding,)
     compiled = plan.model_copy(update={"compile": CompilePlan(enabled=True)})
@@ -512,7 +513,7 @@ def test_wrong_layers_per_stage_are_refused() -> None:
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline={"layers_per_stage": layers}))
 
     assert said([2, 1, 1]) == (
-        "pipeline.layers_per_stage = [2, 1, 1] names 3 stages, but mesh.pp x stages_per_rank makes 2; give 2 numbers",
+        "pipeline.layers_per_stage = [2, 1, 1] names 3 stages, but mesh.pp x stages_per_rank makes 2; set 2 numbers",
     )
     assert said([2, 3]) == (
         "pipeline.layers_per_stage = [2, 3] adds up to 5 layers, but the model has 4; make them add up",
@@ -551,7 +552,7 @@ def test_wrong_split_at_is_refused() -> None:
 def test_layers_per_stage_with_split_at_is_refused() -> None:
     pipeline = {"layers_per_stage": [2, 2], "split_at": ["model.layers.2"]}
     assert problems(make_plan("llama", mesh={"pp": 2}, pipeline=pipeline)) == (
-        "pipeline: layers_per_stage = [2, 2] and split_at are both given; leave one out",
+        "pipeline: layers_per_stage = [2, 2] and split_at are both set; leave one out",
     )
 
 
@@ -567,7 +568,7 @@ def test_layers_that_share_keys_are_refused_with_pp() -> None:
     model = build_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"pp": 2}), model) == (
         "mesh.pp = 2, but the last 2 layers of Gemma4ForCausalLM attend to keys and values of earlier layers "
-        "(num_kv_shared_layers), which may lie on another stage; use pp = 1",
+        "(num_kv_shared_layers), which may be on another stage; use pp = 1",
     )
 
 
@@ -591,8 +592,8 @@ def test_layers_without_recomputation_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_selective_recomputation_of_partly_compiled_layers_is_refused() -> None:
     tables: dict[str, Any] = {"recompute": {"mode": "selective"}, "compile": {"enabled": True}}
     assert problems(make_plan("llama", mesh={"tp": 2}, **tables)) == (
-        "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled one by "
-        "one, and torch does not see inside of them which results to keep; set recompute.mode = 'full', or "
+        "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
+        "separately, and torch cannot select the results to keep inside them; set recompute.mode = 'full', or "
         "compile.enabled = false",
     )
     assert resolve_plan(make_plan("llama", **tables), meta_model("llama"), BATCH, 2)
@@ -606,8 +607,8 @@ def test_selective_recomputation_with_a_split_backward_is_refused(schedule: str)
     plan = make_plan("llama", mesh={"pp": 2}, recompute={"mode": "selective"})
     plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": schedule})})
     assert [problem for problem in problems(plan) if problem.startswith("recompute")] == [
-        f"recompute.mode = 'selective' with pipeline.schedule = {schedule!r}: the schedule goes back through a layer "
-        "twice, and torch gives out what selective recomputation has kept only once; set recompute.mode = 'full', or "
+        f"recompute.mode = 'selective' with pipeline.schedule = {schedule!r}: the schedule runs back through a layer "
+        "twice, but torch returns what selective recomputation has kept only once; set recompute.mode = 'full', or "
         "use another schedule",
     ]
 

@@ -431,12 +431,12 @@ class ScaledHead(Toy):
         return self.norm(2 * x)
 
 
-CHAIN = "its layers do not hand one hidden state to each other, and nothing else"
+CHAIN = "its layers do not pass one hidden state to each other, and nothing else"
 REASONS: dict[type[Toy], str] = {
     SecondStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
     TwoResults: f"{CHAIN} (ValueError: not enough values to unpack (expected 2, got 1))",
     BetweenLayers: f"{CHAIN} (TypeError: a layer receives something else than the hidden state of the layer before)",
-    PastTheLayers: f"{CHAIN} (ValueError: the logits are computed from more than what the last layer gives)",
+    PastTheLayers: f"{CHAIN} (ValueError: the logits are computed from more than the output of the last layer)",
     SkippedLayer: f"{CHAIN} (ValueError: 3 of 4 layers were called)",
     OtherShape: f"{CHAIN} (TypeError: a hidden state is (3, 1, 32) and not (1, 3, 32))",
     LonelyParameter: "its parameter scale is used neither before, in nor after the layers",
@@ -445,10 +445,10 @@ REASONS: dict[type[Toy], str] = {
     FrozenStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
     OlderStream: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
     SeesTokens: f"{CHAIN} (TypeError: a layer receives a second tensor that was computed from parameters or tokens)",
-    AllLayers: f"{CHAIN} (ValueError: the logits are computed from more than what the last layer gives)",
+    AllLayers: f"{CHAIN} (ValueError: the logits are computed from more than the output of the last layer)",
     NormTwice: "its parameter norm.weight is used before and after the layers",
-    PairBefore: "its pair gives something else than one tensor",
-    ScaledHead: "a stage of it does not run (ValueError: it does not hand on what its layers give)",
+    PairBefore: "its pair returns something else than one tensor",
+    ScaledHead: "a stage of it does not run (ValueError: it does not pass on the output of its layers)",
 }
 
 

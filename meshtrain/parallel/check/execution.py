@@ -37,7 +37,7 @@ def check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
         return
     if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
         yield (
-            f"the rotary frequencies of {inside[0]} depend on the length of the sequence, and inside of a layer a "
+            f"the rotary frequencies of {inside[0]} depend on the length of the sequence, and inside a layer a "
             "recomputation, or another microbatch, would find those of another length; choose a rope_type in "
             "rope_parameters that does not (not longrope, not dynamic)"
         )
@@ -47,12 +47,12 @@ def _check_selective(plan: ParallelPlan) -> Problems:
     if plan.compile.enabled and plan.mesh.tp > 1:
         yield (
             "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
-            "one by one, and torch does not see inside of them which results to keep; set recompute.mode = 'full', or "
+            "separately, and torch cannot select the results to keep inside them; set recompute.mode = 'full', or "
             "compile.enabled = false"
         )
     if plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
         yield (
-            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule goes back "
-            "through a layer twice, and torch gives out what selective recomputation has kept only once; set "
+            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule runs back "
+            "through a layer twice, but torch returns what selective recomputation has kept only once; set "
             "recompute.mode = 'full', or use another schedule"
         )

@@ -31,7 +31,7 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     if pp > 1 and shared:
         yield (
             f"mesh.pp = {pp}, but the last {shared} layers of {type(model).__name__} attend to keys and values of "
-            "earlier layers (num_kv_shared_layers), which may lie on another stage; use pp = 1"
+            "earlier layers (num_kv_shared_layers), which may be on another stage; use pp = 1"
         )
         return
     try:
@@ -47,7 +47,7 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
             f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
         )
     elif pipeline.split_at is not None and pipeline.layers_per_stage != "balanced":
-        yield f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both given; leave one out"
+        yield f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both set; leave one out"
     elif pipeline.split_at is not None:
         yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
     elif isinstance(pipeline.layers_per_stage, list):
@@ -65,7 +65,7 @@ def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
         others = ", ".join(other for other, facts in SCHEDULES.items() if facts.stages_per_rank in (None, per_rank))
         yield (
             f"pipeline.schedule = {name!r} needs stages_per_rank = {schedule.stages_per_rank}, found {per_rank}; set "
-            f"it so, or take a schedule for {per_rank}: {others}"
+            f"it to that, or use a schedule for {per_rank}: {others}"
         )
     else:
         yield from check_microbatches(plan, batch)
@@ -90,7 +90,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
         yield (
             f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; "
-            f"{microbatches} cannot be so divided; use a multiple of {pp}"
+            f"{microbatches} cannot be divided so; use a multiple of {pp}"
         )
 
 
@@ -98,20 +98,21 @@ def _check_split_backward(plan: ParallelPlan) -> Problems:
     name = plan.pipeline.schedule
     if plan.shard.reshard_after_forward == "always" and needs_fsdp(plan):
         yield (
-            f"pipeline.schedule = {name!r} computes the gradients of the weights apart, and torch loses them without a "
-            "word where parameters are freed in between (shard.reshard_after_forward = 'always'); set it to 'never'"
+            f"pipeline.schedule = {name!r} computes the gradients of the weights separately, and torch loses them "
+            "without an error where parameters are freed in between (shard.reshard_after_forward = 'always'); set it "
+            "to 'never'"
         )
     if plan.compile.enabled:
         yield (
-            f"pipeline.schedule = {name!r} computes the gradients of the weights apart, which torch cannot do with "
-            "compiled layers; set compile.enabled = false, or take 1F1B or Interleaved1F1B"
+            f"pipeline.schedule = {name!r} computes the gradients of the weights separately, which torch cannot do "
+            "with compiled layers; set compile.enabled = false, or use 1F1B or Interleaved1F1B"
         )
 
 
 def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Problems:
     what = f"pipeline.layers_per_stage = {list(layers)}"
     if len(layers) != stages:
-        yield f"{what} names {len(layers)} stages, but mesh.pp x stages_per_rank makes {stages}; give {stages} numbers"
+        yield f"{what} names {len(layers)} stages, but mesh.pp x stages_per_rank makes {stages}; set {stages} numbers"
     elif sum(layers) != num_layers:
         yield f"{what} adds up to {sum(layers)} layers, but the model has {num_layers}; make them add up"
     elif 0 in layers[:-1]:

@@ -64,7 +64,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """
     config = model.config.get_text_config()
     if not hasattr(config, "num_hidden_layers"):
-        raise ModelError(f"the configuration of {type(model).__name__} does not say how many decoder layers there are")
+        raise ModelError(f"the configuration of {type(model).__name__} has no number of decoder layers")
     # A decoder of an encoder-decoder configuration has both numbers.
     expected = getattr(config, "decoder_layers", config.num_hidden_layers)
     candidates = [
@@ -95,14 +95,14 @@ def probe_structure(model: PreTrainedModel) -> ModelStructure:
         except MISFITS as error:
             failures.append(error)
         else:
-            _check_places(model, structure)
+            _check_positions(model, structure)
             return structure
     # A RuntimeError of torch is often about the mask of the probe instead of the layers: XLNet
     # calculates with the mask.
     reason = next((failure for failure in failures if not isinstance(failure, RuntimeError)), failures[0])
     raise cannot_be_cut(
         model,
-        f"its layers do not hand one hidden state to each other, and nothing else ({type(reason).__name__}: {reason})",
+        f"its layers do not pass one hidden state to each other, and nothing else ({type(reason).__name__}: {reason})",
     )
 
 
@@ -178,7 +178,7 @@ def _probe(
     if len(handed_on) != len(layers):
         raise ValueError(f"{len(handed_on)} of {len(layers)} layers were called")
     if elsewhere.has(output.logits):
-        raise ValueError("the logits are computed from more than what the last layer gives")
+        raise ValueError("the logits are computed from more than the output of the last layer")
     return ModelStructure(
         layers=name,
         num_layers=len(layers),
@@ -190,7 +190,7 @@ def _probe(
     )
 
 
-def _check_places(model: PreTrainedModel, structure: ModelStructure) -> None:
+def _check_positions(model: PreTrainedModel, structure: ModelStructure) -> None:
     """Check that every parameter belongs to one stage.
 
     The weight of a head that is tied to the embedding is excepted.
@@ -198,22 +198,24 @@ def _check_places(model: PreTrainedModel, structure: ModelStructure) -> None:
     Raises:
         ModelError: for a parameter or a tie that does not.
     """
-    places = {name: _places(name, structure) for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name, found in places.items():
+    positions = {name: _positions(name, structure) for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, found in positions.items():
         if not found:
             raise cannot_be_cut(model, f"its parameter {name} is used neither before, in nor after the layers")
         if len(found) > 1:
             raise cannot_be_cut(model, f"its parameter {name} is used before and after the layers")
     for copy_name, source in model.all_tied_weights_keys.items():
-        ends = (*places[source], *places[copy_name])
+        ends = (*positions[source], *positions[copy_name])
         # Two ends before the first layer, or two after the last, are on one stage.
         if ends != ("before", "after") and (ends[0] != ends[1] or "layers" in ends):
             raise cannot_be_cut(model, f"it ties {copy_name} to {source}, which are not the head and the embedding")
 
 
-def _places(parameter: str, structure: ModelStructure) -> list[str]:
+def _positions(parameter: str, structure: ModelStructure) -> list[str]:
     modules = {"layers": (structure.layers,), "before": structure.before, "after": structure.after}
-    return [place for place, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))]
+    return [
+        position for position, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))
+    ]
 
 
 def probe_ids(device: torch.device) -> Tensor:

@@ -119,7 +119,7 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
         indices: of the stages that this process holds, ascending.
 
     Raises:
-        ModelError: for a class whose layers do not hand one hidden state to each other.
+        ModelError: for a class whose layers do not pass one hidden state to each other.
     """
     num_stages = len(layers_per_stage)
     if num_stages == 1:
@@ -154,8 +154,8 @@ def check_cut(model: PreTrainedModel) -> None:
                 id(layer): LayerStub(layer, as_tuple=structure.layers_return_tuples) for layer in layers
             }
             with hooks_disabled(model):
-                whole = copy.deepcopy(model, stubs)
-            stage = _cut_one(whole, structure, layers_per_stage, index)
+                copied = copy.deepcopy(model, stubs)
+            stage = _cut_one(copied, structure, layers_per_stage, index)
             received = _run_probe(stage, structure, received)
     except MISFITS as error:
         raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
@@ -168,15 +168,15 @@ def _run_probe(stage: Stage, structure: ModelStructure, received: Tensor | None)
     first = probe_ids(torch.device("meta")) if received is None else received
     with probed(stage.model, PROBE_LENGTH):
         output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=structure.takes_ready_mask))
-    if received is not None and not stage.is_last and not _is_whole(output, received):
-        raise ValueError("it does not hand on what its layers give")
+    if received is not None and not stage.is_last and not _covers(output, received):
+        raise ValueError("it does not pass on the output of its layers")
     return output
 
 
-def _is_whole(view: Tensor, tensor: Tensor) -> bool:
+def _covers(view: Tensor, tensor: Tensor) -> bool:
     """Return whether `view` is `tensor`, or a slice that covers the full `tensor`."""
-    places = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
-    return places[0] == places[1]
+    layouts = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
+    return layouts[0] == layouts[1]
 
 
 def _cut_one(model: PreTrainedModel, structure: ModelStructure, layers_per_stage: Sequence[int], index: int) -> Stage:
@@ -229,7 +229,7 @@ def _stub_before(stage: Stage, structure: ModelStructure) -> None:
             _replace_module(stage.model, name, PassStub())
         elif any(True for _ in module.parameters()):
             if shape is None:
-                raise cannot_be_cut(stage.model, f"its {name} gives something else than one tensor")
+                raise cannot_be_cut(stage.model, f"its {name} returns something else than one tensor")
             _replace_module(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshtrain.config.plan import PipelinePlan, ScheduleName
 
-Need = Literal["nothing", "one per stage", "equal rounds"]
+Need = Literal["any number", "one per stage", "equal rounds"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Schedule:
     stages_per_rank: int | None = None
     is_v: bool = False
     splits_backward: bool = False
-    microbatches: Need = "nothing"
+    microbatches: Need = "any number"
 
 
 SCHEDULES: dict[ScheduleName, Schedule] = {
