@@ -27,7 +27,7 @@ from meshtrain.runtime.garbage_collection import NEVER, rare_collections
 if TYPE_CHECKING:
     from meshtrain.api.building import build_mesh, build_model, clip_grad_norm, initialize, load_weights
     from meshtrain.api.checkpoints import load_checkpoint, save_checkpoint
-    from meshtrain.api.generation import generate
+    from meshtrain.api.model import generate
     from meshtrain.api.parallelize import parallelize
     from meshtrain.api.rebind import rebind
     from meshtrain.api.saving import save_parallelized, save_pretrained
@@ -62,7 +62,7 @@ _HOMES = {
     "build_mesh": "meshtrain.api.building",
     "build_model": "meshtrain.api.building",
     "clip_grad_norm": "meshtrain.api.building",
-    "generate": "meshtrain.api.generation",
+    "generate": "meshtrain.api.model",
     "initialize": "meshtrain.api.building",
     "load_checkpoint": "meshtrain.api.checkpoints",
     "load_plan": "meshtrain.config.toml",

@@ -3,20 +3,17 @@
 arguments.py         checks of arguments that need torch or transformers
 batches.py           comparison of batches between the ranks that share a model
 building.py          mesh, model on the meta device, weights, gradient clipping
-calls.py             hooks around every call of a model without a pipeline
+calls.py             hooks and checks around every call of a model without a pipeline
 checkpoints.py       save_checkpoint and load_checkpoint
-custom_code.py       check for code of the program that cutting a model would lose
 dropout.py           random streams of dropout in a program
-generation.py        generate
 gradients.py         sums of gradients over ranks after each backward pass
 handle.py            the state that meshtrain keeps for a parallel model
 loss.py              the stock loss as a mean over all data ranks
-model.py             methods of a parallel model without a pipeline
+model.py             generate, and the methods of a parallel model without a pipeline
 parallelize.py       parallelize
 pipeline_batches.py  checks of the batches of a pipeline
 pipelined_model.py   the model that parallelize returns with a pipeline
 rebind.py            rebind, for optimizers made before parallelize
-same_call.py         check that all ranks call a model alike
 saving.py            save_pretrained and save_parallelized
 train.py             train, for a run file
 values.py            transfer of parameters and buffers into the shards

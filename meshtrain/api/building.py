@@ -26,7 +26,6 @@ from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_model as build_stock
 from meshtrain.models.build import load_hf_config, local_directory, stored_generation_config
 from meshtrain.models.initialize import initialize_weights, restore_buffers
-from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import check_alike, failing_together
@@ -56,7 +55,7 @@ def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMes
     """
     degrees = read_plan(plan).mesh
     device = join_for_script()
-    return lay_out(resolve_mesh(degrees, dist.get_world_size()), device.type)
+    return lay_out(degrees.resolve(dist.get_world_size()), device.type)
 
 
 def build_model(

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import xxhash
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -15,15 +17,15 @@ from meshtrain.api.dropout import ProgramStreams
 from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle
 from meshtrain.api.loss import LossOfAllRanks
-from meshtrain.api.same_call import check_same_call
 from meshtrain.compat.distributed import is_inside_ddp
-from meshtrain.config.mesh import TP
+from meshtrain.config.mesh import AXES, TP
 from meshtrain.errors import ModelError
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import fsdp_modules, mark_gathered, reshard
 from meshtrain.parallel.tensor.region import sequence_is_split
 from meshtrain.parallel.tensor.sequence import join_hidden_states
 from meshtrain.parallel.tokens import check_tokens
-from meshtrain.runtime.mesh import axis_size
+from meshtrain.runtime.mesh import all_reduce_over, axis_size
 
 
 class Calls:
@@ -64,7 +66,7 @@ class Calls:
             check_tokens(self._handle.pipeline, given.get("input_ids"))
             check_same_batch(self._handle.pipeline, given)
         if torch.is_grad_enabled() or has_labels:
-            check_same_call(self._handle.pipeline, has_labels=has_labels)
+            _check_same_call(self._handle.pipeline, has_labels=has_labels)
             self._handle.pipeline.rotary_length.begin(given)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
         if recomputes and "use_cache" in self._names:
@@ -157,3 +159,30 @@ class Calls:
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+
+def _check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
+    """Check that all ranks or none compute a loss, and train the same parameters. Collective.
+
+    It is collective over all axes. A rank with a loss would wait for those without one, and copies
+    of a parameter that is frozen on one rank alone would silently drift apart.
+
+    Args:
+        pipeline: of the model that is called.
+        has_labels: whether this rank has passed labels.
+
+    Raises:
+        ModelError: on all ranks alike.
+    """
+    if axis_size(pipeline.mesh, *AXES) == 1:
+        return
+    trains = [parameter.requires_grad for _, parameter in pipeline.named_parameters()]
+    digest = xxhash.xxh3_64_intdigest(bytes([has_labels, *trains])) >> 2
+    # One message carries the maximum and, negated, the minimum.
+    extremes = all_reduce_over(torch.tensor([digest, -digest]), pipeline.mesh, AXES, dist.ReduceOp.MAX)
+    if int(extremes[0]) != -int(extremes[1]):
+        raise ModelError(
+            f"rank {dist.get_rank()} calls the model {'with' if has_labels else 'without'} labels and trains "
+            f"{sum(trains)} of {len(trains)} parameters, another rank does otherwise; pass labels on all ranks or on "
+            "none, and freeze the same parameters on all"
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,25 +14,27 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from meshtrain.api.custom_code import check_own_code
 from meshtrain.api.gradients import GradientCompletion
 from meshtrain.api.handle import Handle, find_handle
 from meshtrain.api.model import make_adapted, make_parallel
 from meshtrain.api.pipelined_model import PipelinedModel
 from meshtrain.api.rebind import record_successors
 from meshtrain.api.values import check_equal_on_all, put, put_buffers, take
-from meshtrain.compat.nn import is_compiled
+from meshtrain.compat.nn import is_compiled, own_forward
+from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
 from meshtrain.config.mesh import AXES
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan, with_family
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
+from meshtrain.models.fused import fused_modules
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
 from meshtrain.models.ties import check_ties
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.cut.hooks import has_hooks_on_itself
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import join_for_script
@@ -113,7 +116,7 @@ def parallelize(
         values = take(stock, adapters, undo)
         check_equal_on_all(values)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
-        check_own_code(stock, resolved)
+        _check_own_code(stock, resolved)
         undo.pop_all()
     _set_number_format(stock, resolved.precision, has_values=not values.is_meta)
     training = stock.training
@@ -228,6 +231,54 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
     # The caller of the model uses its logits.
     tensor = resolved.tensor.model_copy(update={"loss_parallel": False})
     return resolved.model_copy(update={"tensor": tensor})
+
+
+def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Check that no loss, hook or forward that the program has put into the model would be lost.
+
+    Args:
+        model: stock, not cut yet.
+        plan: resolved.
+
+    Raises:
+        ModelError: naming what would be lost.
+    """
+    own = {name: module for name, module in model.named_modules() if own_forward(module) is not None}
+    for name in fused_modules(model, plan.tensor.fused):
+        if name in own or has_hooks_on_itself(model.get_submodule(name)):
+            what = "a forward of yours" if name in own else "a hook"
+            raise ModelError(
+                f"{name} has {what}, but tensor.fused keeps that projection in parts; put it on the module around it"
+            )
+    if plan.mesh.pp == 1:
+        return
+    if has_loss_of_program(model):
+        raise ModelError(
+            "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the mean "
+            "cross entropy itself; use a mesh with pp = 1, which uses the model's own loss"
+        )
+    if "" in own:
+        raise ModelError(
+            "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, and "
+            "compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside"
+        )
+    if has_hooks_on_itself(model):
+        raise ModelError(
+            "the model itself has a hook, but the stages of a pipeline are called with other inputs and return "
+            "other outputs than it; put it on a module inside, or use a mesh with pp = 1"
+        )
+    for name, module in own.items():
+        if not _is_method_of(module):
+            raise ModelError(
+                f"the forward of {name} was replaced by a function that is not a method of it, and would still compute "
+                "with the module that was cut; pass it as types.MethodType(function, module), with the module as "
+                "its first argument, or use a mesh with pp = 1"
+            )
+
+
+def _is_method_of(module: nn.Module) -> bool:
+    forward = own_forward(module)
+    return isinstance(forward, MethodType) and forward.__self__ is module
 
 
 def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from meshtrain.config.settings import Settings
+from meshtrain.errors import PlanError
 
 LARGEST_DEGREE = 10**6
 Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
@@ -115,13 +116,24 @@ class MeshPlan(Settings):
         assert -1 not in degrees, f"the mesh {self.degrees} is not resolved"
         return math.prod(degrees)
 
-    def with_world_size(self, world_size: int) -> "MeshPlan":
+    def resolve(self, world_size: int) -> "MeshPlan":
         """Return the mesh with its open axis filled for a number of processes.
 
-        `fixed_degree` must divide the number.
+        Raises:
+            PlanError: if its degrees do not fit the number of processes.
         """
-        axis = self.open_axis
-        return self if axis is None else self.model_copy(update={axis: world_size // self.fixed_degree})
+        axis, fixed, degrees = self.open_axis, self.fixed_degree, self.described(only_wide=False)
+        if axis is None and fixed != world_size:
+            raise PlanError(
+                f"mesh: {degrees} needs {fixed} processes, there are {world_size}; start as many, or "
+                "set plan.mesh.dp_shard = -1 to use what is there"
+            )
+        if world_size % fixed:
+            raise PlanError(
+                f"mesh: {degrees} uses processes in groups of {fixed}, which does not divide the {world_size} there "
+                f"are; start a multiple of {fixed}, or change the degrees"
+            )
+        return self if axis is None else self.model_copy(update={axis: world_size // fixed})
 
     def described(self, *, only_wide: bool = True) -> str:
         """Return the mesh as "pp 2 x tp 2".

@@ -2,7 +2,7 @@
 
 prompts: continue prompts, for `meshtrain generate`.
 loading: find and load a model to generate from.
-generation: run transformers' `generate` on a parallel model.
-agreement: compare the arguments of the processes that hold one model, and let them draw alike.
+generation: run transformers' `generate` on a parallel model, with equal arguments and draws on all
+    its processes.
 pipelined: a pipeline as one model, with a cache for each stage.
 """

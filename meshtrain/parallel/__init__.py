@@ -2,13 +2,12 @@
 
 account: stages, layers, parameters and bytes of every process under a plan.
 check: whether a plan fits the model, the batches and the number of processes.
-compile: torch.compile for the decoder layers.
 cut: pipeline stages of an unmodified model.
+execution: recomputation and compilation of the decoder layers.
 local_parameter: the local parts of DTensor parameters, as a stock optimizer needs them.
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
 randomness: random streams for dropout.
-recompute: activation recomputation.
 replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
 router_loss: the auxiliary loss of the routers of a mixture of experts.
@@ -41,11 +40,10 @@ from meshtrain.models.adapters import (
 )
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
-from meshtrain.parallel.compile import apply_compile
 from meshtrain.parallel.cut.stage import Stage, cut
+from meshtrain.parallel.execution import apply_compile, apply_recompute
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
-from meshtrain.parallel.recompute import apply_recompute
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss, find_formula

@@ -4,25 +4,26 @@ All contradictions are reported together.
 
 Modules:
     batch: batch sizes and sequence lengths.
-    execution: recomputation and rotary frequencies.
     flow: partial gradients that no tensor rule sums, and modules that cannot be cut.
-    mesh: degrees of the mesh, and the number of processes.
     pipeline: schedules, cuts, and the layers of each stage.
     tensor: tensor rules, and the heads and widths that tp must divide.
 
-The package itself has `resolve_plan`, which runs all checks and fills in the open settings.
+The package itself has `resolve_plan`, which runs all checks and fills in the open settings, and
+the checks of the model, of recomputation and of rotary frequencies.
 """
 
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import ModelError, PlanError, Problem
+from meshtrain.errors import ModelError, PlanError, Problem, UserError
+from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
-from meshtrain.parallel.check.execution import check_recompute, check_rotary
-from meshtrain.parallel.check.mesh import resolve_mesh
 from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
+from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.router_loss import find_formula
+from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.parallel.tensor.derive import with_derived_rules, with_shared_heads
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -39,14 +40,14 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     Raises:
         PlanError: with every contradiction that can be found.
     """
-    mesh = resolve_mesh(plan.mesh, world_size)
+    mesh = plan.mesh.resolve(world_size)
     plan = plan.model_copy(update={"mesh": mesh})
     problems: list[str | Problem] = []
     try:
         plan = with_shared_heads(with_derived_rules(plan, model), model)
     except PlanError as error:
         problems += error.problems
-    checks = (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, check_recompute, check_rotary)
+    checks = (_check_model, check_batch, check_sequence, check_tensor, check_pipeline, _check_recompute, _check_rotary)
     for check in checks:
         problems += check(plan, model, batch)
     if problems:
@@ -77,3 +78,49 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     for name in ("layerdrop", "decoder_layerdrop"):
         if chance := getattr(model.config.get_text_config(), name, None):
             yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"
+
+
+def _check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    if plan.recompute.mode == "none":
+        return
+    if plan.recompute.mode == "selective":
+        yield from _check_selective(plan)
+    try:
+        layer = find_layers(model)[1][0]
+    except UserError:
+        # The check of the pipeline reports this.
+        return
+    if not isinstance(layer, GradientCheckpointingLayer):
+        yield (
+            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not support recomputation; "
+            "set it to 'none'"
+        )
+
+
+def _check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
+    try:
+        layers, _ = find_layers(model)
+    except UserError:
+        # The check of the pipeline reports this.
+        return
+    if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
+        yield (
+            f"the rotary frequencies of {inside[0]} depend on the length of the sequence, and inside a layer a "
+            "recomputation, or another microbatch, would find those of another length; choose a rope_type in "
+            "rope_parameters that does not (not longrope, not dynamic)"
+        )
+
+
+def _check_selective(plan: ParallelPlan) -> Problems:
+    if plan.compile.enabled and plan.mesh.tp > 1:
+        yield (
+            "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
+            "separately, and torch cannot select the results to keep inside them; set recompute.mode = 'full', or "
+            "compile.enabled = false"
+        )
+    if plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
+        yield (
+            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule runs back "
+            "through a layer twice, but torch returns what selective recomputation has kept only once; set "
+            "recompute.mode = 'full', or use another schedule"
+        )

@@ -1,15 +1,19 @@
-"""Recompute activations by Hugging Face's own mechanism, which changes no names."""
+"""How the decoder layers of a stage run: recomputed in the backward pass, and compiled.
+
+Both work in place and change no names. Recomputation is Hugging Face's own mechanism.
+"""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.compat.operators import EXPENSIVE
 from meshtrain.compat.transformers import set_checkpoint
-from meshtrain.config.plan import RecomputePlan
+from meshtrain.config.plan import ParallelPlan, RecomputePlan
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import Streams
 
@@ -40,3 +44,22 @@ def _with_streams(checkpointed: Callable, streams: Streams, forward: Callable, *
 _full = partial(checkpoint, use_reentrant=False)
 _selective = partial(_full, context_fn=partial(create_selective_checkpoint_contexts, list(EXPENSIVE)))
 _CHECKPOINTS: dict[str, Callable] = {"full": _full, "selective": _selective}
+
+
+def apply_compile(stage: Stage, plan: ParallelPlan) -> None:
+    """Compile the decoder layers of a stage.
+
+    With tensor parallelism and recomputation together, attention and MLP are compiled separately.
+    The reason is that torch cannot save a DTensor for the recomputation of a compiled block.
+    """
+    if not plan.compile.enabled:
+        return
+    by_parts = plan.mesh.tp > 1 and plan.recompute.mode != "none"
+    for layer in stage.own_layers():
+        for block in _blocks(layer) if by_parts else [layer]:
+            block.compile(backend=plan.compile.backend)
+
+
+def _blocks(layer: nn.Module) -> list[nn.Module]:
+    """Return the children that hold projections."""
+    return [child for child in layer.children() if any(parameter.dim() >= 2 for parameter in child.parameters())]
