@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from meshtrain.api.handle import Handle, find_handle
 from meshtrain.api.model import make_adapted, make_parallel
 from meshtrain.api.pipelined_model import PipelinedModel
 from meshtrain.api.rebind import record_successors
-from meshtrain.api.values import check_equal_on_all, put, put_buffers, take
+from meshtrain.api.values import Values, check_equal_on_all, put, put_buffers, take
 from meshtrain.compat.nn import is_compiled, own_forward
 from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
@@ -35,6 +35,7 @@ from meshtrain.models.ties import check_ties
 from meshtrain.parallel import parallelize as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.hooks import has_hooks_on_itself
+from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
 from meshtrain.runtime.mesh import build_mesh
 from meshtrain.runtime.process import join_for_script
@@ -108,43 +109,74 @@ def parallelize(
     device = join_for_script()
     wanted = _complete(read_plan(plan), stock, mesh)
     _check_call(wanted, micro_batch_size, prove_unknown_class)
+    parts = _take_apart(stock, wanted, micro_batch_size, prove=prove_unknown_class)
+    pipeline = _build_pipeline(stock, parts, mesh, device, micro_batch_size=micro_batch_size, seed=seed)
+    adapted = None if model is stock else model
+    handle = Handle(pipeline, device, source=_source(stock), has_values=not parts.values.is_meta, adapted=adapted)
+    if parts.plan.mesh.pp > 1:
+        # The model that was passed stays complete, on meta: it defines how its adapters are saved.
+        put_on_adapters(stock, parts.adapters)
+        return PipelinedModel(handle)
+    make_parallel(stock, handle, GradientCompletion(pipeline))
+    if adapted is not None:
+        make_adapted(adapted, pipeline)
+    return model
+
+
+class _Parts(NamedTuple):
+    """What `_take_apart` has taken off a model, and the resolved plan for it."""
+
+    plan: ParallelPlan
+    values: Values
+    adapters: Mapping[str, nn.Module]
+
+
+def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _Parts:
+    """Move a model to meta and take off its values and adapters, after all checks. Collective.
+
+    An exception restores the model.
+    """
     with ExitStack() as undo:
-        # An exception in this block restores the model.
         adapters = take_off_adapters(stock)
         undo.callback(put_on_adapters, stock, adapters)
         check_ties(stock)
         values = take(stock, adapters, undo)
         check_equal_on_all(values)
-        resolved = _resolve(wanted, stock, micro_batch_size, prove=prove_unknown_class)
+        resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
         _check_own_code(stock, resolved)
         undo.pop_all()
-    _set_number_format(stock, resolved.precision, has_values=not values.is_meta)
+    return _Parts(resolved, values, adapters)
+
+
+def _build_pipeline(
+    stock: PreTrainedModel,
+    parts: _Parts,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    micro_batch_size: int,
+    seed: int | None,
+) -> Pipeline:
+    """Return the pipeline of a model that was taken apart, with its values. Collective."""
+    plan, values = parts.plan, parts.values
+    _set_number_format(stock, plan.precision, has_values=not values.is_meta)
     training = stock.training
     pipeline = parallelize_stock(
         stock,
-        mesh or build_mesh(resolved.mesh, device.type),
-        resolved,
+        mesh or build_mesh(plan.mesh, device.type),
+        plan,
         micro_batch_size=micro_batch_size,
         seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],
         device=device,
-        stock_loss=resolved.mesh.pp == 1,
-        adapters=adapters,
+        stock_loss=plan.mesh.pp == 1,
+        adapters=parts.adapters,
     )
     for stage in pipeline.stages:
         stage.model.train(training)
         restore_buffers(stage.model)
     put_buffers(values, pipeline)
     record_successors(put(values, pipeline))
-    adapted = None if model is stock else model
-    handle = Handle(pipeline, device, source=_source(stock), has_values=not values.is_meta, adapted=adapted)
-    if resolved.mesh.pp > 1:
-        # The model that was passed stays complete, on meta: it defines how its adapters are saved.
-        put_on_adapters(stock, adapters)
-        return PipelinedModel(handle)
-    make_parallel(stock, handle, GradientCompletion(pipeline))
-    if adapted is not None:
-        make_adapted(adapted, pipeline)
-    return model
+    return pipeline
 
 
 def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_values: bool) -> None:

@@ -86,12 +86,7 @@ def save_pretrained(
     check_flag(f"{call}: merge_adapters", merge_adapters)
     if not isinstance(max_shard_size, str):
         whole_number(f"{call}: max_shard_size", max_shard_size, CheckpointError, least=1, wanted="'5GB', or bytes")
-    has_adapters = any(map(is_adapter_parameter, handle.pipeline.parameter_names))
-    if merge_adapters and not has_adapters:
-        raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
-    if has_adapters and not merge_adapters:
-        if dtype is not None:
-            raise ModelError("dtype is for a full model, adapters keep theirs; leave it out, or merge_adapters=True")
+    if _saves_adapters(handle, dtype, merge_adapters=merge_adapters):
         save_adapters(handle.adapted, handle.pipeline, folder, tokenizer=tokenizer)
         return
     write_pretrained(
@@ -102,6 +97,21 @@ def save_pretrained(
         tokenizer=tokenizer,
         origin=source_of(handle),
     )
+
+
+def _saves_adapters(handle: Handle, dtype: torch.dtype | None, *, merge_adapters: bool) -> bool:
+    """Return whether only the adapters of a model are written.
+
+    Raises:
+        ModelError: for options that do not fit the model.
+    """
+    if not _has_adapters(handle):
+        if merge_adapters:
+            raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
+        return False
+    if dtype is not None and not merge_adapters:
+        raise ModelError("dtype is for a full model, adapters keep theirs; leave it out, or merge_adapters=True")
+    return not merge_adapters
 
 
 def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = None) -> None:
@@ -128,7 +138,7 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     handle = _ready(model)
     folder = new_folder("save_parallelized: folder", folder)
     check_tokenizer("save_parallelized: tokenizer", tokenizer)
-    if any(map(is_adapter_parameter, handle.pipeline.parameter_names)):
+    if _has_adapters(handle):
         raise ModelError(
             "a model with LoRA adapters is not written rank by rank; use meshtrain.save_pretrained(model, folder), for "
             "the full model with merge_adapters=True, or meshtrain.save_checkpoint"
@@ -166,6 +176,10 @@ def _check_stock_keyword(name: str, value: object) -> None:
 def source_of(handle: Handle) -> Path | None:
     """Return the directory that a model came from, which may hold its tokenizer."""
     return None if handle.source is None else Path(handle.source)
+
+
+def _has_adapters(handle: Handle) -> bool:
+    return any(map(is_adapter_parameter, handle.pipeline.parameter_names))
 
 
 def _ready(model: Any) -> Handle:

@@ -89,37 +89,21 @@ def parallelize(
         ModelError: for a model that cannot be cut, or whose trained parameters have several number
             formats where FSDP2 is needed.
     """
-    tp = axis_size(mesh, TP)
     tied = dict(model.all_tied_weights_keys)
     fused = unfuse(model, plan.tensor.fused)
     fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
-    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
     parameter_names |= adapter_parameters(adapters).keys()
-    rules = resolve_rules(model, plan.tensor) if tp > 1 else TensorRules()
-    if tp > 1:
-        check_adapters(model, adapters, rules, is_split=plan.tensor.sequence_parallel)
+    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
+    rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
     stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
+    streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()
     for stage in stages:
-        own = adapters_held_by(stage.model, adapters)
-        if stage.num_stages > 1:
-            own = copy.deepcopy(own)
-        draws = has_dropout(stage.model) or any(map(drops_out, own.values()))
-        tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
-        if tp > 1:
-            summed_over_tp |= apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
-        put_on_adapters(stage.model, own)
-        forbid_changes(own)
-        apply_recompute(stage, plan.recompute, tp_streams)
-        router_loss.watch(stage)
-        apply_compile(stage, plan)
-        apply_shard(stage, mesh, plan)
+        summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss)
         materialize(stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.tied)
-    streams = ForwardStreams(seed, data_rank(mesh))
-    for stage in stages:
         streams.watch(stage.model, stage.index)
     return Pipeline(
         stages=tuple(stages),
@@ -137,6 +121,42 @@ def parallelize(
         rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
+
+
+def _tensor_rules(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, adapters: Mapping[str, nn.Module]
+) -> TensorRules:
+    if axis_size(mesh, TP) == 1:
+        return TensorRules()
+    rules = resolve_rules(model, plan.tensor)
+    check_adapters(model, adapters, rules, is_split=plan.tensor.sequence_parallel)
+    return rules
+
+
+def _parallelize_stage(
+    stage: Stage,
+    mesh: DeviceMesh,
+    plan: ParallelPlan,
+    rules: TensorRules,
+    adapters: Mapping[str, nn.Module],
+    router_loss: RouterLoss,
+) -> set[str]:
+    """Make one stage parallel in place, and return the names of parameters to be summed over tp."""
+    tp, summed_over_tp = axis_size(mesh, TP), set[str]()
+    own = adapters_held_by(stage.model, adapters)
+    if stage.num_stages > 1:
+        own = copy.deepcopy(own)
+    draws = has_dropout(stage.model) or any(map(drops_out, own.values()))
+    tp_streams = Streams(axis_rank(mesh, TP)) if tp > 1 and draws else None
+    if tp > 1:
+        summed_over_tp = apply_tensor_parallel(stage, mesh[TP], plan.tensor, rules, own, tp_streams)
+    put_on_adapters(stage.model, own)
+    forbid_changes(own)
+    apply_recompute(stage, plan.recompute, tp_streams)
+    router_loss.watch(stage)
+    apply_compile(stage, plan)
+    apply_shard(stage, mesh, plan)
+    return summed_over_tp
 
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:

@@ -91,7 +91,7 @@ def probe_structure(model: PreTrainedModel) -> ModelStructure:
     for with_mask, as_tuple in itertools.product((True, False), (False, True)):
         try:
             with hooks_disabled(model):
-                structure = _probe(model, name, layers, as_tuple=as_tuple, with_mask=with_mask)
+                structure = _Probe(model, name, layers, as_tuple=as_tuple).run(with_mask=with_mask)
         except MISFITS as error:
             failures.append(error)
         else:
@@ -124,70 +124,88 @@ def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
 
 
-def _probe(
-    model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple: bool, with_mask: bool
-) -> ModelStructure:
-    before: dict[str, torch.Size | None] = {}
-    after: list[str] = []
-    given: list[tuple[Tensor, int]] = []
-    handed_on: list[Tensor] = []
-    hidden_shape = (1, PROBE_LENGTH, model.config.get_text_config().hidden_size)
-    ids = probe_ids(next(model.parameters()).device)
-    # Tensors that a later stage does not have: the tokens, and all that is computed from them or
-    # from parameters before its layers.
-    elsewhere = DerivedTensors()
-    elsewhere.add([ids, *model.parameters()])
+class _Probe:
+    """A forward pass on meta in which no layer computes, and what it records.
 
-    def pass_through(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        model: the full model.
+        name: FQN of the list of its layers.
+        layers: this list.
+        as_tuple: whether a layer returns a tuple.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, layers: nn.ModuleList, *, as_tuple: bool) -> None:
+        self._model, self._name, self._layers, self._as_tuple = model, name, layers, as_tuple
+        self._hidden_shape = (1, PROBE_LENGTH, model.config.get_text_config().hidden_size)
+        self._before: dict[str, torch.Size | None] = {}
+        self._after: list[str] = []
+        # Results of the modules before the layers, and how often each had been changed in place.
+        self._results: list[tuple[Tensor, int]] = []
+        self._hidden_states: list[Tensor] = []
+        # Tensors that a later stage does not have: the tokens, and all that is computed from them
+        # or from parameters before its layers.
+        self._elsewhere = DerivedTensors()
+
+    def run(self, *, with_mask: bool) -> ModelStructure:
+        """Run the model, and return its structure."""
+        model = self._model
+        ids = probe_ids(next(model.parameters()).device)
+        self._elsewhere.add([ids, *model.parameters()])
+        with (
+            forwards_replaced(self._layers, self._pass_through),
+            _eval_mode(model),
+            probed(model, PROBE_LENGTH),
+            _hooks(model, _siblings(model, self._name), self._hook_for),
+            self._elsewhere,
+        ):
+            mask = probe_mask(ids.device, with_mask=with_mask)
+            output = model(input_ids=ids, **mask, **no_router_logits(model), use_cache=False)
+        if len(self._hidden_states) != len(self._layers):
+            raise ValueError(f"{len(self._hidden_states)} of {len(self._layers)} layers were called")
+        if self._elsewhere.has(output.logits):
+            raise ValueError("the logits are computed from more than the output of the last layer")
+        return ModelStructure(
+            layers=self._name,
+            num_layers=len(self._layers),
+            before=self._before,
+            after=tuple(dict.fromkeys(self._after)),
+            layers_return_tuples=self._as_tuple,
+            takes_ready_mask=with_mask,
+            writes_in_place=any(times_changed(tensor) != version for tensor, version in self._results),
+        )
+
+    def _pass_through(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of every layer."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        # A computation between two layers would run twice if the layers are on two stages.
-        if not isinstance(hidden, Tensor) or (handed_on and hidden is not handed_on[-1]):
-            raise TypeError("a layer receives something else than the hidden state of the layer before")
-        if hidden.shape != hidden_shape:
-            raise TypeError(f"a hidden state is {tuple(hidden.shape)} and not {hidden_shape}")
-        if any(elsewhere.has(tensor) for tensor in tensors_in((args[1:], kwargs)) if tensor is not hidden):
-            raise TypeError("a layer receives a second tensor that was computed from parameters or tokens")
-        handed_on.append(torch.empty_like(hidden))
-        if len(handed_on) < len(layers):
-            elsewhere.add(handed_on[-1:])
+        self._check_inputs(hidden, (args[1:], kwargs))
+        output = torch.empty_like(hidden)
+        self._hidden_states.append(output)
+        if len(self._hidden_states) < len(self._layers):
+            self._elsewhere.add([output])
         else:
             # The modules after the layers may use parameters from before, because the head may be
             # tied to the embedding.
-            elsewhere.drop(model.parameters())
-        return (handed_on[-1],) if as_tuple else handed_on[-1]
+            self._elsewhere.drop(self._model.parameters())
+        return (output,) if self._as_tuple else output
 
-    def note(sibling: str) -> Callable[..., None]:
+    def _check_inputs(self, hidden: Any, others: Any) -> None:
+        # A computation between two layers would run twice if the layers are on two stages.
+        if not isinstance(hidden, Tensor) or (self._hidden_states and hidden is not self._hidden_states[-1]):
+            raise TypeError("a layer receives something else than the hidden state of the layer before")
+        if hidden.shape != self._hidden_shape:
+            raise TypeError(f"a hidden state is {tuple(hidden.shape)} and not {self._hidden_shape}")
+        if any(self._elsewhere.has(tensor) for tensor in tensors_in(others) if tensor is not hidden):
+            raise TypeError("a layer receives a second tensor that was computed from parameters or tokens")
+
+    def _hook_for(self, sibling: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            if handed_on:
-                after.append(sibling)
+            if self._hidden_states:
+                self._after.append(sibling)
             else:
-                before[sibling] = output.shape if isinstance(output, Tensor) else None
-                given.extend((tensor, times_changed(tensor)) for tensor in tensors_in(output))
+                self._before[sibling] = output.shape if isinstance(output, Tensor) else None
+                self._results.extend((tensor, times_changed(tensor)) for tensor in tensors_in(output))
 
         return hook
-
-    with (
-        forwards_replaced(layers, pass_through),
-        _eval_mode(model),
-        probed(model, PROBE_LENGTH),
-        _hooks(model, _siblings(model, name), note),
-        elsewhere,
-    ):
-        mask = probe_mask(ids.device, with_mask=with_mask)
-        output = model(input_ids=ids, **mask, **no_router_logits(model), use_cache=False)
-    if len(handed_on) != len(layers):
-        raise ValueError(f"{len(handed_on)} of {len(layers)} layers were called")
-    if elsewhere.has(output.logits):
-        raise ValueError("the logits are computed from more than the output of the last layer")
-    return ModelStructure(
-        layers=name,
-        num_layers=len(layers),
-        before=before,
-        after=tuple(dict.fromkeys(after)),
-        layers_return_tuples=as_tuple,
-        takes_ready_mask=with_mask,
-        writes_in_place=any(times_changed(tensor) != version for tensor, version in given),
-    )
 
 
 def _check_positions(model: PreTrainedModel, structure: ModelStructure) -> None:
