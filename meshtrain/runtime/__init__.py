@@ -1,4 +1,4 @@
-"""Processes of a run: how they start, meet, agree, watch each other, fail together and stop.
+"""Processes of a run: how they start, communicate, agree, watch each other, fail together and stop.
 
 Start and end of a process:
 - `launch`: start the processes of a run on this machine, as torchrun does.
@@ -10,7 +10,7 @@ Start and end of a process:
 - `ranks`: call a function on several ranks of this machine.
 
 Communication:
-- `store`: the key-value store where the processes meet.
+- `store`: the key-value store through which the processes communicate.
 - `hosts`: check that all machines reach each other.
 - `mesh`: one coordinate system for all processes.
 - `agreement`: processes that exchange their problems and fail together.

@@ -104,7 +104,7 @@ def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
         with guard.watching():
             yield Process(rank, world_size, device, guard, stop)
             guard.expect_end()
-            _meet_at_the_end()
+            _wait_for_all()
         dist.destroy_process_group()
 
 
@@ -119,7 +119,7 @@ def process_group() -> Iterator[torch.device]:
     """
     device, _ = _join(JOIN_SECONDS, next(_STARTS))
     yield device
-    _meet_at_the_end()
+    _wait_for_all()
     dist.destroy_process_group()
 
 
@@ -149,8 +149,7 @@ def join_for_script() -> torch.device:
 
 
 def _leave_at_exit() -> None:
-    # Python sets `last_type` when an exception ended the program. Then no other process is there to
-    # meet.
+    # Python sets `last_type` when an exception ended the program. Then no other process waits.
     if not dist.is_initialized() or hasattr(sys, "last_type"):
         return
     store, begin = default_store(), time.monotonic()
@@ -162,11 +161,11 @@ def _leave_at_exit() -> None:
             time.sleep(0.02)
         if (missing := dist.get_world_size() - store.add(LEAVING, 0)) > 0:
             sys.stderr.write(
-                f"rank {dist.get_rank()} has come to its end, and {missing} other ranks have not within "
-                f"{LEAVE_SECONDS:.0f} s: it leaves, and what they still wait for together fails\n"
+                f"rank {dist.get_rank()} has reached its end, and {missing} other ranks have not within "
+                f"{LEAVE_SECONDS:.0f} s: it leaves, and their next collective fails\n"
             )
     except dist.DistError:
-        # The host of the store has left already, so all processes have come.
+        # The host of the store has left already, so all processes have reached their end.
         return
     dist.destroy_process_group()
 
@@ -184,9 +183,9 @@ def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
     return device, store
 
 
-def _meet_at_the_end() -> None:
+def _wait_for_all() -> None:
     # Without the barrier, gloo's threads may abort a rank that is done early, with exit code -6.
-    # After an exception there is no process to meet, so this one just ends.
+    # After an exception no other process waits, so this one just ends.
     dist.barrier()
 
 

@@ -82,7 +82,7 @@ def _train_with_rewinds(run: Run, note: Mapping[str, Any]) -> int:
     try:
         end = _train(run, note)
         while isinstance(end, BadStep):
-            run.pipeline.place.begin("rewind")
+            run.pipeline.activity.begin("rewind")
             rewind(run, end)
             end = _train(run, end.note("rewind", len(run.context.history.left_out)))
     except TrainingStopped as stopped:
@@ -121,7 +121,7 @@ def _timed_batches(run: Run) -> Iterator[tuple[Batch, float]]:
     """Yield each batch with the seconds spent waiting for it."""
     batches, first_step = iter(train_batches(run)), run.state.step
     for step in range(first_step, run.num_steps):
-        run.pipeline.place.begin_step(step + 1)
+        run.pipeline.activity.begin_step(step + 1)
         begin = time.perf_counter()
         batch = next(batches)
         yield batch, time.perf_counter() - begin
@@ -135,7 +135,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
         _show_without_gradient(result.without_gradient)
         # This comes after the first step, which compiles and builds objects that stay.
         freeze_objects()
-    run.pipeline.place.enter("metrics")
+    run.pipeline.activity.enter("metrics")
     largest = _agree(run)
     if largest.has_problem:
         _check_problem(run)
@@ -201,14 +201,14 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
 
 def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
-    run.pipeline.place.enter("hooks")
+    run.pipeline.activity.enter("hooks")
     next_epoch = run.feed.order.epoch(find_data_step(step, history.left_out))
     run.hooks.step(
         done.metrics,
         epoch_ends=next_epoch != batch.epoch or step == run.num_steps,
         note=NOTHING if done.bad is None else done.bad.note("skip", history.num_bad),
     )
-    run.pipeline.place.end_step()
+    run.pipeline.activity.end_step()
 
 
 def _evaluate_and_save(run: Run, stop_reason: int) -> int:
@@ -243,7 +243,7 @@ def _is_due(run: Run, every: int | None) -> bool:
 
 
 def _evaluate(run: Run) -> float:
-    run.pipeline.place.begin("evaluation")
+    run.pipeline.activity.begin("evaluation")
     begin = time.perf_counter()
     found = {
         name: evaluate(run.context, (_on_device(run, batch) for batch in batches))

@@ -302,7 +302,7 @@ def parallelize_differently() -> list[str]:
 
 
 def test_ranks_make_a_model_parallel_in_one_way() -> None:
-    same = "all ranks make this call together, give all of them the same"
+    same = "all ranks make this call together; pass the same on all of them"
     for said in run_on_ranks(2, parallelize_differently):
         assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
         assert said[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
@@ -407,7 +407,7 @@ def bring_different_values(folder: Path) -> list[str]:
 
 
 def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
-    same = "all ranks make this call together, give all of them the same"
+    same = "all ranks make this call together; pass the same on all of them"
     for said in run_on_ranks(2, bring_different_values, tmp_path):
         assert said == [
             f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",

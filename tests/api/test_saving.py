@@ -150,7 +150,7 @@ def ask_for_different_formats(folder: Path) -> str:
 def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
     for told in run_on_ranks(2, ask_for_different_formats, tmp_path / "saved"):
         assert told == (
-            "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together, "
-            "give all of them the same"
+            "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together; "
+            "pass the same on all of them"
         )
     assert not (tmp_path / "saved").exists()

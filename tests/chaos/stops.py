@@ -58,7 +58,7 @@ class Outcome:
 
 
 def write_run(directory: Path, mesh: Mesh = (2, 1, 1, 1), **changes: Any) -> Path:
-    """Write the file of a run in float32, whose process may be found stuck after 3 s."""
+    """Write the file of a run in float32, whose process may be reported as hung after 3 s."""
     plan = build_plan(mesh).model_copy(update={"precision": PrecisionPlan()})
     changes = {"steps": 12, "watchdog": QUICK, **changes}
     path = directory / "run.toml"

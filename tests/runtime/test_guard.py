@@ -32,31 +32,31 @@ def report(rank: int, *frames: str, waiting: bool = True) -> Report:
     return Report(rank, f"host{rank}", "step 5, forward", frames, waiting)
 
 
-def test_a_place_says_where_it_is():
-    place = Activity()
-    assert place.words() == "start"
-    place.begin_step(5)
-    place.enter("forward", stage=0, microbatch=2)
-    assert place.words() == "step 5, stage 0, microbatch 2, forward"
-    place.begin("checkpoint")
-    assert place.words() == "step 5, checkpoint"
+def test_an_activity_is_described():
+    activity = Activity()
+    assert activity.described() == "start"
+    activity.begin_step(5)
+    activity.enter("forward", stage=0, microbatch=2)
+    assert activity.described() == "step 5, stage 0, microbatch 2, forward"
+    activity.begin("checkpoint")
+    assert activity.described() == "step 5, checkpoint"
 
 
 def test_the_limit_is_long_at_first_and_follows_the_median():
-    place = Activity()
+    activity = Activity()
     for step in range(STEPS_TO_JUDGE_BY):
-        place.begin_step(step)
-        assert place.limit_seconds(LIMITS) == 100.0
+        activity.begin_step(step)
+        assert activity.limit_seconds(LIMITS) == 100.0
         time.sleep(0.2)
-        place.end_step()
-    place.begin_step(STEPS_TO_JUDGE_BY)
-    assert 2.0 <= place.limit_seconds(LIMITS) < 20.0
-    assert place.limit_seconds(HangLimits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
-    assert place.seconds_in_part() < 0.2
-    place.excuse(60.0)
-    assert place.seconds_in_part() < -59.0
-    place.begin("evaluation")
-    assert place.limit_seconds(LIMITS) == 100.0
+        activity.end_step()
+    activity.begin_step(STEPS_TO_JUDGE_BY)
+    assert 2.0 <= activity.limit_seconds(LIMITS) < 20.0
+    assert activity.limit_seconds(HangLimits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
+    assert activity.seconds_in_part() < 0.2
+    activity.excuse(60.0)
+    assert activity.seconds_in_part() < -59.0
+    activity.begin("evaluation")
+    assert activity.limit_seconds(LIMITS) == 100.0
 
 
 def test_the_first_cause_is_told():
@@ -78,21 +78,21 @@ def test_an_echo_is_no_cause(echo):
 
 
 def test_a_failure_survives_its_file(tmp_path):
-    failure = Failure("stuck", 1, "h", "is stuck", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
+    failure = Failure("hung", 1, "h", "hangs", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
     failure.write(tmp_path / "new")
     assert failure_from_json((tmp_path / "new" / "failure.json").read_text()) == failure
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["failure.json"]
 
 
 def test_of_many_reports_some_are_shown():
-    failure = Failure("stuck", 1, "h", "is stuck", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
+    failure = Failure("hung", 1, "h", "hangs", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
     lines = failure.lines()
-    assert lines[0] == "rank 1 on h is stuck"
+    assert lines[0] == "rank 1 on h hangs"
     assert lines[1] == "  rank 0 on host0: step 5, forward, waiting, at a.py:1 in f"
     assert (len(lines), lines[-1]) == (18, "  and 2 more, in failure.json")
 
 
-def test_who_waits_for_nobody_is_stuck():
+def test_a_process_that_waits_for_no_other_hangs():
     waits, works, silent = report(0, "torch"), report(1, "model", waiting=False), report(2, waiting=False)
     assert find_hang([waits, works, silent]) == [silent]
     assert find_hang([waits, works]) == [works]
@@ -191,7 +191,7 @@ guard._end(Failure(sys.argv[2], 1, "h", "is it", reports=tuple(reports)))
 """
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("stuck", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
+@pytest.mark.parametrize(("kind", "seconds"), [("hung", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
 def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
     """Of three ranks, the last is silent; the second is the cause, and reads it after a second."""
     command = [sys.executable, "-c", HOST_THE_STORE, str(tmp_path), kind]
@@ -210,7 +210,7 @@ def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Let rank 1 fail in all ways, some at once; with more of them the machine itself would seem stuck."""
+    """Let rank 1 fail in all ways, some at once; with more of them the machine itself would seem to hang."""
     names = [*FAULTS, "freeze for long", "freeze while stopping"]
     directories = [tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names]
     for name, directory in zip(names, directories, strict=True):
@@ -246,8 +246,8 @@ def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, word
 
 def test_what_an_exception_leaves(outcomes):
     outcome = outcomes["raise"]
-    place = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
-    assert place == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
+    found = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
+    assert found == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
     assert outcome.failure["trace"].count("ValueError: the fault of the test") == 1
     # Only the rank that failed shows a traceback.
     assert outcome.error.count("ValueError: the fault of the test\n\nThe above exception") == 1
@@ -263,7 +263,7 @@ def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
     assert outcome.failure["kind"] == "mistake"
 
 
-def test_a_stuck_run_leaves_what_all_were_doing(outcomes, tmp_path_factory):
+def test_a_hung_run_leaves_what_all_were_doing(outcomes, tmp_path_factory):
     reports = outcomes["sleep"].failure["reports"]
     assert [(each["rank"], each["is_waiting"]) for each in reports] == [(0, True), (1, False)]
     assert reports[1]["frames"][0].endswith("in strike")

@@ -18,18 +18,18 @@ from tests.ranks import run_on_ranks
 Answer = tuple[tuple[str, ...], int | None] | None
 
 
-def be_host(present: Callable[[Host], Host], patience_seconds: float, absent: int | None) -> Answer:
+def be_host(present: Callable[[Host], Host], timeout_seconds: float, absent: int | None) -> Answer:
     """Be a machine of two; the second presents itself to the others as it is told."""
     rank = rank_from_environment()
     os.environ.update(GROUP_WORLD_SIZE="2", GROUP_RANK=str(rank), LOCAL_RANK="0")
     hosts.CONNECT_SECONDS = 1.0
     if rank == 1:
         hosts.Host = lambda *values, **named: present(Host(*values, **named))
-    store = open_store(patience_seconds)
+    store = open_store(timeout_seconds)
     if rank == absent:
         return None
     try:
-        check_hosts(store, patience_seconds)
+        check_hosts(store, timeout_seconds)
     except HostError as error:
         return error.lines, error.reporting_rank
     return None
@@ -47,8 +47,8 @@ def with_the_number_of_another(host: Host) -> Host:
     return replace(host, number=7) if host.number == 1 else host
 
 
-def answers(present: Callable[[Host], Host], *, patience_seconds: float = 20.0, absent: int | None = None) -> list:
-    return run_on_ranks(2, be_host, present, patience_seconds, absent, joins=False)
+def answers(present: Callable[[Host], Host], *, timeout_seconds: float = 20.0, absent: int | None = None) -> list:
+    return run_on_ranks(2, be_host, present, timeout_seconds, absent, joins=False)
 
 
 def test_hosts_that_see_each_other_go_on() -> None:
@@ -62,7 +62,7 @@ def test_a_host_that_cannot_be_reached_is_named_by_all_and_said_by_one() -> None
     name = socket.gethostname()
     assert problem.startswith(f"{name} (")
     assert f" cannot reach {name} (" in problem
-    assert "Connection refused; look at the firewall between them" in problem
+    assert "Connection refused; check the firewall between them" in problem
     assert teller == 0
 
 
@@ -72,8 +72,8 @@ def test_another_machine_that_answers_is_not_the_one() -> None:
 
 
 def test_a_host_that_never_comes_is_named() -> None:
-    first, second = answers(as_it_is, patience_seconds=1.0, absent=1)
-    assert first == (("machine 1 (GROUP_RANK) of 2 never came: look at its log, or start it",), 0)
+    first, second = answers(as_it_is, timeout_seconds=1.0, absent=1)
+    assert first == (("machine 1 (GROUP_RANK) of 2 did not join: check its log, or start it",), 0)
     assert second is None
 
 

@@ -111,6 +111,6 @@ def test_a_program_that_ends_on_one_rank_alone_says_so() -> None:
     said, nothing = run_on_ranks(2, leave_early, joins=False)
     assert nothing == ""
     assert said == (
-        "rank 0 has come to its end, and 1 other ranks have not within 0 s: it leaves, and what they still wait for "
-        "together fails\n"
+        "rank 0 has reached its end, and 1 other ranks have not within 0 s: it leaves, and their next collective "
+        "fails\n"
     )
