@@ -435,8 +435,8 @@ def test_of_several_processes_one_speaks(name: str, shown: dict[str, tuple[int, 
 
 def test_what_the_processes_say_and_leave(place: Path, shown: dict[str, tuple[int, list[str], str]]) -> None:
     assert shown["torchrun"][1] == [f"error: {MISTAKES['a world size that the mesh does not divide'][1][0]}"]
-    draft = place / "half" / "checkpoints" / "step-4.tmp"
-    assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {draft}: File too large;")
+    temporary = place / "half" / "checkpoints" / "step-4.tmp"
+    assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {temporary}: File too large;")
     assert [path.name for path in list_checkpoints(place / "half" / "checkpoints")] == ["step-2"]
     assert shown["not finite"][1][0].startswith("error: step 2: the loss is nan, the gradient norm nan; stopped before")
     assert [path.name for path in list_checkpoints(place / "absurd" / "checkpoints")] == ["step-1"]

@@ -162,7 +162,7 @@ def test_a_table_of_something_else_is_refused(root: Path, value: object) -> None
 def test_verify_says_what_is_whole_and_what_is_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_checkpoints(root)
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(" is whole: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
+    assert [line.split(" is intact: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
     (root / "step-10" / "notes.txt").write_text("mine")
     os.truncate(root / "step-20" / ".metadata", 3)
     with pytest.raises(CheckpointError) as caught:

@@ -77,7 +77,7 @@ def test_it_is_a_checkpoint_like_any_other(saved: Path, capsys: pytest.CaptureFi
     assert cli._exit_code(["checkpoint", "verify", str(saved)]) == 0
     assert cli._exit_code(["checkpoint", "list", str(saved)]) == 0
     said = capsys.readouterr().out
-    assert "parts is whole: " in said
+    assert "parts is intact: " in said
     assert "dp_replicate 2 x tp 2" in said
     files = read_manifest(saved).files
     num_bytes = sum(file.num_bytes for name, file in files.items() if name.endswith(".distcp"))

@@ -112,11 +112,11 @@ def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
         FQN -> full tensor on the CPU, in the shape of peft. Empty on all other ranks.
     """
     owned = pipeline.owned_parameters()
-    whole = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
-    whole = join_parts(whole, pipeline.fused)
+    full = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
+    full = join_parts(full, pipeline.fused)
     holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in STAGE_AXES)
     answers: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
-    dist.gather_object(whole if holds_alone else {}, answers)
+    dist.gather_object(full if holds_alone else {}, answers)
     return {name: value for answer in answers or () for name, value in answer.items()}
 
 

@@ -35,7 +35,7 @@ def checkpoint_directory(root: Location, step: int) -> Location:
     return root / f"step-{step}"
 
 
-def draft_directory(root: Location, step: int) -> Location:
+def temporary_directory(root: Location, step: int) -> Location:
     """Return the directory in which the checkpoint of a step is written before it is complete."""
     return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
 
