@@ -27,6 +27,5 @@ Files and memory:
 - `claims`: the files of which a lock consists.
 - `disk`: flush files to the disk.
 - `digest`: short hashes that compare tensors across processes.
-- `fresh_memory`: allocate pages of memory in advance.
 - `garbage_collection`: run Python's garbage collector rarely.
 """

@@ -110,4 +110,4 @@ def test_a_file_that_is_removed_while_it_is_read_is_an_error(tmp_path: Path) -> 
     path.unlink()
     with BlockReader() as reader, pytest.raises(ModelError) as caught:
         reader.read(tensor, [slice(0, 2), slice(0, 3)], torch.zeros(2, 3))
-    assert str(caught.value) == f"{path} cannot be read (No such file or directory); see whether its disk is well"
+    assert str(caught.value) == f"{path} cannot be read (No such file or directory); check its disk"

@@ -101,7 +101,7 @@ def test_a_process_that_waits_for_no_other_hangs():
     def message(*reports: Report) -> str:
         return hang_failure(list(reports), waits, 31.0, 30.0).message
 
-    over = "it takes 31.0 s so far on rank 0, the limit is 30.0 s"
+    over = "it has taken 31.0 s on rank 0, and the limit is 30.0 s"
     assert message(waits, works) == f"hangs in step 5, forward, at model: {over}"
     assert message(waits, silent) == f"hangs in step 5, forward, and does not answer: {over}"
     assert message(waits, works, works) == f"hangs in step 5, forward, at model; so is rank 1 on host1: {over}"
@@ -198,10 +198,10 @@ def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
     begin = time.monotonic()
-    while not store.check(["told/0"]):
+    while not store.check(["reported/0"]):
         time.sleep(0.01)
     time.sleep(1.0)
-    store.set("told/1", "")
+    store.set("reported/1", "")
     assert process.wait(30) == 3
     shortest, longest = seconds
     assert shortest <= time.monotonic() - begin < longest

@@ -165,15 +165,9 @@ def _dtype(path: Path, name: str, code: str) -> torch.dtype:
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:
     try:
-        table = json.loads(index.read_text())
+        files = _weight_map(json.loads(index.read_text()))
     except (OSError, ValueError) as error:
         raise ModelError(f"{index} is not an index of safetensors files ({error}); download the model again") from error
-    files = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ModelError(
-            f"{index} is not an index of safetensors files (it has no table weight_map from names to files); download "
-            "the model again"
-        )
     paths = {name: index.parent / file for name, file in files.items()}
     if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
         raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
@@ -182,3 +176,10 @@ def _find_by_index(index: Path) -> dict[str, FileTensor]:
         if name not in headers[path]:
             raise ModelError(f"{path} lacks {name}, which its index promises; download the model again")
     return {name: headers[path][name] for name, path in paths.items()}
+
+
+def _weight_map(table: Any) -> dict[str, str]:
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError("it has no table weight_map from names to files")
+    return files
