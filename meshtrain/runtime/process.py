@@ -66,7 +66,7 @@ def check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), local_world_size_from_environment()
     if torch.cuda.is_available() and processes > gpus:
         raise ConfigError(
-            f"{processes} processes are started on this machine, which has {gpus} GPUs; start as many, or set "
+            f"{processes} processes are started on this machine, which has {gpus} GPUs; start at most as many, or set "
             "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
 

@@ -414,7 +414,7 @@ def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
             f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
             f"folder = '{tmp_path}/missing': there is no such directory, and a hub id looks like 'owner/name'",
             f"load_weights: enlarge_vocabulary is False on rank 0 and True on rank 1; {same}",
-            f"folder = '{tmp_path}/0/config.json' is a file; give the directory that it lies in, '{tmp_path}/0'",
+            f"folder = '{tmp_path}/0/config.json' is a file; use its directory, '{tmp_path}/0'",
         ]
 
 

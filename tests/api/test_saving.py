@@ -80,7 +80,7 @@ def test_the_original_format_is_that_of_the_values(tmp_path: Path, mesh: dict[st
     formats = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
     for *casts, generation in answers:
         assert casts == [
-            f"dtype = torch.{name} is none that weights are saved in; give {formats}"
+            f"dtype = torch.{name} is not a format that weights are saved in; pass {formats}"
             for name in ("int8", "float8_e4m3fn")
         ]
         assert generation.startswith("transformers refuses to write the configuration of this model: Generation")

@@ -79,7 +79,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, inside
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; give a step-N directory"):
+    with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; use a step-N directory"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere is not a checkpoint: it is not a directory"):
         find_checkpoint(tmp_path / "nowhere")

@@ -91,7 +91,7 @@ def test_what_is_wrong_is_one_line_and_nothing_changes(
     [
         (
             ["list", "nowhere"],
-            "nowhere is not a checkpoint: it is not a directory; give a step-N",
+            "nowhere is not a checkpoint: it is not a directory; use a step-N",
         ),
         (
             ["verify", "."],

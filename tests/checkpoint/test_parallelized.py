@@ -98,8 +98,8 @@ def test_what_cannot_be_merged_is_named(saved: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     for source, out, message in (
         (damaged, tmp_path / "out", f"{data} is not what was written: another content has the same size; use another"),
-        (foreign, tmp_path / "out", f"{foreign} has no manifest.json; give a folder that save_parallelized wrote, or"),
-        (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none is not a directory; give a folder that save_par"),
+        (foreign, tmp_path / "out", f"{foreign} has no manifest.json; use a folder that save_parallelized wrote, or"),
+        (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none is not a directory; use a folder that save_par"),
         (saved, foreign, f"{foreign} exists and is not empty; write into a new folder"),
     ):
         assert cli._exit_code(["merge", str(source), str(out)]) == 2
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp
     assert first == second
     taken, without, full = first
     assert taken == f"{tmp_path}/taken exists and is not empty; write into a new folder"
-    assert without == "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself"
+    assert without == "tokenizer = 'nowhere' is not a directory with a tokenizer; pass one, or the tokenizer itself"
     assert full == f"rank 1 cannot write {tmp_path}/full: File too large; make room or write elsewhere"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 

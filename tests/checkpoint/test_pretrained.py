@@ -126,7 +126,7 @@ def test_experts_lie_apart_and_what_transformers_keeps_in_float32_stays(tmp_path
     }
     assert max(len(group.stock) for group in layout.groups) == 1
     assert max(len(group.hub) for group in layout.groups) == 2 * config.n_routed_experts
-    with pytest.raises(CheckpointError, match=r"max_shard_size = 'much' is not a size \(.*\); give a number of bytes"):
+    with pytest.raises(CheckpointError, match=r"max_shard_size = 'much' is not a size \(.*\); pass a number of bytes"):
         plan_files(layout, "much")
 
 
@@ -156,7 +156,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     answers = run_on_ranks(2, save_with, given, tmp_path / "out")
     found = [(tmp_path / "out" / f"{number}" / "tokenizer.json") for number in range(4)]
     assert [file.read_text() if file.exists() else None for file in found] == ["own", "theirs", "theirs", None]
-    message = f"tokenizer = '{tmp_path}/none' is not a directory with a tokenizer; give one, or the tokenizer itself"
+    message = f"tokenizer = '{tmp_path}/none' is not a directory with a tokenizer; pass one, or the tokenizer itself"
     assert answers == [[message]] * 2
     assert not (tmp_path / "out" / "4").exists()
 

@@ -230,7 +230,7 @@ def test_another_model_is_refused_with_all_differences_on_all_ranks(wide: Path) 
         f"{wide} holds what this run does not have (1): optimizer.exp_avg.layers.2.norm.weight",
         f"{wide} has other shapes (1): model.layers.3.norm.weight (3,) there, (4,) here",
         f"{wide} has other number formats (1): model.layers.3.colwise.bias torch.float32 there, torch.bfloat16 here",
-        "it is a checkpoint of another model or optimizer: resume with its own, or begin another run directory",
+        "it is a checkpoint of another model or optimizer: resume with its own, or choose another run directory",
     )
 
 

@@ -29,8 +29,8 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as caught:
         check_devices()
     assert caught.value.lines == (
-        "3 processes are started on this machine, which has 2 GPUs; start as many, or set CUDA_VISIBLE_DEVICES= "
-        "(empty) to train on the CPU",
+        "3 processes are started on this machine, which has 2 GPUs; start at most as many, or set "
+        "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
     )
 
 

@@ -353,7 +353,7 @@ def test_a_checkpoint_from_before_there_was_a_history_can_be_read(tmp_path: Path
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**fields, "checksum": checksum}))
     assert read_manifest(tmp_path).history is None
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**fields, "step": 4, "checksum": checksum}))
-    with pytest.raises(UserError, match="its checksum is that of another content"):
+    with pytest.raises(UserError, match="its checksum does not match its content"):
         read_manifest(tmp_path)
 
 

@@ -374,6 +374,6 @@ def _differences(
     ]
     if problems:
         problems.append(
-            "it is a checkpoint of another model or optimizer: resume with its own, or begin another run directory"
+            "it is a checkpoint of another model or optimizer: resume with its own, or choose another run directory"
         )
     return problems

@@ -171,6 +171,6 @@ def _check_nothing_else_trains(pipeline: Pipeline) -> None:
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(
             f"{name_some(others)} would not be saved: what trains beside adapters is not a part of them; write the "
-            "whole model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
+            "full model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
             "requires_grad_(False) on it first"
         )

@@ -86,7 +86,7 @@ def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_si
     if not is_checkpoint(source):
         found = f"has no {MANIFEST_NAME}" if source.is_dir() else "is not a directory"
         raise CheckpointError(
-            f"{shown_location(source)} {found}; give a folder that save_parallelized wrote, or a step-N directory"
+            f"{shown_location(source)} {found}; use a folder that save_parallelized wrote, or a step-N directory"
         )
     manifest = _write_folder(source, folder, dtype, max_shard_size)
     console.line(f"{folder} holds {manifest.architecture}")
@@ -104,7 +104,7 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     }
     if any(map(is_adapter_parameter, shapes)):
         raise CheckpointError(
-            f"{source} holds LoRA adapters, which are no part of an ordinary model; load it into the adapted model "
+            f"{source} holds LoRA adapters, which are not part of a stock model; load it into the adapted model "
             "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)"
         )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):

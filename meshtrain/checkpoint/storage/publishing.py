@@ -81,10 +81,10 @@ def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> Non
         try:
             foreign = foreign_files(path)
         except CheckpointError as error:
-            console.line(f"{path} stays, for what belongs to it is not known: {error.lines[0]}")
+            console.line(f"{path} stays, because its manifest cannot be read: {error.lines[0]}")
             continue
         if foreign:
-            console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")
+            console.line(f"{path} stays, because it holds files that are not its own: {name_some(foreign)}")
         else:
             _remove(path)
 

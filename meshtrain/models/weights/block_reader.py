@@ -116,7 +116,7 @@ class BlockReader:
             except OSError as error:
                 raise ModelError(f"{tensor.path} cannot be read ({error.strerror}); check its disk") from error
             if read == 0:
-                raise ModelError(f"{tensor.path} became shorter while it was read; leave it alone, and start again")
+                raise ModelError(f"{tensor.path} became shorter while it was read; do not change it, and start again")
             done += read
 
     def _descriptor(self, path: Path) -> int:

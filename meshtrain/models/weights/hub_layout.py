@@ -92,7 +92,7 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
         except _MISFITS as error:
             if not _note_incomplete(stock, first, state, group, layout):
                 reason = " ".join(str(error).split())
-                layout.misfits.append(f"{first} cannot be made of {name_some(group.names, 3)}: {reason}")
+                layout.misfits.append(f"{first} cannot be built from {name_some(group.names, 3)}: {reason}")
             continue
         for name, output in outputs.items():
             if name not in state:
