@@ -2,7 +2,7 @@
 
 Start and end of a process:
 - `launch`: start the processes of a run on this machine, as torchrun does.
-- `process`: device and process group of one process, from start to end.
+- `process`: device, process group and store of one process, from start to end.
 - `environment`: the variables that torchrun and Slurm set.
 - `signals`: requests to stop, and stacks after a crash.
 - `lifetime`: whether processes are alive, and processes that end with their parent.
@@ -10,7 +10,6 @@ Start and end of a process:
 - `ranks`: call a function on several ranks of this machine.
 
 Communication:
-- `store`: the key-value store through which the processes communicate.
 - `hosts`: check that all machines reach each other.
 - `mesh`: one coordinate system for all processes.
 - `agreement`: processes that exchange their problems and fail together.

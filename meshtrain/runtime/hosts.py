@@ -27,6 +27,8 @@ from meshtrain.runtime.environment import (
     store_address_from_environment,
 )
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo."""
 CONNECT_SECONDS = 5.0
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
@@ -174,9 +176,9 @@ def _choose_interface(address: str) -> None:
 
     gloo uses the interface that has the address of the hostname.
     """
-    is_chosen = "GLOO_SOCKET_IFNAME" in os.environ or ipaddress.ip_address(address).is_loopback
+    is_chosen = GLOO_INTERFACE in os.environ or ipaddress.ip_address(address).is_loopback
     if not is_chosen and _hostname_is_loopback() and (name := interface_of(address)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+        os.environ[GLOO_INTERFACE] = name
 
 
 def _hostname_is_loopback() -> bool:

@@ -1,6 +1,5 @@
 """The loop of a run: step, evaluate, save, and notify the hooks."""
 
-import gc
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from meshtrain.data.samples.loader import Batch
 from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
-from meshtrain.runtime.garbage_collection import freeze_objects
+from meshtrain.runtime.garbage_collection import freeze_objects, frozen_objects_released
 from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.batches import evaluation_batches, train_batches
 from meshtrain.training.build import Run
@@ -67,13 +66,13 @@ def run_loop(run: Run, parameters_checksum: str | None) -> int:
     if run.state.step >= run.num_steps:
         console.line(f"Nothing to do: {run.state.step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return 0
+    note = {"parameters_checksum": parameters_checksum} if parameters_checksum else {}
     try:
-        reason = _train_with_rewinds(run, {"parameters_checksum": parameters_checksum} if parameters_checksum else {})
+        with frozen_objects_released():
+            reason = _train_with_rewinds(run, note)
     except BaseException as error:
         run.hooks.end(failure=error)
         raise
-    finally:
-        gc.unfreeze()
     run.hooks.end(stopped_by=describe_reason(reason) if reason else None)
     return reason
 

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from meshtrain.errors import HostError
-from meshtrain.runtime import hosts, store
+from meshtrain.runtime import hosts, process
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.runtime.hosts import Host, address_towards, check_hosts, interface_of
-from meshtrain.runtime.store import open_store
+from meshtrain.runtime.process import open_store
 from tests.ranks import run_on_ranks
 
 Answer = tuple[tuple[str, ...], int | None] | None
@@ -88,7 +88,7 @@ def test_unreachable_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(store, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(process, "CONNECT_SECONDS", 1.0)
     with pytest.raises(HostError, match=rf"rank 0 on \S+ cannot reach the store of the run at localhost:{port} within"):
         open_store(1.0)
 

@@ -154,8 +154,8 @@ def populate_pages(tensor: Tensor) -> None:
 
     New memory has no pages until it is written to. The first write to each page (4 KiB) interrupts
     the process, which takes longer than copying data into the page. Here the pages are allocated
-    many at once. The values of the tensor do not change. This is a hint: a system that does not support it
-    allocates the pages one by one, when they are written to.
+    many at once. The values of the tensor do not change. This is a hint: a system that does not
+    support it allocates the pages one by one, when they are written to.
     """
     if (advise := _advise()) is not None and tensor.nbytes:
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -2,8 +2,9 @@
 
 The layout of weights on the hub may differ from that of the modules (experts one by one, fused
 projections). transformers converts it by joining, stacking, cutting and transposing full tensors.
-Here the same code runs on tensors without values, `LazyTensor`, which record these operations as a tree.
-Any block of the result can be read separately, so a process reads only the values of its shards.
+Here the same code runs on tensors without values, `LazyTensor`, which record these operations as a
+tree. Any block of the result can be read separately, so a process reads only the values of its
+shards.
 """
 
 import math
@@ -43,7 +44,7 @@ class LazyTensor(Tensor):
     def __new__(cls, node: Node, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
         """Create a tensor that appears as a contiguous tensor on the CPU.
 
-        Every lazy tensor can be contiguous, because operations are recorded by position, not by byte.
+        Every lazy tensor can be contiguous, because positions are recorded, not bytes.
         """
         tensor = tensor_without_memory(cls, shape, dtype)
         tensor.node = node
