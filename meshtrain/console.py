@@ -87,9 +87,9 @@ def error_lines(problems: Iterable[str]) -> None:
 
     Ranks other than 0 add their number.
     """
-    speaker = f"rank {_screen.rank}: " if _screen.rank else ""
+    source = f"rank {_screen.rank}: " if _screen.rank else ""
     for problem in problems:
-        _show_on_standard_error(f"error: {speaker}{problem}")
+        _show_on_standard_error(f"error: {source}{problem}")
 
 
 def stop_lines(lines: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def progress(
     pace = _Pace(SECONDS_BETWEEN_LINES)
     done = 0
 
-    def told(eta: str) -> tuple[str, ...]:
+    def rate_and_time(eta: str) -> tuple[str, ...]:
         return (f"{left.per_second(done) / scale:,.1f} MB/s", eta) if unit == "MB" and eta else (eta,)
 
     def advance(amount: int) -> None:
@@ -143,9 +143,9 @@ def progress(
         done += amount
         size = f"{done / scale:,.{digits}f}/{total / scale:,.{digits}f} {unit}"
         if bar is not None:
-            bar.draw(done, description, _joined(size, *told(left.at(done))))
+            bar.draw(done, description, _joined(size, *rate_and_time(left.at(done))))
         elif pace.is_due() or done >= total:
-            line(_joined(description, size, *told(left.at(done))))
+            line(_joined(description, size, *rate_and_time(left.at(done))))
 
     with _Bar(total) if _screen.draws else nullcontext() as bar:
         yield advance

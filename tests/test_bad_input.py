@@ -443,8 +443,8 @@ def test_messages_and_files_of_failed_processes(
     directory_of_runs: Path, shown: dict[str, tuple[int, list[str], str]]
 ) -> None:
     assert shown["torchrun"][1] == [f"error: {MISTAKES['a world size that the mesh does not divide'][1][0]}"]
-    draft = directory_of_runs / "half" / "checkpoints" / "step-4.tmp"
-    assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {draft}: File too large;")
+    temporary = directory_of_runs / "half" / "checkpoints" / "step-4.tmp"
+    assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {temporary}: File too large;")
     assert [path.name for path in list_checkpoints(directory_of_runs / "half" / "checkpoints")] == ["step-2"]
     assert shown["not finite"][1][0].startswith("error: step 2: the loss is nan, the gradient norm nan; stopped before")
     assert [path.name for path in list_checkpoints(directory_of_runs / "absurd" / "checkpoints")] == ["step-1"]

@@ -159,7 +159,7 @@ def read_manifest(checkpoint: Location) -> Manifest:
         raise CheckpointError(Problem(f"{path} is broken ({'; '.join(wrong)})", USE_ANOTHER)) from error
     # A field that the writer did not know was not part of its checksum.
     if manifest.checksum != _checksum(manifest, is_read=True):
-        raise CheckpointError(Problem(f"{path} is broken (its checksum is that of another content)", USE_ANOTHER))
+        raise CheckpointError(Problem(f"{path} is broken (its checksum does not match its content)", USE_ANOTHER))
     if step_named(checkpoint) not in (None, manifest.step):
         raise CheckpointError(Problem(f"{path} is that of step {manifest.step}", USE_ANOTHER))
     return manifest

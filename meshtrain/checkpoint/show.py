@@ -34,7 +34,7 @@ def verify_checkpoints(location: Location) -> None:
         if not found:
             files = read_manifest(checkpoint).files
             num_bytes = sum(file.num_bytes for file in files.values())
-            console.line(f"{shown_location(checkpoint)} is whole: {len(files)} files, {num_bytes:,} bytes")
+            console.line(f"{shown_location(checkpoint)} is intact: {len(files)} files, {num_bytes:,} bytes")
     if problems:
         raise CheckpointError(problems)
 

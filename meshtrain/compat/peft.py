@@ -24,8 +24,9 @@ def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
 def set_unload(layer: Any, unload: Callable[..., Any]) -> None:
     """Let a layer of peft do something of its own when its adapters are unloaded or merged.
 
-    Why: `PeftModel.unload` and `merge_and_unload` call `unload_and_optionally_merge_module` of a layer that has this
-    method, and otherwise take the layer apart by themselves. Most layers do not have it.
+    Why: `PeftModel.unload` and `merge_and_unload` call `unload_and_optionally_merge_module` of a
+    layer that has this method, and otherwise replace the layer by themselves. Most layers do not
+    have it.
     Holds: peft 0.21.
     """
     vars(layer)["unload_and_optionally_merge_module"] = unload

@@ -229,7 +229,7 @@ def _problem_of(layer: nn.Module, is_tied: bool) -> str | None:
     if getattr(layer, "merged_adapters", None):
         return "has an adapter that is merged into its weight; call unmerge_adapter() first"
     if is_tied:
-        return "has an adapter, but is tied to another module, which would go without; leave it out of target_modules"
+        return "has an adapter, but is tied to another module, which would not have one; leave it out of target_modules"
     return None
 
 

@@ -184,13 +184,15 @@ def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:
     if str(path) and found.is_dir():
         return _description(found)
     if found.is_file():
-        raise ModelError(f"{what} is a file; give the directory that it lies in, {str(found.parent)!r}")
+        raise ModelError(f"{what} is a file; use its directory, {str(found.parent)!r}")
     if not _HUB_ID.fullmatch(str(path)):
         raise ModelError(f"{what}: there is no such directory, and a hub id looks like 'owner/name'")
     try:
         return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{what}: no such directory, and the hub cannot give it: {refusal_reason(error)}") from error
+        raise ModelError(
+            f"{what}: no such directory, and it cannot be downloaded from the hub: {refusal_reason(error)}"
+        ) from error
 
 
 def _description(directory: Path) -> Path:
@@ -223,14 +225,14 @@ def _config_at(model: ModelConfig) -> PretrainedConfig:
     path = _description(Path(model.path)) if Path(model.path).is_dir() else model.path
     if isinstance(path, Path) and not (path / "config.json").is_file():
         raise ModelError(
-            f"model.path = {model.path!r}: the directory holds no config.json; give a Hugging Face model, or a "
+            f"model.path = {model.path!r}: the directory holds no config.json; use a Hugging Face model, or a "
             "checkpoint (a step-N directory)"
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, *REFUSALS) as error:
         raise ModelError(
-            f"model.path = {model.path!r}: no Hugging Face model there: {refusal_reason(error)}"
+            f"model.path = {model.path!r}: it holds no Hugging Face model: {refusal_reason(error)}"
         ) from error
 
 
@@ -285,8 +287,8 @@ class _Operators(OperatorMode):
             # A meta tensor has no value, and both passes must continue in the same way.
             return 1
         # Lists are left out, because they may hold tensors.
-        given = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
-        self.found.append((func, *given))
+        numbers = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
+        self.found.append((func, *numbers))
         return func(*args, **(kwargs or {}))
 
 
@@ -295,8 +297,8 @@ def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not supports_sdpa(model_class):
         raise ModelError(
-            f"attention = 'sdpa': transformers has none for {config.model_type!r}; take 'eager' (model.attention in a "
-            "run file)"
+            f"attention = 'sdpa': transformers does not support it for {config.model_type!r}; use 'eager' "
+            "(model.attention in a run file)"
         )
 
 

@@ -155,12 +155,12 @@ class StackedParameters:
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the stock forward on views of the parameters."""
         parameters = parameter_table(self)
-        whole = dict(parameters)
-        parameters.update({kind: whole[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims.items()})
+        stacked = dict(parameters)
+        parameters.update({kind: stacked[kind].flatten(dim, dim + 1) for kind, dim in self.stacked_dims.items()})
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            parameters.update(whole)
+            parameters.update(stacked)
 
 
 def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> Iterable[FusedParameter]:

@@ -164,8 +164,7 @@ def _check_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise ModelError(
-                f"{stock_class(model).__name__} does not say how to compute its buffer {name}; it cannot be built "
-                "on meta"
+                f"{stock_class(model).__name__} has no rule for its buffer {name}; it cannot be built on meta"
             )
 
 
@@ -201,7 +200,7 @@ class _Filler:
                 )
             else:
                 raise ModelError(
-                    f"{name} is initialized by {kind}, which needs the whole tensor and so cannot be repeated on every "
+                    f"{name} is initialized by {kind}, which needs the full tensor and so cannot be repeated on every "
                     "mesh; start from pretrained weights instead"
                 )
             self.filled.add(id(tensor))

@@ -53,8 +53,8 @@ def _holders(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, .
     holders: dict[tuple[tuple[int, int], ...], tuple[int, list[slice]]] = {}
     for coordinate in itertools.product(*map(range, mesh.mesh.shape)):
         ranges = _ranges(_split_indices(shape, mesh, placements, coordinate))
-        if all(place.stop > place.start for place in ranges):
-            key = tuple((place.start, place.stop) for place in ranges)
+        if all(part.stop > part.start for part in ranges):
+            key = tuple((part.start, part.stop) for part in ranges)
             holders.setdefault(key, (int(mesh.mesh[coordinate]), ranges))
     return list(holders.values())
 

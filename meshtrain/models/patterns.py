@@ -34,7 +34,7 @@ def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> di
     compiled = {pattern: compile_pattern(pattern) for pattern in rules}
     matches = {name: [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)] for name in names}
     problems = [
-        f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}; leave one"
+        f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}; remove one"
         for name, found in matches.items()
         if len(found) > 1
     ]

@@ -33,12 +33,12 @@ def check_ties(model: PreTrainedModel) -> None:
     wanted, found = _declared_groups(declared, names), _real_groups(model)
     if apart := _pair(wanted, found):
         raise ModelError(
-            f"{apart[0]} and {apart[1]} are two parameters, but the configuration says that they are one; set "
+            f"{apart[0]} and {apart[1]} are two parameters, but the configuration ties them; set "
             "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
         )
     if together := _pair(found, wanted):
         raise ModelError(
-            f"{together[0]} and {together[1]} are one parameter, but {_why_not(model, together)} give each its own, "
+            f"{together[0]} and {together[1]} are one parameter, but {_why_not(model, together)} assign each its own, "
             "such as module.weight = nn.Parameter(other.weight.detach().clone())"
         )
     model.all_tied_weights_keys = declared
@@ -53,8 +53,8 @@ def _pair(groups: Iterable[Group], others: Iterable[Group]) -> tuple[str, str] |
 def _why_not(model: PreTrainedModel, pair: tuple[str, str]) -> str:
     declarable = declarable_ties(model)
     if {*pair} <= {*declarable, *declarable.values()}:
-        return "the configuration does not say so; set model.config.tie_word_embeddings = True before, or"
-    return f"{type(model).__name__} knows of no such tie, which would come apart when it is cut or saved;"
+        return "the configuration does not tie them; set model.config.tie_word_embeddings = True before, or"
+    return f"{type(model).__name__} does not declare this tie, which would be lost when the model is cut or saved;"
 
 
 def _declared_groups(declared: Mapping[str, str], names: set[str]) -> set[Group]:

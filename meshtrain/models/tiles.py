@@ -32,20 +32,20 @@ def fill_tiles(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object]
     indices = [torch.zeros(1, dtype=torch.long)] * (2 - tensor.dim()) + local_indices(tensor)
     *leading, rows, columns = indices
     target = torch.empty([len(index) for index in indices], dtype=torch.float32)
-    for place in itertools.product(*(range(len(index)) for index in leading)):
-        matrix = [int(index[i]) for index, i in zip(leading, place, strict=True)]
-        for row, local_rows in _meeting_tiles(rows, TILE_ROWS):
-            for column, local_columns in _meeting_tiles(columns, TILE_COLUMNS):
+    for position in itertools.product(*(range(len(index)) for index in leading)):
+        matrix = [int(index[i]) for index, i in zip(leading, position, strict=True)]
+        for row, local_rows in _overlapping_tiles(rows, TILE_ROWS):
+            for column, local_columns in _overlapping_tiles(columns, TILE_COLUMNS):
                 tile = torch.empty(
                     min(TILE_ROWS, sizes[-2] - row), min(TILE_COLUMNS, sizes[-1] - column), dtype=torch.float32
                 )
                 draw(tile, seeded_stream(f"{key}|{matrix}|{row}|{column}"))
                 kept = tile[rows[local_rows] - row][:, columns[local_columns] - column]
-                target[place][local_rows, local_columns] = kept
+                target[position][local_rows, local_columns] = kept
     local.copy_(target.view(local.shape))
 
 
-def _meeting_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
+def _overlapping_tiles(indices: Tensor, size: int) -> Iterator[tuple[int, slice]]:
     """Yield (start of tile, local slice) for the tiles that contain some of the global `indices`.
 
     Args:

@@ -31,13 +31,13 @@ def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Itera
         values: name -> value, as in `model.config`.
     """
     standard = {config.attribute_map.get(name, name): name for name in (*_SIZES, *_COUNTS)}
-    defaults, whole = config.to_dict(), _whole_numbers(type(config))
+    defaults, integers = config.to_dict(), _integer_names(type(config))
     for name, value in values.items():
-        default = 0 if defaults.get(name) is None and name in whole else defaults.get(name)
+        default = 0 if defaults.get(name) is None and name in integers else defaults.get(name)
         yield from _problems(dotted(("model", "config", name)), standard.get(name, name), value, default)
 
 
-def _whole_numbers(kind: type[PretrainedConfig]) -> set[str]:
+def _integer_names(kind: type[PretrainedConfig]) -> set[str]:
     """Return the names that a configuration class annotates with int but not with float."""
     hints = {field.name: {field.type, *get_args(field.type)} for field in dataclasses.fields(kind)}
     return {name for name, hint in hints.items() if int in hint and float not in hint}
@@ -58,7 +58,7 @@ def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         wanted = _wanted(name, value, default)
         if wanted is not None:
-            yield f"{key} = {value!r}: give {wanted}"
+            yield f"{key} = {value!r}: set it to {wanted}"
 
 
 def _wanted(name: str, value: float, default: Any) -> str | None:
@@ -76,8 +76,8 @@ def _wanted(name: str, value: float, default: Any) -> str | None:
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
         # XLNet has -1, which means that the number of positions is not limited.
         return None if 1 <= value <= most or value == default else f"a whole number from 1 to {most:,}"
-    is_whole = isinstance(default, int) or (default is None and isinstance(value, int))
-    largest = LARGEST_SIZE if is_whole else LARGEST_NUMBER
+    is_integer = isinstance(default, int) or (default is None and isinstance(value, int))
+    largest = LARGEST_SIZE if is_integer else LARGEST_NUMBER
     if abs(value) > largest:
         return f"a number up to {largest:,.0f}"
     is_never_negative = isinstance(default, int | float) and (

@@ -64,7 +64,7 @@ class Pipeline:
             pipeline. It is a separate group from that of the pp axis, because the collectives of
             that axis must not queue behind messages between two processes, nor be counted with
             them.
-        place: what this process computes at present, for readers outside the pipeline.
+        activity: what this process computes at present, for readers outside the pipeline.
     """
 
     stages: tuple[Stage, ...]
@@ -81,7 +81,7 @@ class Pipeline:
     router_loss: RouterLoss
     rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
-    place: Activity = field(default_factory=Activity)
+    activity: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
 
     @property
@@ -218,11 +218,11 @@ def _run_one_stage(
     never = pipeline.plan.shard.reshard_after_forward == "never"
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
         defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
-        pipeline.place.enter("forward", stage.index, number - 1)
+        pipeline.activity.enter("forward", stage.index, number - 1)
         loss = loss_function(stage.compute(microbatch.pop("input_ids"), **microbatch), targets)
         if not loss.requires_grad:
             raise ModelError(NOTHING_TRAINS)
-        pipeline.place.enter("backward", stage.index, number - 1)
+        pipeline.activity.enter("backward", stage.index, number - 1)
         loss.backward()
         total += loss.detach()
     return total
@@ -294,26 +294,26 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
 class _RecordedStage(StaticStage):
     """A torch stage that records what it computes in the activity of the process."""
 
-    def __init__(self, place: Activity, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, activity: Activity, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._place = place
+        self._activity = activity
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._place.enter("forward", self.stage_index, fwd_chunk_id)
+        self._activity.enter("forward", self.stage_index, fwd_chunk_id)
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._place.enter("after forward", self.stage_index, fwd_chunk_id)
+        self._activity.enter("after forward", self.stage_index, fwd_chunk_id)
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._place.enter("backward", self.stage_index, bwd_chunk_id)
+        self._activity.enter("backward", self.stage_index, bwd_chunk_id)
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._place.enter("after backward", self.stage_index, bwd_chunk_id)
+        self._activity.enter("after backward", self.stage_index, bwd_chunk_id)
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._place.enter("backward of weights", self.stage_index, bwd_chunk_id)
+        self._activity.enter("backward of weights", self.stage_index, bwd_chunk_id)
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._place.enter("after backward of weights", self.stage_index, bwd_chunk_id)
+        self._activity.enter("after backward of weights", self.stage_index, bwd_chunk_id)
         return result
 
 
@@ -322,7 +322,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
     hidden = hidden_like(pipeline, ids, device="meta").requires_grad_()
     output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
     return _RecordedStage(
-        pipeline.place,
+        pipeline.activity,
         stage.model,
         stage.index,
         stage.num_stages,

@@ -1,8 +1,8 @@
-"""Processes of a run: how they start, meet, agree, watch each other, fail together and stop.
+"""Processes of a run: how they start, communicate, agree, watch each other, fail together and stop.
 
 Start and end of a process:
 - `launch`: start the processes of a run on this machine, as torchrun does.
-- `process`: device and process group of one process, from start to end.
+- `process`: device, process group and store of one process, from start to end.
 - `environment`: the variables that torchrun and Slurm set.
 - `signals`: requests to stop, and stacks after a crash.
 - `lifetime`: whether processes are alive, and processes that end with their parent.
@@ -10,7 +10,6 @@ Start and end of a process:
 - `ranks`: call a function on several ranks of this machine.
 
 Communication:
-- `store`: the key-value store where the processes meet.
 - `hosts`: check that all machines reach each other.
 - `mesh`: one coordinate system for all processes.
 - `agreement`: processes that exchange their problems and fail together.
@@ -27,6 +26,5 @@ Files and memory:
 - `claims`: the files of which a lock consists.
 - `disk`: flush files to the disk.
 - `digest`: short hashes that compare tensors across processes.
-- `fresh_memory`: allocate pages of memory in advance.
 - `garbage_collection`: run Python's garbage collector rarely.
 """

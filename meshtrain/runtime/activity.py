@@ -79,7 +79,7 @@ class Activity:
         """Exclude time in which the process was suspended from the current part."""
         self._began += seconds
 
-    def words(self) -> str:
+    def described(self) -> str:
         """Return the activity in words: `step 5, stage 0, microbatch 2, forward`."""
         parts = {"step": self.step, "stage": self.stage, "microbatch": self.microbatch}
         return ", ".join([*(f"{name} {value}" for name, value in parts.items() if value is not None), self.phase])

@@ -61,20 +61,20 @@ def raise_together(problems: Iterable[str | Problem], kind: type[UserError], gro
 
 
 def check_alike(
-    call: str, given: Mapping[str, object], kind: type[UserError], group: ProcessGroup | None = None
+    call: str, arguments: Mapping[str, object], kind: type[UserError], group: ProcessGroup | None = None
 ) -> None:
     """Check that all ranks call a function with the same arguments. Collective.
 
     Args:
         call: name of the function.
-        given: name -> argument. Arguments are compared as text.
+        arguments: name -> argument. They are compared as text.
         kind: of the error.
         group: as for `gather_objects`.
 
     Raises:
         kind: the same on all ranks, naming the first argument that differs.
     """
-    answers = gather_objects({name: str(value) for name, value in given.items()}, group)
+    answers = gather_objects({name: str(value) for name, value in arguments.items()}, group)
     for rank, answer in enumerate(answers):
         for name, value in answer.items():
             first = answers[0].get(name, "missing")
@@ -82,7 +82,7 @@ def check_alike(
                 first, value = _differing_parts(first, value)
                 raise kind(
                     f"{call}: {name} is {first} on rank 0 and {value} on rank {rank}; all ranks make this "
-                    "call together, give all of them the same"
+                    "call together; pass the same on all of them"
                 )
 
 
@@ -90,7 +90,7 @@ def _differing_parts(one: str, other: str) -> tuple[str, str]:
     """Shorten two texts to fit in one line, from shortly before their first difference."""
     if max(len(one), len(other)) <= SHOWN:
         return one, other
-    alike = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    alike = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     start = max(0, alike - BEFORE)
     return _part(one, start), _part(other, start)
 

@@ -16,8 +16,8 @@ from upath import UPath
 
 MARK = ".lock-"
 
-Place = Path | UPath
-"""A folder or file: a Path on this machine, a UPath behind a URL."""
+Location = Path | UPath
+"""A file or directory: a Path on this machine, a UPath behind a URL."""
 
 
 def is_claim(path: Path) -> bool:
@@ -25,12 +25,12 @@ def is_claim(path: Path) -> bool:
     return path.name.startswith(MARK)
 
 
-def token_of(claim: Place) -> str:
+def token_of(claim: Location) -> str:
     """Return the unique part of a file's name."""
     return claim.name.rpartition(MARK)[2]
 
 
-def list_claims(folder: Place) -> list[Place]:
+def list_claims(folder: Location) -> list[Location]:
     """Return the files of all processes that request or hold the lock of a folder."""
     if isinstance(folder, UPath):
         # Some file systems cache what they have listed before.
@@ -48,13 +48,13 @@ def list_claims(folder: Place) -> list[Place]:
     return found
 
 
-def _named(directory: Path, start: str) -> list[Place]:
+def _named(directory: Path, start: str) -> list[Location]:
     if not directory.is_dir():
         return []
     return [directory / name for name in sorted(os.listdir(directory)) if name.startswith(start)]
 
 
-def read_claim(claim: Place) -> bytes | None:
+def read_claim(claim: Location) -> bytes | None:
     """Return the content of a file, or None if the file is gone."""
     if isinstance(claim, UPath):
         claim.fs.invalidate_cache()
@@ -64,7 +64,7 @@ def read_claim(claim: Place) -> bytes | None:
         return None
 
 
-def renew_claim(claim: Place, content: bytes) -> None:
+def renew_claim(claim: Location, content: bytes) -> None:
     """Replace the content of a file by the same number of bytes.
 
     Raises:
@@ -84,7 +84,7 @@ def renew_claim(claim: Place, content: bytes) -> None:
         os.close(descriptor)
 
 
-def remove_claim(claim: Place) -> None:
+def remove_claim(claim: Location) -> None:
     """Remove a file, if it exists."""
     claim.unlink(missing_ok=True)
 
@@ -98,16 +98,16 @@ class ClaimFile:
         content: of the file.
     """
 
-    def __init__(self, folder: Place, token: str, content: bytes) -> None:
+    def __init__(self, folder: Location, token: str, content: bytes) -> None:
         self._made: list[Path] = []
         if isinstance(folder, UPath):
-            self.path: Place = folder / f"{MARK}{token}"
+            self.path: Location = folder / f"{MARK}{token}"
             folder.mkdir(parents=True, exist_ok=True)
         else:
             is_there = folder.is_dir()
             home = folder if is_there else folder.parent
             self.path = home / (f"{MARK}{token}" if is_there else f".{folder.name}{MARK}{token}")
-            self._made = [place for place in (home, *home.parents) if not place.exists()]
+            self._made = [parent for parent in (home, *home.parents) if not parent.exists()]
             if home.exists() and not home.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(home))
             home.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ class ClaimFile:
     def remove(self) -> None:
         """Remove the file, and the folders that were created for it, if they are empty."""
         remove_claim(self.path)
-        for place in self._made:
+        for directory in self._made:
             try:
-                place.rmdir()
+                directory.rmdir()
             except OSError:
                 break

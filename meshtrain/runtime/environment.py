@@ -4,6 +4,8 @@ This module does not import torch.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LAUNCHER = "MESHTRAIN_LAUNCHER"
 """Set for the processes that `meshtrain train --processes` starts."""
@@ -90,3 +92,17 @@ def num_hosts_from_environment() -> int:
 def host_number_from_environment() -> int:
     """Return this machine's number among the machines of the run."""
     return int(os.environ.get("GROUP_RANK", "0"))
+
+
+@contextmanager
+def variables_restored(*names: str) -> Iterator[None]:
+    """Restore environment variables to their present values after the block."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -24,7 +24,7 @@ ECHOES = (
 """Messages of a process whose peer is gone. They are never the cause."""
 MOST_REPORTS_SHOWN = 16
 
-Kind = Literal["exception", "mistake", "interrupted", "gone", "stuck"]
+Kind = Literal["exception", "mistake", "interrupted", "gone", "hung"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Report:
     """What a process was doing when a hang was investigated.
 
     Attributes:
-        place: its step, stage, microbatch and phase, in words.
+        activity: its step, stage, microbatch and phase, in words.
         frames: the innermost functions of its main thread, innermost first. Empty if it did not
             answer.
         is_waiting: whether it was waiting for other processes.
@@ -40,14 +40,14 @@ class Report:
 
     rank: int
     host: str
-    place: str
+    activity: str
     frames: tuple[str, ...]
     is_waiting: bool
 
     def sentence(self) -> str:
         """Return the report in one line."""
         where = f"at {self.frames[0]}" if self.frames else "does not answer"
-        return f"rank {self.rank} on {self.host}: {self.place}{', waiting' if self.is_waiting else ''}, {where}"
+        return f"rank {self.rank} on {self.host}: {self.activity}{', waiting' if self.is_waiting else ''}, {where}"
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Failure:
 
     Attributes:
         kind: a process raised an `exception`, met a `mistake` of the user, was `interrupted` by
-            ctrl-C, is `gone`, or is `stuck`.
+            ctrl-C, is `gone`, or has `hung`.
         rank: of the process that is the cause.
         host: its machine.
-        place: its step, stage, microbatch and phase, in words; empty if unknown.
+        activity: its step, stage, microbatch and phase, in words; empty if unknown.
         message: what happened, in one line.
         trace: of the exception.
         reports: what all processes were doing, if a hang was investigated.
@@ -69,7 +69,7 @@ class Failure:
     rank: int
     host: str
     message: str
-    place: str = ""
+    activity: str = ""
     step: int | None = None
     phase: str | None = None
     stage: int | None = None
@@ -87,7 +87,7 @@ class Failure:
         """Return in one line which process failed, where and why."""
         who = f"rank {self.rank} on {self.host}"
         if self.kind == "exception":
-            return f"{who} failed in {self.place}: {self.message}"
+            return f"{who} failed in {self.activity}: {self.message}"
         return f"{who} {self.message}"
 
     def lines(self) -> list[str]:
@@ -103,9 +103,9 @@ class Failure:
     def write(self, directory: Path) -> None:
         """Write the failure into a run directory, completely or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
-        draft = directory / f".{FAILURE_NAME}.{os.getpid()}"
-        draft.write_text(self.to_json() + "\n")
-        draft.replace(directory / FAILURE_NAME)
+        temporary = directory / f".{FAILURE_NAME}.{os.getpid()}"
+        temporary.write_text(self.to_json() + "\n")
+        temporary.replace(directory / FAILURE_NAME)
 
 
 def failure_from_json(text: str | bytes) -> Failure:

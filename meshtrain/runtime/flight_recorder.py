@@ -7,6 +7,8 @@ from pathlib import Path
 from meshtrain.compat.distributed import flight_records
 
 FLIGHT_NAME = "flight_recorder"
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+"""Environment variable with the number of collectives that torch records."""
 COLLECTIVES_KEPT = "2000"
 
 
@@ -16,12 +18,12 @@ def switch_on_recorder() -> None:
     It must be called before any process group is created. If the environment sets the number of
     collectives, that is kept.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", COLLECTIVES_KEPT)
+    os.environ.setdefault(RECORDER_SIZE, COLLECTIVES_KEPT)
 
 
 def write_recorder(directory: Path, rank: int) -> None:
     """Write the record as RUN/flight_recorder/rank_N, which torch's `torchfrtrace` reads."""
-    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+    if os.environ.get(RECORDER_SIZE) == "0":
         return
     folder = directory / FLIGHT_NAME
     folder.mkdir(parents=True, exist_ok=True)

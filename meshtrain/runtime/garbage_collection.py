@@ -44,7 +44,25 @@ def _age_objects() -> None:
         gc.unfreeze()
 
 
+@contextmanager
+def frozen_objects_released() -> Iterator[None]:
+    """Include in garbage collection again, after the block, what `freeze_objects` has excluded.
+
+    Objects that the caller has frozen before stay frozen.
+    """
+    is_frozen_by_caller = gc.get_freeze_count() > 0
+    try:
+        yield
+    finally:
+        if not is_frozen_by_caller:
+            gc.unfreeze()
+
+
 def freeze_objects() -> None:
-    """Exclude all existing objects from garbage collection; `gc.unfreeze` includes them again."""
-    gc.collect()
-    gc.freeze()
+    """Exclude all existing objects from garbage collection.
+
+    Do nothing if objects are frozen already, because Python can only release all of them at once.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()

@@ -110,7 +110,7 @@ class Guard:
         hosts_store: bool,
         is_stopping: Callable[[], bool],
     ) -> None:
-        self.place = Activity()
+        self.activity = Activity()
         self._is_stopping = is_stopping
         self._store, self._rank, self._world_size = store, rank, world_size
         self._directory, self._limits, self._hosts_store = directory, limits, hosts_store
@@ -140,9 +140,9 @@ class Guard:
             self._is_over.set()
             self._thread.join(STORE_SECONDS)
 
-    def follow(self, place: Activity) -> None:
+    def follow(self, activity: Activity) -> None:
         """Use another activity for the main thread, and remove what an earlier failure left."""
-        self.place = place
+        self.activity = activity
         if self._rank == 0:
             (self._directory / FAILURE_NAME).unlink(missing_ok=True)
             forget_recorders(self._directory)
@@ -169,7 +169,7 @@ class Guard:
             error.reporting_rank = reason.rank
         if is_own and reason.kind == "exception":
             console.stop_lines(reason.lines())
-        self._let_read(reason)
+        self._let_others_read(reason)
 
     def _agreed_reason(self, error: BaseException) -> Failure:
         if is_echo(error):
@@ -181,7 +181,7 @@ class Guard:
         else:
             waits = isinstance(error, UserError) and self._rank != 0
             reason = self._wait_for_reason(REPORTER_SECONDS) if waits else None
-        return reason or self._publish(self._own(error))
+        return reason or self._publish(self._own_failure(error))
 
     def _wait_for_reason(self, seconds: float) -> Failure | None:
         end = time.monotonic() + seconds
@@ -189,38 +189,38 @@ class Guard:
             time.sleep(POLL_SECONDS / 5)
         return reason
 
-    def _own(self, error: BaseException) -> Failure:
-        place = self.place
+    def _own_failure(self, error: BaseException) -> Failure:
+        activity = self.activity
         kind = kind_of(error)
         return Failure(
             kind,
             self._rank,
             self._host,
             "was stopped by ctrl-C" if kind == "interrupted" else message_of(error),
-            place=place.words(),
-            step=place.step,
-            phase=place.phase,
-            stage=place.stage,
-            microbatch=place.microbatch,
+            activity=activity.described(),
+            step=activity.step,
+            phase=activity.phase,
+            stage=activity.stage,
+            microbatch=activity.microbatch,
             exception=type(error).__name__,
             trace=trace_of(error),
         )
 
     def _gone(self, ranks: list[int]) -> Failure:
-        place = self._last_place_of(ranks[0])
+        activity = self._last_activity_of(ranks[0])
         others = f" (and so {'is rank' if len(ranks) == 2 else 'are ranks'} {', '.join(map(str, ranks[1:]))})"
         return Failure(
             "gone",
             ranks[0],
             self._host_of(ranks[0]),
-            f"is gone{others if len(ranks) > 1 else ''}, last seen in {place}: killed from outside, out of memory, or "
-            "its machine is down",
-            place=place,
+            f"is gone{others if len(ranks) > 1 else ''}, last seen in {activity}: killed from outside, out of memory, "
+            "or its machine is down",
+            activity=activity,
         )
 
     def _store_gone(self) -> Failure:
         host = os.environ.get("MASTER_ADDR", self._host)
-        message = "is gone, with the store through which the processes speak, or torchrun on its machine is"
+        message = "is gone, with the store through which the processes communicate, or torchrun on its machine is"
         return Failure("gone", 0, host, message)
 
     def _store_silent(self) -> Failure:
@@ -232,7 +232,7 @@ class Guard:
         while not self._is_over.wait(POLL_SECONDS):
             if (pause := time.monotonic() - before) > PAUSE_SECONDS:
                 # The process was suspended, for example by ctrl-Z, and has resumed.
-                self.place.excuse(pause)
+                self.activity.excuse(pause)
             before = time.monotonic()
             try:
                 self._poll()
@@ -260,11 +260,11 @@ class Guard:
             self._end(reason)
         self._check_neighbor()
         self._answer()
-        self._look_at_clock()
+        self._check_limit()
 
     def _beat(self) -> None:
         self._pulse += 1
-        self._store.set(f"alive/{self._rank}", f"{self._pulse} {self.place.words()}")
+        self._store.set(f"alive/{self._rank}", f"{self._pulse} {self.activity.described()}")
 
     def _check_neighbor(self) -> None:
         neighbor = self._neighbor
@@ -276,8 +276,8 @@ class Guard:
         if neighbor.silent_polls >= (SILENT_POLLS_WHEN_STOPPING if self._is_stopping() else SILENT_POLLS):
             self._end(self._publish(self._gone([neighbor.rank])))
 
-    def _look_at_clock(self) -> None:
-        limit, seconds = self.place.limit_seconds(self._limits), self.place.seconds_in_part()
+    def _check_limit(self) -> None:
+        limit, seconds = self.activity.limit_seconds(self._limits), self.activity.seconds_in_part()
         if seconds <= limit or self._store.compare_set(ASK, "", str(self._rank)) != str(self._rank).encode():
             return
         self._answer()
@@ -293,22 +293,22 @@ class Guard:
             self._has_answered = True
             frames = innermost_frames()
             described = tuple(map(describe, frames))
-            report = Report(self._rank, self._host, self.place.words(), described, is_waiting(frames))
+            report = Report(self._rank, self._host, self.activity.described(), described, is_waiting(frames))
             self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
 
     def _report_of(self, rank: int) -> Report:
         if not self._store.check([f"report/{rank}"]):
-            return Report(rank, self._host_of(rank), self._last_place_of(rank), (), is_waiting=False)
+            return Report(rank, self._host_of(rank), self._last_activity_of(rank), (), is_waiting=False)
         values = json.loads(self._store.get(f"report/{rank}"))
         return Report(**{**values, "frames": tuple(values["frames"])})
 
     def _host_of(self, rank: int) -> str:
         return self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else "an unknown host"
 
-    def _last_place_of(self, rank: int) -> str:
-        """Return what another process last wrote about its step and phase."""
+    def _last_activity_of(self, rank: int) -> str:
+        """Return the activity that another process last wrote, in words."""
         alive = f"alive/{rank}"
-        return self._store.get(alive).decode().partition(" ")[2] if self._store.check([alive]) else "unknown place"
+        return self._store.get(alive).decode().partition(" ")[2] if self._store.check([alive]) else "an unknown phase"
 
     def _pulses(self) -> dict[int, bytes]:
         keys = {rank: f"alive/{rank}" for rank in range(self._world_size)}
@@ -355,22 +355,22 @@ class Guard:
             run_exit_functions()
             if has_store:
                 with suppress(dist.DistError):
-                    self._let_read(reason)
+                    self._let_others_read(reason)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
             os._exit(code)
 
-    def _let_read(self, reason: Failure) -> None:
+    def _let_others_read(self, reason: Failure) -> None:
         """Record that this process has read the reason.
 
         If this process hosts the store, wait until the others have read it too.
         """
-        self._store.set(f"told/{self._rank}", "")
+        self._store.set(f"reported/{self._rank}", "")
         if not self._hosts_store:
             return
         silent = {reason.rank} if reason.kind == "gone" else {each.rank for each in reason.reports if not each.frames}
-        keys = [f"told/{rank}" for rank in range(self._world_size) if rank not in silent]
+        keys = [f"reported/{rank}" for rank in range(self._world_size) if rank not in silent]
         end = time.monotonic() + LINGER_SECONDS
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(POLL_SECONDS / 5)

@@ -16,7 +16,7 @@ SAVING_THREAD = "checkpoint"
 FRAMES_OF_A_WAIT = 3
 WAITING_FILES = ("torch/distributed/", "torch/cuda/")
 # Processes in these files are writing a checkpoint, so they do not wait for others.
-WORKING_PLACES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/storage/location.py")
+WORKING_FILES = ("torch/distributed/checkpoint/filesystem.py", "meshtrain/checkpoint/storage/location.py")
 # Calls in which a process with a GPU waits for the work it has queued.
 WAITING_CALLS = (".item()", ".synchronize()", ".tolist()", ".wait()")
 
@@ -59,9 +59,9 @@ def is_waiting(frames: list[FrameType]) -> bool:
 
     It is judged by its innermost functions and its current line.
     """
-    if any(place in frame.f_code.co_filename for frame in frames for place in WORKING_PLACES):
+    if any(name in frame.f_code.co_filename for frame in frames for name in WORKING_FILES):
         return False
-    if any(place in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for place in WAITING_FILES):
+    if any(name in frame.f_code.co_filename for frame in frames[:FRAMES_OF_A_WAIT] for name in WAITING_FILES):
         return True
     line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
     return any(call in line for call in WAITING_CALLS)
@@ -88,11 +88,11 @@ def hang_failure(reports: list[Report], asker: Report, seconds: float, limit: fl
     """
     found = find_hang(reports)
     first, others = found[0], [f"rank {report.rank} on {report.host}" for report in found[1:]]
-    over = f"it takes {seconds:.1f} s so far on rank {asker.rank}, the limit is {limit:.1f} s"
+    over = f"it has taken {seconds:.1f} s on rank {asker.rank}, and the limit is {limit:.1f} s"
     if len(found) == len(reports) > 1:
         message = f"and all others wait for each other: {over}"
     else:
         where = f"at {first.frames[0]}" if first.frames else "and does not answer"
         also = f"; so {'is' if len(others) == 1 else 'are'} {', '.join(others)}" if others else ""
-        message = f"hangs in {first.place}, {where}{also}: {over}"
-    return Failure("stuck", first.rank, first.host, message, place=first.place, reports=tuple(reports))
+        message = f"hangs in {first.activity}, {where}{also}: {over}"
+    return Failure("hung", first.rank, first.host, message, activity=first.activity, reports=tuple(reports))

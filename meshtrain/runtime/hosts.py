@@ -27,6 +27,8 @@ from meshtrain.runtime.environment import (
     store_address_from_environment,
 )
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo."""
 CONNECT_SECONDS = 5.0
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
@@ -53,12 +55,12 @@ class Host:
     address: str
     port: int
 
-    def words(self) -> str:
+    def described(self) -> str:
         """Return name and address for a message."""
         return f"{self.name} ({self.address})"
 
 
-def check_hosts(store: dist.Store, patience_seconds: float) -> None:
+def check_hosts(store: dist.Store, timeout_seconds: float) -> None:
     """Check that all machines of a run reach each other. With one machine, do nothing.
 
     Also make gloo use this machine's interface where it would use the loopback, which other
@@ -66,10 +68,10 @@ def check_hosts(store: dist.Store, patience_seconds: float) -> None:
 
     Args:
         store: of the run.
-        patience_seconds: how long to wait for all machines to start.
+        timeout_seconds: how long to wait for all machines to start.
 
     Raises:
-        HostError: the same on all machines, naming those that never came or cannot reach each
+        HostError: the same on all machines, naming those that did not join or cannot reach each
             other.
     """
     num_hosts = num_hosts_from_environment()
@@ -78,17 +80,17 @@ def check_hosts(store: dist.Store, patience_seconds: float) -> None:
     address = address_towards(store_address_from_environment())
     _choose_interface(address)
     if local_rank_from_environment() == 0:
-        _check_as_leader(store, address, num_hosts, patience_seconds)
+        _check_as_leader(store, address, num_hosts, timeout_seconds)
 
 
-def _check_as_leader(store: dist.Store, address: str, num_hosts: int, patience_seconds: float) -> None:
+def _check_as_leader(store: dist.Store, address: str, num_hosts: int, timeout_seconds: float) -> None:
     number = host_number_from_environment()
     with socket.create_server((address, 0), backlog=num_hosts) as server:
         here = Host(number, socket.gethostname(), address, server.getsockname()[1])
         threading.Thread(target=_answer, args=(server, number), name="hosts", daemon=True).start()
         store.set(f"hosts/{number}", json.dumps(asdict(here)))
-        hosts = _wait_for(store, "hosts", num_hosts, patience_seconds)
-        problems = _missing(hosts, num_hosts, "never came: look at its log, or start it")
+        hosts = _wait_for(store, "hosts", num_hosts, timeout_seconds)
+        problems = _missing(hosts, num_hosts, "did not join: check its log, or start it")
         others = [Host(**json.loads(text)) for other, text in hosts.items() if other != number]
         with ThreadPoolExecutor(CONNECTIONS_AT_ONCE) as pool:
             problems += filter(None, pool.map(lambda other: _problem_with(here, other), others))
@@ -143,8 +145,8 @@ def _problem_with(here: Host, other: Host) -> str | None:
             return None
         reason = "another machine answers there"
     return (
-        f"{here.words()} cannot reach {other.words()}: {reason}; look at the firewall between them and at the address "
-        "that the hostname has, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that joins them"
+        f"{here.described()} cannot reach {other.described()}: {reason}; check the firewall between them and the "
+        "address of the hostname, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that joins them"
     )
 
 
@@ -174,9 +176,9 @@ def _choose_interface(address: str) -> None:
 
     gloo uses the interface that has the address of the hostname.
     """
-    is_chosen = "GLOO_SOCKET_IFNAME" in os.environ or ipaddress.ip_address(address).is_loopback
+    is_chosen = GLOO_INTERFACE in os.environ or ipaddress.ip_address(address).is_loopback
     if not is_chosen and _hostname_is_loopback() and (name := interface_of(address)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+        os.environ[GLOO_INTERFACE] = name
 
 
 def _hostname_is_loopback() -> bool:

@@ -109,7 +109,7 @@ def _losses(codes: Mapping[int, int]) -> str:
 def _agent(command: Sequence[str], processes: int, run_id: str) -> LocalElasticAgent:
     """Return an agent of torchrun, created as by `torchrun --standalone`."""
     program, *arguments = command
-    meeting = RendezvousParameters(
+    rendezvous = RendezvousParameters(
         backend="c10d", endpoint="localhost:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr="localhost"
     )
     spec = WorkerSpec(
@@ -117,7 +117,7 @@ def _agent(command: Sequence[str], processes: int, run_id: str) -> LocalElasticA
         local_world_size=processes,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=get_rendezvous_handler(meeting),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=0,
         monitor_interval=POLL_SECONDS,
         local_addr="localhost",

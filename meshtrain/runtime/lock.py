@@ -34,7 +34,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.errors import UserError
-from meshtrain.runtime.claims import ClaimFile, Place, list_claims, read_claim, remove_claim, renew_claim, token_of
+from meshtrain.runtime.claims import ClaimFile, Location, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
 from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
 
@@ -70,7 +70,7 @@ class Holder:
     requeues: int
     since: str
 
-    def words(self) -> str:
+    def described(self) -> str:
         """Return the description of the process for a message."""
         job = f" of {self.job}" if self.job is not None else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
@@ -109,15 +109,15 @@ def _read(content: bytes) -> tuple[Holder | None, bool]:
 
 
 @dataclass
-class _Sight:
-    """The first content that was read from another process's file, and when that was."""
+class _FirstReading:
+    """The first content that was read from another process's file, and when it was read."""
 
     content: bytes
-    since: float
+    time: float
 
 
 @contextmanager
-def locked(folder: Place, what: str, advice: str, kind: type[UserError]) -> Iterator["Lock"]:
+def locked(folder: Location, what: str, advice: str, kind: type[UserError]) -> Iterator["Lock"]:
     """Hold the lock of a folder, which need not exist, while the block runs.
 
     Args:
@@ -140,7 +140,7 @@ def locked(folder: Place, what: str, advice: str, kind: type[UserError]) -> Iter
 class Lock:
     """The lock of a folder, see `locked`."""
 
-    def __init__(self, folder: Place, what: str, advice: str, kind: type[UserError]) -> None:
+    def __init__(self, folder: Location, what: str, advice: str, kind: type[UserError]) -> None:
         self._folder = folder.resolve() if isinstance(folder, Path) else folder
         self._what, self._advice, self._kind = what, advice, kind
         # The libraries behind URLs raise exceptions of their own.
@@ -148,7 +148,7 @@ class Lock:
         self._holder, self._token = this_process(), secrets.token_hex(8)
         self._file: ClaimFile | None = None
         self._holds, self._beat, self._is_lost = False, 0, False
-        self._buried: list[Place] = []
+        self._removed: list[Location] = []
         self._writing, self._is_over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -166,7 +166,7 @@ class Lock:
             self._thread.start()
             _locks.add(self)
             at_sudden_exit(release_all)
-            self._outwait_others()
+            self._wait_for_others()
             self._holds = True
             self._write(self._file)
         except self._errors as error:
@@ -203,10 +203,10 @@ class Lock:
         if not self._is_lost:
             return None
         holders = [_read(content)[0] for content in self._others().values()]
-        words = next((f" by {holder.words()}" for holder in holders if holder is not None), "")
+        taker = next((f" by {holder.described()}" for holder in holders if holder is not None), "")
         return (
-            f"{self._what} was taken over{words}: this process, its disk or its network had stood still for more than "
-            f"{SAME_JOB_SECONDS:.0f} s; it stops, so that the other one can go on"
+            f"{self._what} was taken over{taker}: this process, its disk or its network was suspended for more "
+            f"than {SAME_JOB_SECONDS:.0f} s; it stops, so that the other one can continue"
         )
 
     def check(self) -> str | None:
@@ -218,39 +218,39 @@ class Lock:
             return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; fix it, then resume"
         return self.loss()
 
-    def _others(self) -> dict[Place, bytes]:
+    def _others(self) -> dict[Location, bytes]:
         contents = {claim: read_claim(claim) for claim in list_claims(self._folder) if token_of(claim) != self._token}
         return {claim: content for claim, content in contents.items() if content is not None}
 
-    def _outwait_others(self) -> None:
-        sights: dict[Place, _Sight] = {}
-        has_told = False
+    def _wait_for_others(self) -> None:
+        readings: dict[Location, _FirstReading] = {}
+        has_warned = False
         while others := self._others():
             for claim, content in others.items():
                 holder, holds = _read(content)
-                sight = sights.setdefault(claim, _Sight(content, time.monotonic()))
-                is_alive = self._is_alive(holder, sight, content)
+                first = readings.setdefault(claim, _FirstReading(content, time.monotonic()))
+                is_alive = self._is_alive(holder, first, content)
                 if is_alive is False:
                     remove_claim(claim)
-                    self._buried.append(claim)
+                    self._removed.append(claim)
                     break
-                seconds = time.monotonic() - sight.since
+                seconds = time.monotonic() - first.time
                 # Of two processes without the lock, the one with the larger token is refused. If
                 # that one is suspended and does not withdraw in time, this one is refused.
                 if is_alive and (holds or token_of(claim) < self._token or seconds >= SAME_JOB_SECONDS):
                     raise self._kind(
-                        f"{self._what} is in use by {_words(holder)}; wait until it ends, end it, or {self._advice}"
+                        f"{self._what} is in use by {_described(holder)}; wait until it ends, end it, or {self._advice}"
                     )
-                if is_alive is None and seconds >= POLL_SECONDS and not has_told:
-                    has_told = True
+                if is_alive is None and seconds >= POLL_SECONDS and not has_warned:
+                    has_warned = True
                     console.line(
-                        f"{self._what}: {_words(holder)}, may still write there; waiting for a sign of life, "
-                        f"{self._patience(holder):.0f} s at most"
+                        f"{self._what}: {_described(holder)}, may still write there; waiting for it to renew its lock, "
+                        f"{self._timeout(holder):.0f} s at most"
                     )
             else:
                 time.sleep(POLL_SECONDS)
 
-    def _is_alive(self, holder: Holder | None, sight: _Sight, content: bytes) -> bool | None:
+    def _is_alive(self, holder: Holder | None, first: _FirstReading, content: bytes) -> bool | None:
         """Return whether another process is alive, or None if that is not known yet."""
         if holder is not None:
             here = self._holder.machine is not None and holder.machine == self._holder.machine
@@ -258,14 +258,14 @@ class Lock:
                 return holder.started is not None and started_at(holder.pid) == holder.started
             if self._is_same_job(holder) and holder.requeues < self._holder.requeues:
                 return False
-        if content != sight.content:
+        if content != first.content:
             return True
-        return False if time.monotonic() - sight.since >= self._patience(holder) else None
+        return False if time.monotonic() - first.time >= self._timeout(holder) else None
 
     def _is_same_job(self, holder: Holder | None) -> bool:
         return holder is not None and holder.job is not None and holder.job == self._holder.job
 
-    def _patience(self, holder: Holder | None) -> float:
+    def _timeout(self, holder: Holder | None) -> float:
         return SAME_JOB_SECONDS if self._is_same_job(holder) else LEASE_SECONDS
 
     def _write(self, file: ClaimFile) -> None:
@@ -279,7 +279,7 @@ class Lock:
                 self._write(file)
                 # An object store has no write that fails if the file is gone, so a removed file may
                 # have come back.
-                for claim in self._buried:
+                for claim in self._removed:
                     remove_claim(claim)
             except FileNotFoundError:
                 self._is_lost = True
@@ -294,8 +294,8 @@ def _reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _words(holder: Holder | None) -> str:
-    return holder.words() if holder is not None else "an unknown process"
+def _described(holder: Holder | None) -> str:
+    return holder.described() if holder is not None else "an unknown process"
 
 
 def release_all() -> None:

@@ -1,7 +1,8 @@
-"""One process of a run: its device and its process group, from start to end."""
+"""One process of a run: its device, its process group and the store, from start to end."""
 
 import atexit
 import itertools
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -14,24 +15,28 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.compat.distributed import default_store, device_types, set_timeouts
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, HostError
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.environment import (
+    agent_hosts_store,
+    attempt_from_environment,
     is_launched,
     local_rank_from_environment,
     local_world_size_from_environment,
     rank_from_environment,
+    store_address_from_environment,
+    variables_restored,
     world_size_from_environment,
 )
-from meshtrain.runtime.flight_recorder import switch_on_recorder
+from meshtrain.runtime.flight_recorder import RECORDER_SIZE, switch_on_recorder
 from meshtrain.runtime.guard import Guard
-from meshtrain.runtime.hosts import check_hosts
+from meshtrain.runtime.hosts import GLOO_INTERFACE, check_hosts
 from meshtrain.runtime.lifetime import end_with_torchrun
-from meshtrain.runtime.signals import StopRequest, catch_stop_signals, report_crashes
-from meshtrain.runtime.store import hosts_store, open_store
+from meshtrain.runtime.signals import StopRequest, catch_stop_signals, crashes_reported, report_crashes
 
 LONGEST_COLLECTIVE = timedelta(days=1)
 JOIN_SECONDS = 1800.0
+CONNECT_SECONDS = 60.0
 LEAVE_SECONDS = 60.0
 LEAVING = "meshtrain/leaving"
 _STARTS = itertools.count()
@@ -66,7 +71,7 @@ def check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), local_world_size_from_environment()
     if torch.cuda.is_available() and processes > gpus:
         raise ConfigError(
-            f"{processes} processes are started on this machine, which has {gpus} GPUs; start as many, or set "
+            f"{processes} processes are started on this machine, which has {gpus} GPUs; start at most as many, or set "
             "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
 
@@ -85,27 +90,28 @@ def run_process(directory: Path, limits: HangLimits) -> Iterator[Process]:
     Raises:
         HostError: if the machines of the run cannot reach each other.
     """
-    switch_on_recorder()
-    start = next(_STARTS)
-    device, store = _join(limits.first_step_seconds, start)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Signals are caught only now: a process that waits for others to join has nothing to save, and
-    # should end at once.
-    with catch_stop_signals() as stop:
-        guard = Guard(
-            open_store(limits.first_step_seconds, start) if is_launched() else store,
-            rank,
-            world_size,
-            directory=directory,
-            limits=limits,
-            hosts_store=hosts_store(),
-            is_stopping=stop.is_asked,
-        )
-        with guard.watching():
-            yield Process(rank, world_size, device, guard, stop)
-            guard.expect_end()
-            _meet_at_the_end()
-        dist.destroy_process_group()
+    with _settings_restored():
+        switch_on_recorder()
+        start = next(_STARTS)
+        device, store = _join(limits.first_step_seconds, start)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        # Signals are caught only now: a process that waits for others to join has nothing to save,
+        # and should end at once.
+        with catch_stop_signals() as stop:
+            guard = Guard(
+                open_store(limits.first_step_seconds, start) if is_launched() else store,
+                rank,
+                world_size,
+                directory=directory,
+                limits=limits,
+                hosts_store=_hosts_store(),
+                is_stopping=stop.is_asked,
+            )
+            with guard.watching():
+                yield Process(rank, world_size, device, guard, stop)
+                guard.expect_end()
+                _wait_for_all()
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -117,17 +123,33 @@ def process_group() -> Iterator[torch.device]:
     Raises:
         HostError: if the machines cannot reach each other.
     """
-    device, _ = _join(JOIN_SECONDS, next(_STARTS))
-    yield device
-    _meet_at_the_end()
-    dist.destroy_process_group()
+    with _settings_restored():
+        device, _ = _join(JOIN_SECONDS, next(_STARTS))
+        yield device
+        _wait_for_all()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _settings_restored() -> Iterator[None]:
+    """Restore after the block the settings of this process that joining a process group changes.
+
+    These are crash reports, gloo's network interface and the size of the flight recorder. Some
+    changes stay. torch creates its flight recorder once per process. The thread that ends this
+    process with torchrun runs on, because the program also must not outlive torchrun. The GPU of
+    this process stays the current one: to ask for the previous one would allocate memory there.
+    """
+    with variables_restored(RECORDER_SIZE, GLOO_INTERFACE), crashes_reported():
+        yield
 
 
 def join_for_script() -> torch.device:
     """Join the process group for a user's own program, and return its device.
 
-    A program that has joined by itself keeps its group, and leaves it by itself. A group that is
-    created here is left when the program ends.
+    A program that has joined by itself keeps its group and all its settings, and leaves the group
+    by itself. A group that is created here is left when the program ends. Until then crash reports
+    stay enabled, and GLOO_SOCKET_IFNAME keeps the interface that was chosen: the program creates
+    more groups later, and the threads of gloo may crash at any time.
 
     Raises:
         HostError: if the machines cannot reach each other.
@@ -149,8 +171,7 @@ def join_for_script() -> torch.device:
 
 
 def _leave_at_exit() -> None:
-    # Python sets `last_type` when an exception ended the program. Then no other process is there to
-    # meet.
+    # Python sets `last_type` when an exception ended the program. Then no other process waits.
     if not dist.is_initialized() or hasattr(sys, "last_type"):
         return
     store, begin = default_store(), time.monotonic()
@@ -162,11 +183,11 @@ def _leave_at_exit() -> None:
             time.sleep(0.02)
         if (missing := dist.get_world_size() - store.add(LEAVING, 0)) > 0:
             sys.stderr.write(
-                f"rank {dist.get_rank()} has come to its end, and {missing} other ranks have not within "
-                f"{LEAVE_SECONDS:.0f} s: it leaves, and what they still wait for together fails\n"
+                f"rank {dist.get_rank()} has reached its end, and {missing} other ranks have not within "
+                f"{LEAVE_SECONDS:.0f} s: it leaves, and their next collective fails\n"
             )
     except dist.DistError:
-        # The host of the store has left already, so all processes have come.
+        # The host of the store has left already, so all processes have reached their end.
         return
     dist.destroy_process_group()
 
@@ -184,9 +205,63 @@ def _join(seconds: float, start: int) -> tuple[torch.device, dist.Store]:
     return device, store
 
 
-def _meet_at_the_end() -> None:
+def open_store(timeout_seconds: float, start: int = 0) -> dist.Store:
+    """Open a connection to the store of the run, and host the store if this process must.
+
+    Values belong to one start of the workers. If torchrun keeps its store over a restart, the store
+    still holds the addresses of the previous workers, which no longer answer. A new store needs no
+    name for the start and must have none: torchrun counts restarts on each machine, and a machine
+    that came back counts from the beginning. Values are also separate for each process group
+    that the same workers create in one program.
+
+    Args:
+        timeout_seconds: how long a read waits for what others write. Also how long a connection
+            waits for a store that a process of the run hosts, because that process may come late.
+        start: number of process groups that these workers have created before.
+
+    Raises:
+        HostError: if the store cannot be reached.
+    """
+    host, port = store_address_from_environment()
+    connect_seconds = CONNECT_SECONDS if agent_hosts_store() else timeout_seconds
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=_hosts_store(),
+            timeout=timedelta(seconds=connect_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise HostError(_store_problem(error, host, port, connect_seconds)) from error
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    attempt = f"{attempt_from_environment()}/{world_size_from_environment()}" if agent_hosts_store() else "only"
+    return dist.PrefixStore(f"meshtrain/{attempt}/{start}", store)
+
+
+def _store_problem(error: dist.DistError, host: str, port: int, seconds: float) -> str:
+    where = f"rank {rank_from_environment()} on {socket.gethostname()}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"{where} cannot host the store of the run: another program took port {port}, which was free when it was "
+            "chosen; start again, with another MASTER_PORT if you set it yourself"
+        )
+    return (
+        f"{where} cannot reach the store of the run at {host}:{port} within {seconds:.0f} s: check MASTER_ADDR, "
+        f"MASTER_PORT and the firewall of {host}"
+    )
+
+
+def _hosts_store() -> bool:
+    """Return whether this process hosts the store, so that the store ends with it."""
+    return is_launched() and not agent_hosts_store() and rank_from_environment() == 0
+
+
+def _wait_for_all() -> None:
     # Without the barrier, gloo's threads may abort a rank that is done early, with exit code -6.
-    # After an exception there is no process to meet, so this one just ends.
+    # After an exception no other process waits, so this one just ends.
     dist.barrier()
 
 

@@ -89,6 +89,18 @@ def report_crashes() -> None:
 
 
 @contextmanager
+def crashes_reported() -> Iterator[None]:
+    """Do as `report_crashes` while the block runs, and then restore the previous state."""
+    was_enabled = faulthandler.is_enabled()
+    report_crashes()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
+
+
+@contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Turn SIGTERM and SIGUSR1 into requests while the block runs. For the main thread only."""
     request = StopRequest(copy_seconds=COPY_SECONDS if is_under_torchrun() else 0.0)

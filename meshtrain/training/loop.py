@@ -1,6 +1,5 @@
 """The loop of a run: step, evaluate, save, and notify the hooks."""
 
-import gc
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from meshtrain.data.samples.loader import Batch
 from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
-from meshtrain.runtime.garbage_collection import freeze_objects
+from meshtrain.runtime.garbage_collection import freeze_objects, frozen_objects_released
 from meshtrain.runtime.signals import describe_reason
 from meshtrain.training.batches import evaluation_batches, train_batches
 from meshtrain.training.build import Run
@@ -67,13 +66,13 @@ def run_loop(run: Run, parameters_checksum: str | None) -> int:
     if run.state.step >= run.num_steps:
         console.line(f"Nothing to do: {run.state.step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
         return 0
+    note = {"parameters_checksum": parameters_checksum} if parameters_checksum else {}
     try:
-        reason = _train_with_rewinds(run, {"parameters_checksum": parameters_checksum} if parameters_checksum else {})
+        with frozen_objects_released():
+            reason = _train_with_rewinds(run, note)
     except BaseException as error:
         run.hooks.end(failure=error)
         raise
-    finally:
-        gc.unfreeze()
     run.hooks.end(stopped_by=describe_reason(reason) if reason else None)
     return reason
 
@@ -82,7 +81,7 @@ def _train_with_rewinds(run: Run, note: Mapping[str, Any]) -> int:
     try:
         end = _train(run, note)
         while isinstance(end, BadStep):
-            run.pipeline.place.begin("rewind")
+            run.pipeline.activity.begin("rewind")
             rewind(run, end)
             end = _train(run, end.note("rewind", len(run.context.history.left_out)))
     except TrainingStopped as stopped:
@@ -121,7 +120,7 @@ def _timed_batches(run: Run) -> Iterator[tuple[Batch, float]]:
     """Yield each batch with the seconds spent waiting for it."""
     batches, first_step = iter(train_batches(run)), run.state.step
     for step in range(first_step, run.num_steps):
-        run.pipeline.place.begin_step(step + 1)
+        run.pipeline.activity.begin_step(step + 1)
         begin = time.perf_counter()
         batch = next(batches)
         yield batch, time.perf_counter() - begin
@@ -135,7 +134,7 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
         _show_without_gradient(result.without_gradient)
         # This comes after the first step, which compiles and builds objects that stay.
         freeze_objects()
-    run.pipeline.place.enter("metrics")
+    run.pipeline.activity.enter("metrics")
     largest = _agree(run)
     if largest.has_problem:
         _check_problem(run)
@@ -201,14 +200,14 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
 
 def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
-    run.pipeline.place.enter("hooks")
+    run.pipeline.activity.enter("hooks")
     next_epoch = run.feed.order.epoch(find_data_step(step, history.left_out))
     run.hooks.step(
         done.metrics,
         epoch_ends=next_epoch != batch.epoch or step == run.num_steps,
         note=NOTHING if done.bad is None else done.bad.note("skip", history.num_bad),
     )
-    run.pipeline.place.end_step()
+    run.pipeline.activity.end_step()
 
 
 def _evaluate_and_save(run: Run, stop_reason: int) -> int:
@@ -243,7 +242,7 @@ def _is_due(run: Run, every: int | None) -> bool:
 
 
 def _evaluate(run: Run) -> float:
-    run.pipeline.place.begin("evaluation")
+    run.pipeline.activity.begin("evaluation")
     begin = time.perf_counter()
     found = {
         name: evaluate(run.context, (_on_device(run, batch) for batch in batches))

@@ -70,7 +70,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
             set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
-            process.guard.follow(run.pipeline.place)
+            process.guard.follow(run.pipeline.activity)
             lift_timeouts()
             return _ending(run_loop(run, checksum), process)
 

@@ -73,7 +73,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
         CheckpointError: the same on all ranks: this checkpoint, or the one before it, cannot be
             written.
     """
-    run.pipeline.place.begin("checkpoint")
+    run.pipeline.activity.begin("checkpoint")
     begin = time.perf_counter()
     # All ranks have now finished the previous save, so all of them can notify their hooks.
     run.saver.finish()
@@ -100,7 +100,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
 
 def finish_saving(run: Run) -> None:
     """Wait for the save in the background, and notify the hooks. Collective."""
-    run.pipeline.place.begin("checkpoint")
+    run.pipeline.activity.begin("checkpoint")
     run.saver.finish()
     notify_of_saved(run)
 

@@ -191,7 +191,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
         clipping; the fields of `_Totals` (5,), float64, all on the device.
     """
     pipeline, scale = context.pipeline, context.loss_scale.value
-    pipeline.place.enter("gradients")
+    pipeline.activity.enter("gradients")
     filled = fill_gradients(pipeline)
     finish_gradients(pipeline)
     loss = computed.loss
@@ -211,7 +211,7 @@ def _scale(context: StepContext, norm: Tensor) -> None:
 
 
 def _update(context: StepContext, learning_rate: float) -> None:
-    context.pipeline.place.enter("optimizer")
+    context.pipeline.activity.enter("optimizer")
     for group in context.optimizer.param_groups:
         group["lr"] = learning_rate
     context.optimizer.step()

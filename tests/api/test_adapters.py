@@ -189,7 +189,7 @@ def test_checkpoint_of_base_and_adapters_loads_on_any_mesh(tmp_path: Path) -> No
     first = run_on_ranks(2, half_of_a_training, name, {"mesh": {"tp": 2}}, run, "first", joins=False)
     second = run_on_ranks(2, half_of_a_training, name, {"mesh": {"pp": 2}}, run, "second", joins=False)
     assert [first[0] + second[0]] == [pytest.approx(losses, rel=1e-12)]
-    with pytest.raises(UserError, match="holds LoRA adapters, which are no part of an ordinary model; load it into"):
+    with pytest.raises(UserError, match="holds LoRA adapters, which are not part of a stock model; load it into"):
         convert(run, tmp_path / "model")
 
 
@@ -342,7 +342,7 @@ MESSAGES = {
     "ia3": "peft's IA3 cannot be made parallel; use LoraConfig",
     "prompt": "peft's PROMPT_TUNING cannot be made parallel; use LoraConfig",
     "embedding": "transformer.wte has peft's Embedding around a Embedding, which cannot be made parallel",
-    "head": "lm_head has an adapter, but is tied to another module, which would go without; leave it out",
+    "head": "lm_head has an adapter, but is tied to another module, which would not have one; leave it out",
     "modules_to_save": "transformer.ln_f is peft's ModulesToSaveWrapper, which cannot be made parallel; leave "
     "modules_to",
     "bias": "bias = 'all' of the LoraConfig: peft would save biases",
@@ -359,7 +359,7 @@ MESSAGES = {
     "cast adapters": "dtype is for a full model, adapters keep theirs; leave it out, or merge_adapters=True",
     "nothing to merge": "merge_adapters = True, but the model has no LoRA adapters; leave it out",
     "add_adapter": "the adapters were put on the model by its own add_adapter, which cannot save them",
-    "no tokenizer": "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself",
+    "no tokenizer": "tokenizer = 'nowhere' is not a directory with a tokenizer; pass one, or the tokenizer itself",
     "no folder": "/dev/null/adapters: cannot write its lock: Not a directory; make room, or write into another folder",
     "two formats": "the trained parameters have several number formats, bfloat16 (transformer.ln_f.bias) and float32 (",
     "load": "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before",

@@ -303,7 +303,7 @@ def parallelize_differently() -> list[str]:
 
 
 def test_different_arguments_on_ranks_are_refused() -> None:
-    same = "all ranks make this call together, give all of them the same"
+    same = "all ranks make this call together; pass the same on all of them"
     for said in run_on_ranks(2, parallelize_differently):
         assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
         assert said[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
@@ -408,14 +408,14 @@ def refuse_different_values(folder: Path) -> list[str]:
 
 
 def test_different_seeds_or_folders_on_ranks_are_refused(tmp_path: Path) -> None:
-    same = "all ranks make this call together, give all of them the same"
+    same = "all ranks make this call together; pass the same on all of them"
     for said in run_on_ranks(2, refuse_different_values, tmp_path):
         assert said == [
             f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",
             f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
             f"folder = '{tmp_path}/missing': there is no such directory, and a hub id looks like 'owner/name'",
             f"load_weights: enlarge_vocabulary is False on rank 0 and True on rank 1; {same}",
-            f"folder = '{tmp_path}/0/config.json' is a file; give the directory that it lies in, '{tmp_path}/0'",
+            f"folder = '{tmp_path}/0/config.json' is a file; use its directory, '{tmp_path}/0'",
         ]
 
 

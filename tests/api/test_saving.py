@@ -80,7 +80,7 @@ def test_saved_files_have_the_number_format_of_the_original_values(tmp_path: Pat
     formats = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
     for *casts, generation in answers:
         assert casts == [
-            f"dtype = torch.{name} is none that weights are saved in; give {formats}"
+            f"dtype = torch.{name} is not a format that weights are saved in; pass {formats}"
             for name in ("int8", "float8_e4m3fn")
         ]
         assert generation.startswith("transformers refuses to write the configuration of this model: Generation")
@@ -150,7 +150,7 @@ def refuse_different_formats(folder: Path) -> str:
 def test_different_formats_on_ranks_are_refused(tmp_path: Path) -> None:
     for told in run_on_ranks(2, refuse_different_formats, tmp_path / "saved"):
         assert told == (
-            "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together, "
-            "give all of them the same"
+            "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together; "
+            "pass the same on all of them"
         )
     assert not (tmp_path / "saved").exists()

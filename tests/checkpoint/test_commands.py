@@ -15,7 +15,7 @@ from meshtrain.checkpoint.storage.publishing import Retention
 from tests.checkpoint.stages import build_plain, manifest_of
 from tests.models.gpt2 import GPT2, TIED
 
-WHOLE = "step-2 is whole: 2 files, "
+INTACT = "step-2 is intact: 2 files, "
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def test_list_shows_the_newest_first(root: Path, capsys: pytest.CaptureFixture[s
 def test_verify_reads_every_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(["checkpoint", "verify", "run"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"run/checkpoints/{WHOLE}")
-    assert second.startswith("run/checkpoints/step-1 is whole: ")
+    assert first.startswith(f"run/checkpoints/{INTACT}")
+    assert second.startswith("run/checkpoints/step-1 is intact: ")
     assert cli._exit_code(["checkpoint", "verify", "run/checkpoints/step-2"]) == 0
-    assert capsys.readouterr().out.startswith(f"run/checkpoints/{WHOLE}")
+    assert capsys.readouterr().out.startswith(f"run/checkpoints/{INTACT}")
 
 
 def newer_format(checkpoint: Path) -> None:
@@ -82,7 +82,7 @@ def test_damage_is_a_one_line_error_and_nothing_changes(
         (line,) = shown.err.splitlines()
         assert line.startswith(f"error: run/checkpoints/step-2{problem}")
     # The other checkpoint is verified nevertheless.
-    assert "run/checkpoints/step-1 is whole: " in shown.out
+    assert "run/checkpoints/step-1 is intact: " in shown.out
     assert files(root) == before
 
 
@@ -91,7 +91,7 @@ def test_damage_is_a_one_line_error_and_nothing_changes(
     [
         (
             ["list", "nowhere"],
-            "nowhere is not a checkpoint: it is not a directory; give a step-N",
+            "nowhere is not a checkpoint: it is not a directory; use a step-N",
         ),
         (
             ["verify", "."],

@@ -61,7 +61,7 @@ def test_same_step_is_replaced_and_the_old_one_is_removed(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
-def test_pruning_keeps_the_newest_and_removes_drafts_of_killed_saves(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     for name in ("step-1", "step-2", "step-3", "step-9", "step-2.tmp", "step-3.old", "step-4.old.tmp", "best"):
         make(tmp_path, name)
     (tmp_path / "step-5").mkdir()
@@ -79,7 +79,7 @@ def test_run_directory_resolves_to_its_newest_checkpoint(tmp_path: Path, inside:
 
 
 def test_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; give a step-N directory"):
+    with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; use a step-N directory"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere is not a checkpoint: it is not a directory"):
         find_checkpoint(tmp_path / "nowhere")

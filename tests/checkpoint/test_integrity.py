@@ -86,7 +86,7 @@ def test_changed_manifest_is_detected(root: Path) -> None:
     path = root / "step-20" / "manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"seed": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest.json is broken \(its checksum is that of another content\)"):
+    with pytest.raises(CheckpointError, match=r"manifest.json is broken \(its checksum does not match its content\)"):
         read_manifest(root / "step-20")
 
 
@@ -97,7 +97,7 @@ def test_newer_format_is_not_damage_and_is_not_removed(root: Path, capsys: pytes
         newest_intact_checkpoint(root)
     save(root, 30, {"model.a": torch.ones(2)}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["step-20", "step-30"]
-    assert "step-20 stays, for what belongs to it is not known: " in capsys.readouterr().out
+    assert "step-20 stays, because its manifest cannot be read: " in capsys.readouterr().out
 
 
 class Command:
@@ -162,7 +162,7 @@ def test_metadata_of_another_type_is_refused(root: Path, value: object) -> None:
 def test_verify_lists_intact_and_damaged_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_checkpoints(root)
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(" is whole: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
+    assert [line.split(" is intact: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
     (root / "step-10" / "notes.txt").write_text("mine")
     os.truncate(root / "step-20" / ".metadata", 3)
     with pytest.raises(CheckpointError) as caught:
@@ -176,7 +176,7 @@ def test_checkpoint_with_foreign_files_is_not_removed(root: Path, capsys: pytest
     (root / "step-10" / "notes.txt").write_text("mine")
     save(root, 30, {"model.a": torch.ones(2)}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-30"]
-    assert "step-10 stays, for it holds files that are not its own: notes.txt" in capsys.readouterr().out
+    assert "step-10 stays, because it holds files that are not its own: notes.txt" in capsys.readouterr().out
 
 
 def test_manifest_is_written_with_its_checksum(tmp_path: Path) -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, publish_folder, written_completely
+from meshtrain.checkpoint.storage.named_folder import check_new, publish_folder, temporary_folder, written_completely
 from meshtrain.errors import CheckpointError
 
 
 def write(folder: Path) -> None:
-    with written_completely(folder) as draft:
-        (draft / "config.json").write_text("config")
-        (draft / "parts").mkdir()
-        (draft / "parts" / "one").write_text("weights")
+    with written_completely(folder) as temporary:
+        (temporary / "config.json").write_text("config")
+        (temporary / "parts").mkdir()
+        (temporary / "parts" / "one").write_text("weights")
 
 
 def names(folder: Path) -> list[str]:
@@ -57,36 +57,36 @@ def test_working_directory_can_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(Path.cwd()) == WRITTEN
 
 
-def test_draft_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
-    draft_of(tmp_path).mkdir()
-    (draft_of(tmp_path) / "half").touch()
+def test_temporary_folder_a_killed_process_is_ignored(tmp_path: Path) -> None:
+    temporary_folder(tmp_path).mkdir()
+    (temporary_folder(tmp_path) / "half").touch()
     write(tmp_path)
     assert names(tmp_path) == WRITTEN
 
 
 def test_empty_folder_created_during_the_write_is_no_obstacle(tmp_path: Path) -> None:
     """A program may create its folder on each rank, so on one while another begins to write."""
-    draft = draft_of(tmp_path / "new")
-    draft.mkdir()
-    (draft / "config.json").touch()
+    temporary = temporary_folder(tmp_path / "new")
+    temporary.mkdir()
+    (temporary / "config.json").touch()
     (tmp_path / "new").mkdir()
-    publish_folder(draft, tmp_path / "new")
+    publish_folder(temporary, tmp_path / "new")
     assert names(tmp_path) == ["new", "new/config.json"]
 
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_files_written_by_another_process_are_not_replaced(tmp_path: Path, *, exists: bool) -> None:
     folder = tmp_path / "new"
-    draft = draft_of(folder)
+    temporary = temporary_folder(folder)
     if exists:
         folder.mkdir()
-        draft = draft_of(folder)
-    draft.mkdir()
-    (draft / "config.json").write_text("ours")
+        temporary = temporary_folder(folder)
+    temporary.mkdir()
+    (temporary / "config.json").write_text("ours")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("theirs")
     with pytest.raises(CheckpointError, match=r"new exists and is not empty; write into a new folder"):
-        publish_folder(draft, folder)
+        publish_folder(temporary, folder)
     assert (folder / "config.json").read_text() == "theirs"
 
 
@@ -104,8 +104,8 @@ def test_config_file_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def write_half(folder: Path) -> None:
-    with written_completely(folder) as draft:
-        (draft / "config.json").touch()
+    with written_completely(folder) as temporary:
+        (temporary / "config.json").touch()
         raise ValueError("half way")
 
 

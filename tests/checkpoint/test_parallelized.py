@@ -77,7 +77,7 @@ def test_parallelized_weights_are_a_valid_checkpoint(saved: Path, capsys: pytest
     assert cli._exit_code(["checkpoint", "verify", str(saved)]) == 0
     assert cli._exit_code(["checkpoint", "list", str(saved)]) == 0
     said = capsys.readouterr().out
-    assert "parts is whole: " in said
+    assert "parts is intact: " in said
     assert "dp_replicate 2 x tp 2" in said
     files = read_manifest(saved).files
     num_bytes = sum(file.num_bytes for name, file in files.items() if name.endswith(".distcp"))
@@ -100,8 +100,8 @@ def test_folders_that_cannot_be_merged_are_named(
     capsys.readouterr()
     for source, out, message in (
         (damaged, tmp_path / "out", f"{data} is not what was written: another content has the same size; use another"),
-        (foreign, tmp_path / "out", f"{foreign} has no manifest.json; give a folder that save_parallelized wrote, or"),
-        (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none is not a directory; give a folder that save_par"),
+        (foreign, tmp_path / "out", f"{foreign} has no manifest.json; use a folder that save_parallelized wrote, or"),
+        (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none is not a directory; use a folder that save_par"),
         (saved, foreign, f"{foreign} exists and is not empty; write into a new folder"),
     ):
         assert cli._exit_code(["merge", str(source), str(out)]) == 2
@@ -133,7 +133,7 @@ def test_refused_save_is_a_one_line_error_on_all_ranks_and_leaves_no_files(tmp_p
     assert first == second
     taken, without, full = first
     assert taken == f"{tmp_path}/taken exists and is not empty; write into a new folder"
-    assert without == "tokenizer = 'nowhere' is not a directory with a tokenizer; give one, or the tokenizer itself"
+    assert without == "tokenizer = 'nowhere' is not a directory with a tokenizer; pass one, or the tokenizer itself"
     assert full == f"rank 1 cannot write {tmp_path}/full: File too large; make room or write elsewhere"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 

@@ -127,7 +127,7 @@ def test_layout_splits_experts_and_keeps_float32_tensors(tmp_path: Path) -> None
     }
     assert max(len(group.stock) for group in layout.groups) == 1
     assert max(len(group.hub) for group in layout.groups) == 2 * config.n_routed_experts
-    with pytest.raises(CheckpointError, match=r"max_shard_size = 'much' is not a size \(.*\); give a number of bytes"):
+    with pytest.raises(CheckpointError, match=r"max_shard_size = 'much' is not a size \(.*\); pass a number of bytes"):
         plan_files(layout, "much")
 
 
@@ -157,7 +157,7 @@ def test_tokenizer_is_saved_with_the_weights(tmp_path: Path) -> None:
     answers = run_on_ranks(2, save_with, given, tmp_path / "out")
     found = [(tmp_path / "out" / f"{number}" / "tokenizer.json") for number in range(4)]
     assert [file.read_text() if file.exists() else None for file in found] == ["own", "theirs", "theirs", None]
-    message = f"tokenizer = '{tmp_path}/none' is not a directory with a tokenizer; give one, or the tokenizer itself"
+    message = f"tokenizer = '{tmp_path}/none' is not a directory with a tokenizer; pass one, or the tokenizer itself"
     assert answers == [[message]] * 2
     assert not (tmp_path / "out" / "4").exists()
 

@@ -145,7 +145,7 @@ def save_and_die(root: Path) -> None:
     save_on((2, 1, 1, 1), root, 20)
 
 
-def test_killed_save_leaves_a_draft_only(tmp_path: Path) -> None:
+def test_killed_save_leaves_a_temporary_directory_only(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"killed by SIGKILL|Connection closed|Connection reset|Ranks 1 failed to pass"):
         run_on_ranks(2, save_and_die, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", "step-20.tmp"}
@@ -233,7 +233,7 @@ def test_checkpoint_of_another_model_is_refused_with_all_differences_on_all_rank
         f"{wide} holds what this run does not have (1): optimizer.exp_avg.layers.2.norm.weight",
         f"{wide} has other shapes (1): model.layers.3.norm.weight (3,) there, (4,) here",
         f"{wide} has other number formats (1): model.layers.3.colwise.bias torch.float32 there, torch.bfloat16 here",
-        "it is a checkpoint of another model or optimizer: resume with its own, or begin another run directory",
+        "it is a checkpoint of another model or optimizer: resume with its own, or choose another run directory",
     )
 
 

@@ -147,13 +147,13 @@ def test_contradicting_values_are_refused() -> None:
 
 def test_unsupported_attention_is_refused() -> None:
     assert problems(type="bloom") == (
-        "attention = 'sdpa': transformers has none for 'bloom'; take 'eager' (model.attention in a run file)",
+        "attention = 'sdpa': transformers does not support it for 'bloom'; use 'eager' (model.attention in a run file)",
     )
 
 
 def test_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert problems(path=str(tmp_path)) == (
-        f"model.path = '{tmp_path}': the directory holds no config.json; give a Hugging Face model, or a "
+        f"model.path = '{tmp_path}': the directory holds no config.json; use a Hugging Face model, or a "
         "checkpoint (a step-N directory)",
     )
 
@@ -169,20 +169,20 @@ def test_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
 )
 def test_directory_with_a_broken_configuration_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (problem,) = problems(path=write_config(tmp_path, text))
-    assert problem.startswith(f"model.path = '{tmp_path}': no Hugging Face model there: ")
+    assert problem.startswith(f"model.path = '{tmp_path}': it holds no Hugging Face model: ")
     assert reason in problem
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("nobody/nothing", "no such directory, and the hub cannot give it: "),
+        ("nobody/nothing", "no such directory, and it cannot be downloaded from the hub: "),
         ("./no/such/directory", "there is no such directory, and a hub id looks like 'owner/name'"),
     ],
 )
 def test_path_that_is_neither_a_directory_nor_on_the_hub_is_refused(path: str, reason: str) -> None:
     (problem,) = problems(path=path)
-    assert problem.startswith(f"model.path = {path!r}: no Hugging Face model there: ")
+    assert problem.startswith(f"model.path = {path!r}: it holds no Hugging Face model: ")
     with pytest.raises(ModelError, match=reason) as caught:
         local_directory(path)
     assert str(caught.value).startswith(f"model.path = {path!r}: ")

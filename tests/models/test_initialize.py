@@ -160,7 +160,7 @@ class UnknownBuffer(LlamaForCausalLM):
 
 def test_initializer_that_needs_the_full_tensor_is_refused() -> None:
     assert refusal(Xavier) == (
-        "lm_head.weight is initialized by xavier_uniform_, which needs the whole tensor and so cannot be repeated on "
+        "lm_head.weight is initialized by xavier_uniform_, which needs the full tensor and so cannot be repeated on "
         "every mesh; start from pretrained weights instead"
     )
     assert TORCH_INIT_FUNCTIONS["normal_"] is nn.init.normal_, "the functions of transformers are put back"
@@ -211,7 +211,7 @@ def test_head_on_another_stage_with_other_initialization_than_its_embedding_is_r
 
 
 def test_buffer_without_a_rule_is_refused() -> None:
-    message = "UnknownBuffer does not say how to compute its buffer table; it cannot be built on meta"
+    message = "UnknownBuffer has no rule for its buffer table; it cannot be built on meta"
     assert refusal(UnknownBuffer) == message
     model = on_meta(UnknownBuffer)
     materialize(model, CPU, tied={})

@@ -37,7 +37,7 @@ def test_unused_rule_is_named_with_the_most_similar_module() -> None:
 def test_two_rules_on_one_module_are_refused() -> None:
     assert problems({"model.layers.*.mlp.up": "x", "model.layers.0.mlp.up": "y"}) == (
         "tensor.styles: model.layers.0.mlp.up is matched by two rules, 'model.layers.*.mlp.up' and "
-        "'model.layers.0.mlp.up'; leave one",
+        "'model.layers.0.mlp.up'; remove one",
     )
 
 

@@ -43,12 +43,12 @@ def test_every_number_format_is_found_at_its_offset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "num_bytes", "reason"),
     [
-        ({}, 20, "a of shape (2, 3) is said to lie in bytes 100 to 124 of 120"),
+        ({}, 20, "a of shape (2, 3) has offsets for bytes 100 to 124 of 120"),
         ({}, 25, "its tensors end at byte 124 of 125"),
-        ({"shape": [2, 4]}, 24, "a of shape (2, 4) is said to lie in bytes 100 to 124 of 124"),
-        ({"data_offsets": [4, 28]}, 28, "a of shape (2, 3) is said to lie in bytes 104 to 128 of 128"),
-        ({"data_offsets": [0, -2]}, 24, "a of shape (2, 3) is said to lie in bytes 100 to 98 of 124"),
-        ({"data_offsets": 3}, 24, "its header says 3 for the data_offsets of a"),
+        ({"shape": [2, 4]}, 24, "a of shape (2, 4) has offsets for bytes 100 to 124 of 124"),
+        ({"data_offsets": [4, 28]}, 28, "a of shape (2, 3) has offsets for bytes 104 to 128 of 128"),
+        ({"data_offsets": [0, -2]}, 24, "a of shape (2, 3) has offsets for bytes 100 to 98 of 124"),
+        ({"data_offsets": 3}, 24, "its header has 3 as the data_offsets of a"),
     ],
 )
 def test_tensor_with_impossible_offsets_is_refused(
@@ -56,7 +56,7 @@ def test_tensor_with_impossible_offsets_is_refused(
 ) -> None:
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, **changes}}, num_bytes)
     assert refusal(path).startswith(f"{path} cannot be read ({reason}")
-    assert refusal(path).endswith("): is it cut short? Download it again")
+    assert refusal(path).endswith("); it may be truncated, so download it again")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_tensor_with_impossible_offsets_is_refused(
         ({}, 1000, "its header has 1,000 bytes, the file 100"),
         ({}, 2**63, "its header has 9,223,372,036,854,775,808 bytes, the file 100"),
         ([], None, "its header is not a table"),
-        ({"a": {"dtype": "F32"}}, None, "its header says None for the shape of a"),
+        ({"a": {"dtype": "F32"}}, None, "its header has None as the shape of a"),
     ],
 )
 def test_invalid_header_is_refused(tmp_path: Path, header: object, length: int | None, reason: str) -> None:
@@ -76,9 +76,7 @@ def test_invalid_header_is_refused(tmp_path: Path, header: object, length: int |
 def test_pointer_of_git_lfs_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
-    assert refusal(path) == (
-        f"{path} is no weights but what git-lfs keeps in their place; run `git lfs pull` in its directory"
-    )
+    assert refusal(path) == (f"{path} is a git-lfs pointer instead of weights; run `git lfs pull` in its directory")
 
 
 def test_file_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
@@ -93,7 +91,7 @@ def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None
         "the bfloat16 version of it"
     )
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "C64"}})
-    assert refusal(path).startswith(f"{path} holds a in C64, which is not read; known are F64, F32,")
+    assert refusal(path).startswith(f"{path} holds a in C64, which is not supported; supported are F64, F32,")
 
 
 def test_file_that_shrinks_during_a_read_is_an_error(tmp_path: Path) -> None:
@@ -110,4 +108,4 @@ def test_file_that_is_removed_during_a_read_is_an_error(tmp_path: Path) -> None:
     path.unlink()
     with BlockReader() as reader, pytest.raises(ModelError) as caught:
         reader.read(tensor, [slice(0, 2), slice(0, 3)], torch.zeros(2, 3))
-    assert str(caught.value) == f"{path} cannot be read (No such file or directory); see whether its disk is well"
+    assert str(caught.value) == f"{path} cannot be read (No such file or directory); check its disk"

@@ -47,12 +47,12 @@ def untie_by_hand(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
-ADVICE = "give each its own, such as module.weight = nn.Parameter(other.weight.detach().clone())"
-SAY_SO = "the configuration does not say so; set model.config.tie_word_embeddings = True before, or"
-NO_TIE = "LlamaForCausalLM knows of no such tie, which would come apart when it is cut or saved;"
+ADVICE = "assign each its own, such as module.weight = nn.Parameter(other.weight.detach().clone())"
+SAY_SO = "the configuration does not tie them; set model.config.tie_word_embeddings = True before, or"
+NO_TIE = "LlamaForCausalLM does not declare this tie, which would be lost when the model is cut or saved;"
 INSIDE = "model.layers.0.mlp.up_proj.weight and model.layers.2.mlp.up_proj.weight"
 UNTIED = (
-    f"{HEAD} and {EMBEDDING} are two parameters, but the configuration says that they are one; set "
+    f"{HEAD} and {EMBEDDING} are two parameters, but the configuration ties them; set "
     "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
 )
 

@@ -43,15 +43,17 @@ def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
     ],
 )
 def test_number_out_of_range_is_refused(model_type, name, value, wanted):
-    assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: give {wanted}",)
+    assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: set it to {wanted}",)
 
 
 def test_numbers_in_tables_and_lists_are_checked():
     rope = {"rope_type": "default", "rope_theta": NAN}
     assert problems_of("llama", rope_parameters=rope) == (
-        "model.config.rope_parameters.rope_theta = nan: give a finite number",
+        "model.config.rope_parameters.rope_theta = nan: set it to a finite number",
     )
-    assert problems_of("gpt2", id2label={"a": [1, INF]}) == ("model.config.id2label.a = inf: give a finite number",)
+    assert problems_of("gpt2", id2label={"a": [1, INF]}) == (
+        "model.config.id2label.a = inf: set it to a finite number",
+    )
 
 
 def test_all_wrong_numbers_are_reported_together():

@@ -100,7 +100,7 @@ def test_larger_vocabulary_without_the_option_is_an_error_that_names_it(tmp_path
         f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight (13, 8) there, (21, 8) in the model, "
         "lm_head.weight (13, 8) there, (21, 8) in the model",
         "the model has more tokens than the files: set model.enlarge_vocabulary = true (in a program: "
-        "enlarge_vocabulary=True) to give the new ones the mean of the known rows",
+        "enlarge_vocabulary=True) to set the new rows to the mean of the known ones",
     )
 
 

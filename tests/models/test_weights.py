@@ -252,9 +252,7 @@ def load_with_one_bad_folder(source: Path) -> tuple[str, ...]:
 def test_unreadable_files_on_one_rank_stop_all(source: Path) -> None:
     first, second = run_on_ranks(2, load_with_one_bad_folder, source)
     assert first == second
-    assert first == (
-        f"{source}/nowhere is not a directory; give a local Hugging Face directory with model.safetensors",
-    )
+    assert first == (f"{source}/nowhere is not a directory; use a local Hugging Face directory with model.safetensors",)
 
 
 def refusal(source: Path) -> str:
@@ -266,13 +264,13 @@ def test_directories_without_usable_files_are_refused(source: Path) -> None:
     path, index = source / "model.safetensors", source / "model.safetensors.index.json"
     os.truncate(path, path.stat().st_size - 1)
     assert refusal(source).startswith(f"{path} cannot be read (")
-    assert refusal(source).endswith("is it cut short? Download it again")
+    assert refusal(source).endswith("it may be truncated, so download it again")
     path.unlink()
     path.symlink_to("blob")
     assert refusal(source) == f"{path} is a link to blob, which is not there; download the model again"
     path.unlink()
     assert refusal(source) == (
-        f"{source} has neither model.safetensors nor model.safetensors.index.json; give a directory that holds the "
+        f"{source} has neither model.safetensors nor model.safetensors.index.json; use a directory that holds the "
         "weights"
     )
     (source / "pytorch_model-00001-of-00002.bin").write_text("")
@@ -287,8 +285,7 @@ def test_directories_without_usable_files_are_refused(source: Path) -> None:
     for name in ("a", "b"):
         save_file({"other": torch.ones(1)}, source / f"{name}.safetensors")
     assert (
-        refusal(source)
-        == f"{source}/a.safetensors lacks wte.weight, which its index promises; download the model again"
+        refusal(source) == f"{source}/a.safetensors lacks wte.weight, which its index lists; download the model again"
     )
 
 

@@ -250,7 +250,7 @@ def test_unused_and_double_rules_are_refused(tp: int) -> None:
     styles = {**make_plan("llama").tensor.styles, "model.layers.*.mlp.gate": "colwise", "model.layers.0.mlp": "colwise"}
     assert problems(make_plan("llama", mesh={"tp": tp}, tensor={"styles": styles})) == (
         "tensor.styles: model.layers.0.mlp is matched by two rules, 'model.layers.*.mlp' and 'model.layers.0.mlp'; "
-        "leave one",
+        "remove one",
         "tensor.styles: 'model.layers.*.mlp.gate' matches no module of the model; the nearest is "
         "'model.layers.*.mlp.gate_proj'",
     )

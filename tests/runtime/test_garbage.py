@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 import meshtrain
-from meshtrain.runtime.garbage_collection import NEVER, RARELY, rare_collections
+from meshtrain.runtime.garbage_collection import (
+    NEVER,
+    RARELY,
+    freeze_objects,
+    frozen_objects_released,
+    rare_collections,
+)
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run
@@ -104,6 +110,8 @@ class CountsFrozen(Hook):
 
 
 def train_counting(*arguments: object) -> tuple[list[int], int]:
+    # `run_on_ranks` freezes objects, but most programs do not.
+    gc.unfreeze()
     hook = CountsFrozen()
     train_with(*arguments, hook)  # type: ignore[arg-type]
     return hook.counts, gc.get_freeze_count()
@@ -116,3 +124,20 @@ def test_run_freezes_the_objects_that_exist_at_its_first_step(tmp_path: Path) ->
     assert len(later) == 2
     assert all(100_000 < count <= first for count in later)
     assert after == 0
+
+
+def freeze_as_program_and_run() -> list[int]:
+    gc.freeze()
+    counts = [gc.get_freeze_count()]
+    new = [[] for _ in range(1000)]  # Freezing again would count these.
+    with frozen_objects_released():
+        freeze_objects()
+        counts.append(gc.get_freeze_count())
+    return [*counts, gc.get_freeze_count(), len(new)]
+
+
+def test_objects_that_the_program_has_frozen_stay_frozen_after_a_run() -> None:
+    ((before, during, after, _),) = run_on_ranks(1, freeze_as_program_and_run)
+    # A few frozen objects may be deleted meanwhile.
+    assert before - 100 < during <= before
+    assert before - 100 < after <= before

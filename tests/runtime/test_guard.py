@@ -33,30 +33,30 @@ def report(rank: int, *frames: str, waiting: bool = True) -> Report:
 
 
 def test_activity_describes_step_stage_microbatch_and_phase():
-    place = Activity()
-    assert place.words() == "start"
-    place.begin_step(5)
-    place.enter("forward", stage=0, microbatch=2)
-    assert place.words() == "step 5, stage 0, microbatch 2, forward"
-    place.begin("checkpoint")
-    assert place.words() == "step 5, checkpoint"
+    activity = Activity()
+    assert activity.described() == "start"
+    activity.begin_step(5)
+    activity.enter("forward", stage=0, microbatch=2)
+    assert activity.described() == "step 5, stage 0, microbatch 2, forward"
+    activity.begin("checkpoint")
+    assert activity.described() == "step 5, checkpoint"
 
 
 def test_limit_is_long_at_first_and_follows_the_median():
-    place = Activity()
+    activity = Activity()
     for step in range(STEPS_TO_JUDGE_BY):
-        place.begin_step(step)
-        assert place.limit_seconds(LIMITS) == 100.0
+        activity.begin_step(step)
+        assert activity.limit_seconds(LIMITS) == 100.0
         time.sleep(0.2)
-        place.end_step()
-    place.begin_step(STEPS_TO_JUDGE_BY)
-    assert 2.0 <= place.limit_seconds(LIMITS) < 20.0
-    assert place.limit_seconds(HangLimits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
-    assert place.seconds_in_part() < 0.2
-    place.excuse(60.0)
-    assert place.seconds_in_part() < -59.0
-    place.begin("evaluation")
-    assert place.limit_seconds(LIMITS) == 100.0
+        activity.end_step()
+    activity.begin_step(STEPS_TO_JUDGE_BY)
+    assert 2.0 <= activity.limit_seconds(LIMITS) < 20.0
+    assert activity.limit_seconds(HangLimits(100.0, minimum_seconds=50.0, factor=2.0)) == 50.0
+    assert activity.seconds_in_part() < 0.2
+    activity.excuse(60.0)
+    assert activity.seconds_in_part() < -59.0
+    activity.begin("evaluation")
+    assert activity.limit_seconds(LIMITS) == 100.0
 
 
 def test_first_cause_is_reported():
@@ -78,16 +78,16 @@ def test_echo_of_another_failure_is_not_a_cause(echo):
 
 
 def test_failure_is_written_and_read(tmp_path):
-    failure = Failure("stuck", 1, "h", "is stuck", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
+    failure = Failure("hung", 1, "h", "hangs", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
     failure.write(tmp_path / "new")
     assert failure_from_json((tmp_path / "new" / "failure.json").read_text()) == failure
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["failure.json"]
 
 
 def test_some_of_many_reports_are_shown():
-    failure = Failure("stuck", 1, "h", "is stuck", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
+    failure = Failure("hung", 1, "h", "hangs", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
     lines = failure.lines()
-    assert lines[0] == "rank 1 on h is stuck"
+    assert lines[0] == "rank 1 on h hangs"
     assert lines[1] == "  rank 0 on host0: step 5, forward, waiting, at a.py:1 in f"
     assert (len(lines), lines[-1]) == (18, "  and 2 more, in failure.json")
 
@@ -101,7 +101,7 @@ def test_rank_that_does_not_wait_is_hung():
     def message(*reports: Report) -> str:
         return hang_failure(list(reports), waits, 31.0, 30.0).message
 
-    over = "it takes 31.0 s so far on rank 0, the limit is 30.0 s"
+    over = "it has taken 31.0 s on rank 0, and the limit is 30.0 s"
     assert message(waits, works) == f"hangs in step 5, forward, at model: {over}"
     assert message(waits, silent) == f"hangs in step 5, forward, and does not answer: {over}"
     assert message(waits, works, works) == f"hangs in step 5, forward, at model; so is rank 1 on host1: {over}"
@@ -191,17 +191,17 @@ guard._end(Failure(sys.argv[2], 1, "h", "is it", reports=tuple(reports)))
 """
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("stuck", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
+@pytest.mark.parametrize(("kind", "seconds"), [("hung", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
 def test_host_of_the_store_waits_for_its_readers(tmp_path, kind, seconds):
     """Of three ranks, the last is silent; the second is the cause, and reads it after 1 s."""
     command = [sys.executable, "-c", HOST_THE_STORE, str(tmp_path), kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
     begin = time.monotonic()
-    while not store.check(["told/0"]):
+    while not store.check(["reported/0"]):
         time.sleep(0.01)
     time.sleep(1.0)
-    store.set("told/1", "")
+    store.set("reported/1", "")
     assert process.wait(30) == 3
     shortest, longest = seconds
     assert shortest <= time.monotonic() - begin < longest
@@ -246,8 +246,8 @@ def test_all_ranks_name_the_failed_rank_within_ten_seconds(outcomes, fault, who_
 
 def test_exception_is_recorded_with_its_activity_and_traceback(outcomes):
     outcome = outcomes["raise"]
-    place = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
-    assert place == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
+    found = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
+    assert found == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
     assert outcome.failure["trace"].count("ValueError: the fault of the test") == 1
     # Only the rank that failed shows a traceback.
     assert outcome.error.count("ValueError: the fault of the test\n\nThe above exception") == 1

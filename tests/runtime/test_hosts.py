@@ -9,27 +9,27 @@ import pytest
 import torch.distributed as dist
 
 from meshtrain.errors import HostError
-from meshtrain.runtime import hosts, store
+from meshtrain.runtime import hosts, process
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.runtime.hosts import Host, address_towards, check_hosts, interface_of
-from meshtrain.runtime.store import open_store
+from meshtrain.runtime.process import open_store
 from tests.ranks import run_on_ranks
 
 Answer = tuple[tuple[str, ...], int | None] | None
 
 
-def act_as_host(present: Callable[[Host], Host], patience_seconds: float, absent: int | None) -> Answer:
+def act_as_host(present: Callable[[Host], Host], timeout_seconds: float, absent: int | None) -> Answer:
     """Act as one of two machines; the second announces itself to the others with `present`."""
     rank = rank_from_environment()
     os.environ.update(GROUP_WORLD_SIZE="2", GROUP_RANK=str(rank), LOCAL_RANK="0")
     hosts.CONNECT_SECONDS = 1.0
     if rank == 1:
         hosts.Host = lambda *values, **named: present(Host(*values, **named))
-    store = open_store(patience_seconds)
+    store = open_store(timeout_seconds)
     if rank == absent:
         return None
     try:
-        check_hosts(store, patience_seconds)
+        check_hosts(store, timeout_seconds)
     except HostError as error:
         return error.lines, error.reporting_rank
     return None
@@ -47,8 +47,8 @@ def with_another_number(host: Host) -> Host:
     return replace(host, number=7) if host.number == 1 else host
 
 
-def answers(present: Callable[[Host], Host], *, patience_seconds: float = 20.0, absent: int | None = None) -> list:
-    return run_on_ranks(2, act_as_host, present, patience_seconds, absent, joins=False)
+def answers(present: Callable[[Host], Host], *, timeout_seconds: float = 20.0, absent: int | None = None) -> list:
+    return run_on_ranks(2, act_as_host, present, timeout_seconds, absent, joins=False)
 
 
 def test_reachable_hosts_pass() -> None:
@@ -62,7 +62,7 @@ def test_unreachable_host_is_named_on_all_and_printed_by_one() -> None:
     name = socket.gethostname()
     assert problem.startswith(f"{name} (")
     assert f" cannot reach {name} (" in problem
-    assert "Connection refused; look at the firewall between them" in problem
+    assert "Connection refused; check the firewall between them" in problem
     assert teller == 0
 
 
@@ -72,8 +72,8 @@ def test_answer_of_another_machine_is_refused() -> None:
 
 
 def test_host_that_never_connects_is_named() -> None:
-    first, second = answers(unchanged, patience_seconds=1.0, absent=1)
-    assert first == (("machine 1 (GROUP_RANK) of 2 never came: look at its log, or start it",), 0)
+    first, second = answers(unchanged, timeout_seconds=1.0, absent=1)
+    assert first == (("machine 1 (GROUP_RANK) of 2 did not join: check its log, or start it",), 0)
     assert second is None
 
 
@@ -88,7 +88,7 @@ def test_unreachable_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(store, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(process, "CONNECT_SECONDS", 1.0)
     with pytest.raises(HostError, match=rf"rank 0 on \S+ cannot reach the store of the run at localhost:{port} within"):
         open_store(1.0)
 

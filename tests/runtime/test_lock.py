@@ -17,7 +17,7 @@ from upath import UPath
 
 from meshtrain.errors import ConfigError
 from meshtrain.runtime import lock
-from meshtrain.runtime.claims import MARK, Place, list_claims
+from meshtrain.runtime.claims import MARK, Location, list_claims
 from meshtrain.runtime.lock import Holder, Lock, content_of, locked, this_process
 
 HOLD = """
@@ -40,12 +40,12 @@ except ConfigError as error:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a heartbeat of a tenth of a second."""
-    for name, seconds in (("BEAT", 0.1), ("SAME_JOB", 0.6), ("LEASE", 1.2), ("GLANCE", 0.02)):
+    for name, seconds in (("BEAT", 0.1), ("SAME_JOB", 0.6), ("LEASE", 1.2), ("POLL", 0.02)):
         monkeypatch.setattr(lock, f"{name}_SECONDS", seconds)
 
 
 @pytest.fixture(params=["new", "there", "memory", "file"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     """Return a folder to lock, as a path or behind a URL."""
     if request.param == "there":
         (tmp_path / "out").mkdir()
@@ -60,12 +60,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def hold(folder: Place) -> Any:
+def hold(folder: Location) -> Any:
     """Return the unentered lock of a folder."""
     return locked(folder, "out", "choose another", ConfigError)
 
 
-def refusal(folder: Place) -> str:
+def refusal(folder: Location) -> str:
     """Return the message if the lock cannot be taken."""
     with pytest.raises(ConfigError) as caught, hold(folder):
         pass
@@ -74,7 +74,7 @@ def refusal(folder: Place) -> str:
 
 
 @contextmanager
-def other_process(folder: Place | str) -> Iterator[subprocess.Popen]:
+def other_process(folder: Location | str) -> Iterator[subprocess.Popen]:
     """Let another process hold the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -100,7 +100,7 @@ def elsewhere(**changes: Any) -> Holder:
     return replace(this_process(), host="far", pid=7, started="1", machine="another boot", since="noon", **changes)
 
 
-def test_second_process_is_refused_and_the_holder_is_named(folder: Place) -> None:
+def test_second_process_is_refused_and_the_holder_is_named(folder: Location) -> None:
     with hold(folder):
         here = this_process()
         said = refusal(folder)
@@ -210,9 +210,9 @@ def test_lock_of_a_dead_holder_on_another_machine_is_taken_after_a_wait(
     assert found[2] >= 0.6
     far = "process 7 on far"
     assert capsys.readouterr().out.splitlines() == [
-        f"out: {far}, since noon, may still write there; waiting for a sign of life, 1 s at most",
-        f"out: {far} of Slurm job 6, since noon, may still write there; waiting for a sign of life, 1 s at most",
-        f"out: {far} of Slurm job 5, since noon, may still write there; waiting for a sign of life, 1 s at most",
+        f"out: {far}, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
+        f"out: {far} of Slurm job 6, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
+        f"out: {far} of Slurm job 5, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
     ]
 
 
@@ -223,7 +223,7 @@ def test_unreadable_lock_file_counts_for_a_time(out: Path) -> None:
         assert time.monotonic() - begin >= 1.2
 
 
-def test_one_of_many_simultaneous_processes_gets_the_lock(folder: Place) -> None:
+def test_one_of_many_simultaneous_processes_gets_the_lock(folder: Location) -> None:
     locks = [Lock(folder, "out", "choose another", ConfigError) for _ in range(8)]
     barrier, held, refused = threading.Barrier(len(locks)), [], []
 
@@ -246,7 +246,7 @@ def test_one_of_many_simultaneous_processes_gets_the_lock(folder: Place) -> None
     held[0].release()
 
 
-def test_suspended_holder_loses_the_lock(folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_holder_loses_the_lock(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     with hold(folder) as mine:
         assert mine.check() is None
         # As another machine sees a holder that does nothing.
@@ -260,7 +260,7 @@ def test_suspended_holder_loses_the_lock(folder: Place, monkeypatch: pytest.Monk
             assert said == mine.loss()
 
 
-def test_holder_detects_that_its_lock_file_is_gone(folder: Place) -> None:
+def test_holder_detects_that_its_lock_file_is_gone(folder: Location) -> None:
     with hold(folder) as mine:
         for claim in list_claims(folder):
             claim.unlink()

@@ -1,6 +1,8 @@
 """A process of a run, from start to end."""
 
+import faulthandler
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from meshtrain.errors import ConfigError
 from meshtrain.runtime import process
 from meshtrain.runtime.activity import HangLimits
-from meshtrain.runtime.process import check_devices, join_for_script, lift_timeouts, run_process
+from meshtrain.runtime.process import check_devices, join_for_script, lift_timeouts, process_group, run_process
 from tests.ranks import run_on_ranks
 
 
@@ -29,8 +31,8 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as caught:
         check_devices()
     assert caught.value.lines == (
-        "3 processes are started on this machine, which has 2 GPUs; start as many, or set CUDA_VISIBLE_DEVICES= "
-        "(empty) to train on the CPU",
+        "3 processes are started on this machine, which has 2 GPUs; start at most as many, or set "
+        "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
     )
 
 
@@ -65,6 +67,46 @@ def train_twice(directory: Path) -> list[bool]:
 
 def test_second_training_of_a_program_has_empty_stores(tmp_path: Path) -> None:
     assert run_on_ranks(2, train_twice, tmp_path, joins=False) == [[False] * 4] * 2
+
+
+Settings = tuple[str | None, str | None, bool]
+
+
+def settings() -> Settings:
+    return os.environ.get("TORCH_FR_BUFFER_SIZE"), os.environ.get("GLOO_SOCKET_IFNAME"), faulthandler.is_enabled()
+
+
+def choose_loopback(*_: object) -> None:
+    """Do as `check_hosts` does on several machines."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def join_and_leave(directory: Path, environment: dict[str, str]) -> list[Settings]:
+    """Return the settings before, inside and after each way to join a process group."""
+    faulthandler.disable()
+    os.environ.update(environment)
+    process.check_hosts = choose_loopback
+    found = [settings()]
+    with run_process(directory, HangLimits(60.0, 60.0, 10.0)):
+        found.append(settings())
+    found.append(settings())
+    with process_group():
+        found.append(settings())
+    found.append(settings())
+    with pytest.raises(ValueError, match="of the program"), run_process(directory, HangLimits(60.0, 60.0, 10.0)):
+        raise ValueError("of the program")
+    found.append(settings())
+    return found
+
+
+def test_a_program_has_its_settings_again_after_a_run(tmp_path: Path) -> None:
+    before: Settings = (None, None, False)
+    (found,) = run_on_ranks(1, join_and_leave, tmp_path, {}, joins=False)
+    assert found == [before, ("2000", "lo", True), before, (None, "lo", True), before, before]
+    own = {"TORCH_FR_BUFFER_SIZE": "10", "GLOO_SOCKET_IFNAME": "lo"}
+    (found,) = run_on_ranks(1, join_and_leave, tmp_path, own, joins=False)
+    assert set(found) == {("10", "lo", False), ("10", "lo", True)}
+    assert found[2] == found[4] == found[5] == found[0]
 
 
 CRASH = """
@@ -111,6 +153,6 @@ def test_program_that_ends_on_one_rank_alone_prints_a_message() -> None:
     said, nothing = run_on_ranks(2, leave_early, joins=False)
     assert nothing == ""
     assert said == (
-        "rank 0 has come to its end, and 1 other ranks have not within 0 s: it leaves, and what they still wait for "
-        "together fails\n"
+        "rank 0 has reached its end, and 1 other ranks have not within 0 s: it leaves, and their next collective "
+        "fails\n"
     )

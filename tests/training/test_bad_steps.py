@@ -356,7 +356,7 @@ def test_manifest_without_a_step_history_is_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**fields, "checksum": checksum}))
     assert read_manifest(tmp_path).history is None
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**fields, "step": 4, "checksum": checksum}))
-    with pytest.raises(UserError, match="its checksum is that of another content"):
+    with pytest.raises(UserError, match="its checksum does not match its content"):
         read_manifest(tmp_path)
 
 

@@ -35,9 +35,9 @@ class Block:
 def block_of(tensor: Tensor) -> Block:
     """Return the part of a plain tensor or DTensor that this process holds, sharing its memory."""
     ranges, data = local_ranges(tensor), local_tensor(tensor).detach()
-    sizes = Size(place.stop - place.start for place in ranges)
+    sizes = Size(part.stop - part.start for part in ranges)
     assert sizes == data.shape, f"{tuple(sizes)} is not {tuple(data.shape)}"
-    return Block(tensor.shape, Size(place.start for place in ranges), data)
+    return Block(tensor.shape, Size(part.start for part in ranges), data)
 
 
 class BlockSavePlanner(DefaultSavePlanner):

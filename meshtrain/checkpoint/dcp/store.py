@@ -29,7 +29,12 @@ from torch.futures import Future
 from meshtrain.checkpoint.dcp.planner import Block, BlockSavePlanner, block_of
 from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.manifest import Manifest, write_manifest
-from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, USE_ANOTHER, checkpoint_directory, draft_directory
+from meshtrain.checkpoint.storage.directory import (
+    HUGGINGFACE_NAME,
+    USE_ANOTHER,
+    checkpoint_directory,
+    temporary_directory,
+)
 from meshtrain.checkpoint.storage.integrity import find_damage
 from meshtrain.checkpoint.storage.location import (
     Location,
@@ -42,8 +47,13 @@ from meshtrain.checkpoint.storage.location import (
     remove_tree,
     write_hashed,
 )
-from meshtrain.checkpoint.storage.named_folder import check_new, draft_of, locked_together, publish_folder
-from meshtrain.checkpoint.storage.publishing import Retention, prune_checkpoints, publish_checkpoint, start_draft
+from meshtrain.checkpoint.storage.named_folder import check_new, locked_together, publish_folder, temporary_folder
+from meshtrain.checkpoint.storage.publishing import (
+    Retention,
+    create_empty_directory,
+    prune_checkpoints,
+    publish_checkpoint,
+)
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
 
@@ -94,11 +104,11 @@ def save_blocks(
     step = manifest.step
     final = checkpoint_directory(root, step)
     outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
-    draft = draft_directory(root, step)
+    temporary = temporary_directory(root, step)
     _write_checkpoint(
-        draft,
-        draft,
-        partial(publish_checkpoint, draft, final),
+        temporary,
+        temporary,
+        partial(publish_checkpoint, temporary, final),
         blocks,
         manifest=manifest,
         huggingface=huggingface,
@@ -132,11 +142,11 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
     outcome = "make room or write elsewhere"
     with locked_together(folder):
         _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
-        draft = gather_objects(draft_of(folder))[0]
+        temporary = gather_objects(temporary_folder(folder))[0]
         _write_checkpoint(
             folder,
-            draft,
-            partial(publish_folder, draft, folder),
+            temporary,
+            partial(publish_folder, temporary, folder),
             {key: block_of(tensor) for key, tensor in tensors.items()},
             manifest=manifest,
             huggingface=huggingface,
@@ -147,7 +157,7 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
 
 def _write_checkpoint(
     named: Location,
-    draft: Location,
+    temporary: Location,
     publish: Callable[[], None],
     blocks: Mapping[str, Block],
     *,
@@ -165,20 +175,20 @@ def _write_checkpoint(
     described: dict[str, SavedFile] = {}
 
     def begin() -> None:
-        start_draft(draft)
+        create_empty_directory(temporary)
         # Small files come first: their errors are found before the large files are written.
-        described.update(_write_huggingface(draft, huggingface))
+        described.update(_write_huggingface(temporary, huggingface))
 
     try:
-        _on_first_rank(draft, begin, failure, outcome, group)
-        written = _write_blocks(named, draft, blocks, outcome, group)
-        finish = partial(_finish_draft, draft, publish, manifest, {**written, **described})
-        _on_first_rank(draft, finish, failure, outcome, group)
+        _on_first_rank(temporary, begin, failure, outcome, group)
+        written = _write_blocks(named, temporary, blocks, outcome, group)
+        finish = partial(_finish_checkpoint, temporary, publish, manifest, {**written, **described})
+        _on_first_rank(temporary, finish, failure, outcome, group)
     except CheckpointError:
         # The next save removes what cannot be removed now.
-        with suppress(*errors_of(draft)):
-            if is_first_rank() and (children(draft) or (is_local(draft) and draft.is_dir())):
-                remove_tree(draft)
+        with suppress(*errors_of(temporary)):
+            if is_first_rank() and (children(temporary) or (is_local(temporary) and temporary.is_dir())):
+                remove_tree(temporary)
         raise
 
 
@@ -259,10 +269,10 @@ def _on_first_rank(
 
 
 def _write_blocks(
-    named: Location, draft: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+    named: Location, temporary: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
 ) -> dict[str, SavedFile]:
     """Write the blocks of every rank, and return the files that all ranks have written."""
-    writer = _Writer(draft)
+    writer = _Writer(temporary)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -276,7 +286,7 @@ def _write_blocks(
     except CheckpointException as error:
         ranks: dict[str, list[str]] = defaultdict(list)
         for rank, (cause, _) in error.failures.items():
-            if isinstance(cause, errors_of(draft)):
+            if isinstance(cause, errors_of(temporary)):
                 ranks[reason_of(cause)].append(str(rank))
         if not ranks:
             raise
@@ -287,32 +297,32 @@ def _write_blocks(
     return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
 
 
-def _finish_draft(
-    draft: Location, publish: Callable[[], None], manifest: Manifest, written: Mapping[str, SavedFile]
+def _finish_checkpoint(
+    temporary: Location, publish: Callable[[], None], manifest: Manifest, written: Mapping[str, SavedFile]
 ) -> None:
     lost = [
-        f"{draft / name} is missing or cut off, though its rank wrote it; put the run directory where every machine "
-        "sees the same files"
+        f"{temporary / name} is missing or cut off, though its rank wrote it; put the run directory where every "
+        "machine sees the same files"
         for name, saved in sorted(written.items())
-        if not (draft / name).is_file() or (draft / name).stat().st_size != saved.num_bytes
+        if not (temporary / name).is_file() or (temporary / name).stat().st_size != saved.num_bytes
     ]
     if lost:
         raise CheckpointError(lost)
-    write_manifest(draft, manifest.model_copy(update={"files": dict(written)}))
+    write_manifest(temporary, manifest.model_copy(update={"files": dict(written)}))
     publish()
 
 
-def _write_huggingface(draft: Location, huggingface: HuggingFace) -> dict[str, SavedFile]:
+def _write_huggingface(temporary: Location, huggingface: HuggingFace) -> dict[str, SavedFile]:
     if huggingface is None:
         return {}
     files: dict[str, SavedFile] = {}
-    with TemporaryDirectory() as temporary:
-        source = Path(temporary)
+    with TemporaryDirectory() as name:
+        source = Path(name)
         huggingface(source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             name = f"{HUGGINGFACE_NAME}/{file.relative_to(source).as_posix()}"
-            (draft / name).parent.mkdir(parents=True, exist_ok=True)
-            with write_hashed(draft / name, lambda saved, name=name: files.update({name: saved})) as copy:  # type: ignore[misc]
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            with write_hashed(temporary / name, lambda saved, name=name: files.update({name: saved})) as copy:  # type: ignore[misc]
                 copy.write(file.read_bytes())
     return files
 
@@ -364,6 +374,6 @@ def _differences(
     ]
     if problems:
         problems.append(
-            "it is a checkpoint of another model or optimizer: resume with its own, or begin another run directory"
+            "it is a checkpoint of another model or optimizer: resume with its own, or choose another run directory"
         )
     return problems

@@ -5,7 +5,6 @@
 - `pretrained`: write the model of a pipeline as a Hugging Face folder.
 - `mesh_export`: write the files of a folder from sharded tensors, all processes together.
 - `adapters`: gather LoRA adapters, to write them or to merge them into the weights.
-- `gathering`: gather one full tensor at a time on one process.
 - `stock_tensors`: how the tensors of the stock model are made of ours.
 - `layout`: names, shapes, number formats and files that stock `save_pretrained` writes.
 - `writer`: write safetensors files one tensor at a time.

@@ -112,11 +112,11 @@ def gather_adapters(pipeline: Pipeline) -> dict[str, Tensor]:
         FQN -> full tensor on the CPU, in the shape of peft. Empty on all other ranks.
     """
     owned = pipeline.owned_parameters()
-    whole = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
-    whole = join_parts(whole, pipeline.fused)
+    full = {name: full_tensor(value.detach()).cpu() for name, value in owned.items() if is_adapter_parameter(name)}
+    full = join_parts(full, pipeline.fused)
     holds_alone = all(axis_rank(pipeline.mesh, axis) == 0 for axis in STAGE_AXES)
     answers: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
-    dist.gather_object(whole if holds_alone else {}, answers)
+    dist.gather_object(full if holds_alone else {}, answers)
     return {name: value for answer in answers or () for name, value in answer.items()}
 
 
@@ -171,6 +171,6 @@ def _check_nothing_else_trains(pipeline: Pipeline) -> None:
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(
             f"{name_some(others)} would not be saved: what trains beside adapters is not a part of them; write the "
-            "whole model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
+            "full model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
             "requires_grad_(False) on it first"
         )

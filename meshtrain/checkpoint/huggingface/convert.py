@@ -57,7 +57,9 @@ def convert(source: Location, target: Location, *, dtype: str = ORIGINAL) -> Non
     elif isinstance(target, Path):
         export_checkpoint(source, target, dtype=dtype)
     else:
-        raise CheckpointError(f"{target} is a URL, but a Hugging Face folder is written to a local directory; give one")
+        raise CheckpointError(
+            f"{target} is a URL, but a Hugging Face folder is written to a local directory; use a local one"
+        )
 
 
 def _import(folder: Path, root: Location) -> None:

@@ -86,7 +86,7 @@ def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_si
     if not is_checkpoint(source):
         found = f"has no {MANIFEST_NAME}" if source.is_dir() else "is not a directory"
         raise CheckpointError(
-            f"{shown_location(source)} {found}; give a folder that save_parallelized wrote, or a step-N directory"
+            f"{shown_location(source)} {found}; use a folder that save_parallelized wrote, or a step-N directory"
         )
     manifest = _write_folder(source, folder, dtype, max_shard_size)
     console.line(f"{folder} holds {manifest.architecture}")
@@ -104,7 +104,7 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     }
     if any(map(is_adapter_parameter, shapes)):
         raise CheckpointError(
-            f"{source} holds LoRA adapters, which are no part of an ordinary model; load it into the adapted model "
+            f"{source} holds LoRA adapters, which are not part of a stock model; load it into the adapted model "
             "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)"
         )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
@@ -134,9 +134,9 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
             check_names(source, {name: tensor.shape for name, tensor in tensors.items()}, model)
         exceptions = {name: FLOATS[dtype] for name, dtype in manifest.dtypes.items()}
         layout = layout_of(model, exceptions) if model is not None else _module_layout(metadata, tensors, chosen)
-        with written_completely(folder) as draft:
-            _copy_description(description, draft, manifest, chosen)
-            _write_tensors(draft, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
+        with written_completely(folder) as temporary:
+            _copy_description(description, temporary, manifest, chosen)
+            _write_tensors(temporary, layout, max_shard_size, partial(_read, source, metadata, tensors, layout))
     return manifest
 
 
@@ -173,18 +173,18 @@ def _module_layout(metadata: Metadata, tensors: dict[str, StockTensor], dtype: t
     )
 
 
-def _copy_description(description: Path, draft: Path, manifest: Manifest, dtype: torch.dtype) -> None:
-    shutil.copytree(description, draft, dirs_exist_ok=True)
-    path = draft / "config.json"
+def _copy_description(description: Path, folder: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+    shutil.copytree(description, folder, dirs_exist_ok=True)
+    path = folder / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
     config |= {"architectures": [manifest.architecture], "dtype": name_of(dtype)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_tensors(draft: Path, layout: HubLayout, max_shard_size: int | str, read: Callable[[str], Tensor]) -> None:
+def _write_tensors(folder: Path, layout: HubLayout, max_shard_size: int | str, read: Callable[[str], Tensor]) -> None:
     plan = plan_files(layout, max_shard_size)
-    files = FileWriter(draft, layout, plan)
+    files = FileWriter(folder, layout, plan)
     with console.progress("export", max(1, plan.total_bytes), unit="MB") as advance:
         for group in layout.groups:
             made: Tensors = layout.convert({name: read(name) for name in group.stock})
@@ -193,13 +193,13 @@ def _write_tensors(draft: Path, layout: HubLayout, max_shard_size: int | str, re
                 files.write(name, tensor)
                 advance(tensor.nbytes)
         files.close()
-    write_index(draft, layout, plan)
+    write_index(folder, layout, plan)
 
 
 def _read(
     source: Location, metadata: Metadata, tensors: dict[str, StockTensor], layout: HubLayout, name: str
 ) -> Tensor:
     tensor = tensors[name]
-    whole = torch.empty(tensor.shape, dtype=layout.dtypes[name])
-    read_tensors(source, metadata, {f"{MODEL_PREFIX}{part}": view for part, view in tensor.views(whole).items()})
-    return whole
+    full = torch.empty(tensor.shape, dtype=layout.dtypes[name])
+    read_tensors(source, metadata, {f"{MODEL_PREFIX}{part}": view for part, view in tensor.views(full).items()})
+    return full

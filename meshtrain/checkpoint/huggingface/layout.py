@@ -82,7 +82,7 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
     ]
     # The conversions are set once, instead of for every group.
     set_weight_conversions(model, conversions)
-    convert = (lambda whole: revert_weight_conversion(model, whole)) if conversions else dict
+    convert = (lambda full: revert_weight_conversion(model, full)) if conversions else dict
     reverse = [entry.reverse_transform() for entry in reversed(conversions)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     members: dict[str, list[str]] = {}
@@ -97,8 +97,8 @@ def layout_of(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype] | None =
         tensors |= {name: _alone(tensor) for name, tensor in written.items()}
     # transformers splits the tensors into files in the order of the full model.
     order = list(convert(stock))
-    places = {name: place for place, name in enumerate(order)}
-    groups.sort(key=lambda group: min(places[name] for name in group.hub))
+    position = {name: index for index, name in enumerate(order)}
+    groups.sort(key=lambda group: min(position[name] for name in group.hub))
     return HubLayout(
         {name: tensors[name] for name in order},
         {name: tensor.dtype for name, tensor in stock.items()},
@@ -200,7 +200,8 @@ def plan_files(layout: HubLayout, max_shard_size: int | str, pattern: str = WEIG
         )
     except ValueError as error:
         raise CheckpointError(
-            f"max_shard_size = {max_shard_size!r} is not a size ({error}); give a number of bytes, or one as in '5GB'"
+            f"max_shard_size = {max_shard_size!r} is not a size ({error}); pass a number of bytes, or a string "
+            "such as '5GB'"
         ) from error
     return FilePlan(dict(split.filename_to_tensors), dict(split.tensor_to_filename), split.metadata["total_size"])
 

@@ -10,23 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from meshtrain import console
 from meshtrain.checkpoint.huggingface.adapters import Merging
-from meshtrain.checkpoint.huggingface.gathering import gather_block_by_block, receive, send
 from meshtrain.checkpoint.huggingface.layout import FilePlan, Group, HubLayout
 from meshtrain.checkpoint.huggingface.stock_tensors import Shape, StockTensor
 from meshtrain.checkpoint.huggingface.writer import FileWriter, find_lost_files, write_index
 from meshtrain.checkpoint.storage.named_folder import (
     cannot_write,
     check_new,
-    draft_of,
+    create_empty_folder,
     locked_together,
     publish_folder,
-    remove_draft,
-    start_folder,
+    remove_temporary,
+    temporary_folder,
 )
 from meshtrain.errors import CheckpointError
+from meshtrain.models.layout import holders_of, local_tensor
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
 from meshtrain.runtime.process import LONGEST_COLLECTIVE
 
@@ -122,28 +123,28 @@ def write_live_folder(
     """
     agreement = live.groups.agreement
     with locked_together(folder, agreement):
-        draft = gather_objects(draft_of(folder), agreement)[0]
+        temporary = gather_objects(temporary_folder(folder), agreement)[0]
         try:
-            _on_first_rank(partial(_begin, folder, draft, describe), folder, agreement)
-            problem = _Writing(draft, layout, plan, live).run(folder)
+            _on_first_rank(partial(_begin, folder, temporary, describe), folder, agreement)
+            problem = _Writing(temporary, layout, plan, live).run(folder)
             raise_together([problem] if problem else [], CheckpointError, agreement)
-            _on_first_rank(partial(_finish, folder, draft, layout, plan), folder, agreement)
+            _on_first_rank(partial(_finish, folder, temporary, layout, plan), folder, agreement)
         finally:
             if is_first_rank():
-                remove_draft(draft)
+                remove_temporary(temporary)
 
 
-def _begin(folder: Path, draft: Path, describe: Callable[[Path], None]) -> None:
+def _begin(folder: Path, temporary: Path, describe: Callable[[Path], None]) -> None:
     check_new(folder)
-    start_folder(draft)
-    describe(draft)
+    create_empty_folder(temporary)
+    describe(temporary)
 
 
-def _finish(folder: Path, draft: Path, layout: HubLayout, plan: FilePlan) -> None:
-    if lost := find_lost_files(draft, layout, plan):
+def _finish(folder: Path, temporary: Path, layout: HubLayout, plan: FilePlan) -> None:
+    if lost := find_lost_files(temporary, layout, plan):
         raise CheckpointError(lost)
-    write_index(draft, layout, plan)
-    publish_folder(draft, folder)
+    write_index(temporary, layout, plan)
+    publish_folder(temporary, folder)
 
 
 def _on_first_rank(work: Callable[[], None], folder: Path, agreement: ProcessGroup) -> None:
@@ -170,10 +171,10 @@ class _Writing:
     would wait for all of the previous stage.
     """
 
-    def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors) -> None:
+    def __init__(self, temporary: Path, layout: HubLayout, plan: FilePlan, live: LiveTensors) -> None:
         self._layout, self._plan, self._live = layout, plan, live
         self._rank = dist.get_rank()
-        self._files = FileWriter(draft, layout, plan)
+        self._files = FileWriter(temporary, layout, plan)
         owner_of = {name: self._owner(group) for group in layout.groups for name in group.hub}
         self._writers = {file: owner_of[names[0]] for file, names in plan.files.items()}
         self._error: OSError | None = None
@@ -206,11 +207,11 @@ class _Writing:
 
     def _take_part(self, group: Group, advance: Callable[[int], None]) -> None:
         owner = self._owner(group)
-        whole = {name: self._gather(name, owner) for name in group.stock if name in self._live.stock}
+        full = {name: self._gather(name, owner) for name in group.stock if name in self._live.stock}
         made = {}
         if owner == self._rank:
-            made = self._layout.convert({name: tensor for name, tensor in whole.items() if tensor is not None})
-        del whole
+            made = self._layout.convert({name: tensor for name, tensor in full.items() if tensor is not None})
+        del full
         for name in group.hub:
             writer = self._writer(name)
             if writer == self._rank:
@@ -218,7 +219,7 @@ class _Writing:
                 self._guard(partial(self._files.write, name, tensor))
                 advance(tensor.nbytes)
             elif owner == self._rank:
-                send(made.pop(name), writer, self._live.groups.messages)
+                _send(made.pop(name), writer, self._live.groups.messages)
 
     def _gather(self, name: str, owner: int) -> Tensor | None:
         tensor, dtype, merging = self._live.stock[name], self._layout.dtypes[name], self._live.merging
@@ -226,29 +227,29 @@ class _Writing:
         if adapters is None:
             return self._gather_one(tensor, dtype, owner)
         # Adapters are added before the weights are rounded to the number format of the files.
-        whole = self._gather_own(tensor, owner)
+        full = self._gather_own(tensor, owner)
         for adapter in adapters:
             factors = [self._gather_own(merging.factors[factor], owner) for factor in adapter.factors]
-            if whole is not None:
-                whole = adapter.added_to(whole, *(factor for factor in factors if factor is not None))
-        return None if whole is None else whole.to(dtype)
+            if full is not None:
+                full = adapter.added_to(full, *(factor for factor in factors if factor is not None))
+        return None if full is None else full.to(dtype)
 
     def _gather_own(self, tensor: StockTensor, owner: int) -> Tensor | None:
         return self._gather_one(tensor, self._live.held[tensor.parts[0]].dtype, owner)
 
     def _gather_one(self, tensor: StockTensor, dtype: torch.dtype, owner: int) -> Tensor | None:
-        whole = torch.empty(tensor.shape, dtype=dtype) if owner == self._rank else None
-        views = tensor.views(whole) if whole is not None else {}
+        full = torch.empty(tensor.shape, dtype=dtype) if owner == self._rank else None
+        views = tensor.views(full) if full is not None else {}
         for part in tensor.parts:
-            gather_block_by_block(
+            _gather_block_by_block(
                 self._live.held[part], views.get(part), dtype=dtype, leader=owner, group=self._live.groups.messages
             )
-        return whole
+        return full
 
     def _receive(self, name: str, owner: int) -> Tensor:
         wanted = self._layout.tensors[name]
         tensor = torch.empty(wanted.shape, dtype=wanted.dtype)
-        receive(tensor, owner, self._live.groups.messages)
+        _receive(tensor, owner, self._live.groups.messages)
         return tensor
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -257,3 +258,58 @@ class _Writing:
                 work()
             except OSError as error:
                 self._error = error
+
+
+@torch.no_grad()
+def _gather_block_by_block(
+    tensor: Tensor, full: Tensor | None, *, dtype: torch.dtype, leader: int, group: ProcessGroup
+) -> None:
+    """Fill `full` on the leader from the blocks of a tensor. All processes of its mesh call it.
+
+    The blocks are sent in host memory, and only to the leader. A device may not have enough memory
+    for the full tensor, and DTensor's own `full_tensor` returns it on all processes.
+
+    Args:
+        tensor: the block of this process, on any device.
+        full: (shape of `tensor`) full tensor on the CPU, on the leader; None elsewhere.
+        dtype: number format of `full`. Blocks are cast before they are sent.
+        leader: the rank that gathers the tensor. Processes whose mesh does not contain it send
+            nothing.
+        group: all processes, over gloo.
+    """
+    rank = dist.get_rank()
+    for holder, ranges in _holders(tensor, leader):
+        if full is not None:
+            block = full[tuple(ranges)]
+            if holder == leader:
+                block.copy_(local_tensor(tensor))
+            else:
+                _receive(block, holder, group)
+        elif holder == rank:
+            _send(local_tensor(tensor).to("cpu", dtype), leader, group)
+
+
+def _send(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
+    """Send a tensor on the CPU."""
+    dist.send(_bytes(tensor.contiguous()), rank, group)
+
+
+def _receive(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
+    """Receive into a tensor on the CPU, which need not be contiguous."""
+    if tensor.is_contiguous():
+        dist.recv(_bytes(tensor), rank, group)
+        return
+    block = torch.empty(tensor.shape, dtype=tensor.dtype)
+    dist.recv(_bytes(block), rank, group)
+    tensor.copy_(block)
+
+
+def _holders(tensor: Tensor, leader: int) -> list[tuple[int, list[slice]]]:
+    if isinstance(tensor, DTensor):
+        # Copies of the model hold the same blocks, so only the mesh of the leader is needed.
+        return holders_of(tensor) if leader in tensor.device_mesh.mesh else []
+    return [(leader, [slice(0, size) for size in tensor.shape])]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

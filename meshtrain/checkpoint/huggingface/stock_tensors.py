@@ -32,10 +32,10 @@ class StockTensor:
     shape: Shape
     kept_as: Shape = ()
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
+    def views(self, full: Tensor) -> dict[str, Tensor]:
         """Return our name -> view of the part in the full tensor."""
         pieces = (
-            torch.split(whole, list(self.sizes), self.dim) if self.sizes else [whole.view(self.kept_as or self.shape)]
+            torch.split(full, list(self.sizes), self.dim) if self.sizes else [full.view(self.kept_as or self.shape)]
         )
         return dict(zip(self.parts, pieces, strict=True))
 

@@ -35,24 +35,24 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 
-def write_index(draft: Path, layout: HubLayout, plan: FilePlan) -> None:
+def write_index(folder: Path, layout: HubLayout, plan: FilePlan) -> None:
     """Write which tensor is in which file, if there are several files."""
     if len(plan.files) < 2:
         return
     counted = {} if layout.num_parameters is None else {"total_parameters": layout.num_parameters}
     index = {"metadata": {**counted, "total_size": plan.total_bytes}, "weight_map": plan.file_of}
-    (draft / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def find_lost_files(draft: Path, layout: HubLayout, plan: FilePlan) -> list[str]:
+def find_lost_files(folder: Path, layout: HubLayout, plan: FilePlan) -> list[str]:
     """Return one line for each file that this process does not see as other processes wrote it."""
     problems = []
     for name, members in plan.files.items():
         tensors = {hub: layout.tensors[hub] for hub in members}
         size = len(_header(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values())
-        if not (draft / name).is_file() or (draft / name).stat().st_size != size:
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             problems.append(
-                f"{draft / name} is missing or cut off, though its rank wrote it; write where every machine sees the "
+                f"{folder / name} is missing or cut off, though its rank wrote it; write where every machine sees the "
                 "same files"
             )
     return problems
@@ -62,13 +62,13 @@ class FileWriter:
     """Writes tensors into the files of a folder, in any order.
 
     Args:
-        draft: the temporary directory of the folder.
+        folder: to write into. It exists.
         layout: shape and number format of every tensor.
         plan: the file of every tensor.
     """
 
-    def __init__(self, draft: Path, layout: HubLayout, plan: FilePlan) -> None:
-        self._draft, self._layout, self._plan = draft, layout, plan
+    def __init__(self, folder: Path, layout: HubLayout, plan: FilePlan) -> None:
+        self._folder, self._layout, self._plan = folder, layout, plan
         self._offsets: dict[str, int] = {}
         self._name = ""
         self._stream: BinaryIO | None = None
@@ -81,7 +81,7 @@ class FileWriter:
             tensor: on the CPU, in the shape and number format of the layout.
         """
         wanted = self._layout.tensors[name]
-        assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype), f"{name} is not what its layout says"
+        assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype), f"{name} differs from its layout"
         stream = self._open(self._plan.file_of[name])
         stream.seek(self._offsets[name])
         # The tensor is written as bytes, because numpy does not know all of its number formats.
@@ -99,7 +99,7 @@ class FileWriter:
         if name != self._name or self._stream is None:
             self.close()
             self._name = name
-            self._stream = (self._draft / name).open("r+b" if name in self._started else "wb")
+            self._stream = (self._folder / name).open("r+b" if name in self._started else "wb")
             if name not in self._started:
                 self._start(name, self._stream)
         return self._stream
@@ -114,20 +114,20 @@ class FileWriter:
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     """Return the start of a file, and name -> offset of each tensor in the file, in bytes."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
+    offsets, end = {}, 0
     for name in _order(tensors):
         tensor = tensors[name]
-        places[name] = end
+        offsets[name] = end
         end += math.prod(tensor.shape) * tensor.dtype.itemsize
         table[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [places[name], end],
+            "data_offsets": [offsets[name], end],
         }
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
-    return start, {name: len(start) + place for name, place in places.items()}
+    return start, {name: len(start) + offset for name, offset in offsets.items()}
 
 
 def _order(tensors: Mapping[str, Tensor]) -> Sequence[str]:

@@ -35,7 +35,7 @@ def checkpoint_directory(root: Location, step: int) -> Location:
     return root / f"step-{step}"
 
 
-def draft_directory(root: Location, step: int) -> Location:
+def temporary_directory(root: Location, step: int) -> Location:
     """Return the directory in which the checkpoint of a step is written before it is complete."""
     return root / (f"step-{step}.tmp" if is_local(root) else f"step-{step}")
 
@@ -89,7 +89,7 @@ def find_checkpoints(path: Location) -> list[Location]:
             return checkpoints
     found = f"has no {MANIFEST_NAME} and no step-N directory" if path.is_dir() else "is not a directory"
     raise CheckpointError(
-        f"{path} is not a checkpoint: it {found}; give a step-N directory or the run directory above it"
+        f"{path} is not a checkpoint: it {found}; use a step-N directory or the run directory above it"
     )
 
 

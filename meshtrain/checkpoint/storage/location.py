@@ -21,9 +21,7 @@ from upath import UPath
 from meshtrain.config.reading import shown
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError
-
-Location = Path | UPath
-"""A file or directory: a Path on this machine, a UPath behind a URL."""
+from meshtrain.runtime.claims import Location
 
 _BLOCK = 2**20
 

@@ -38,7 +38,7 @@ def check_new(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
 
 
-def draft_of(folder: Path) -> Path:
+def temporary_folder(folder: Path) -> Path:
     """Return the temporary directory in which a folder is written before it is complete.
 
     It is inside the folder if that exists, and beside it otherwise. Where several processes write,
@@ -51,7 +51,7 @@ def draft_of(folder: Path) -> Path:
 def _has_something(folder: Path) -> bool:
     # A temporary directory there was left by a killed process, and the lock may be this process's
     # own.
-    return any(path != draft_of(folder) and not is_claim(path) for path in folder.resolve().iterdir())
+    return any(path != temporary_folder(folder) and not is_claim(path) for path in folder.resolve().iterdir())
 
 
 def locked_folder(folder: Location) -> AbstractContextManager[Lock]:
@@ -77,18 +77,18 @@ def locked_together(folder: Location, group: ProcessGroup | None = None) -> Iter
         yield
 
 
-def start_folder(draft: Path) -> None:
+def create_empty_folder(folder: Path) -> None:
     """Create an empty temporary directory in which a folder is written."""
-    remove_draft(draft)
-    draft.mkdir(parents=True)
+    remove_temporary(folder)
+    folder.mkdir(parents=True)
 
 
-def remove_draft(draft: Path) -> None:
+def remove_temporary(folder: Path) -> None:
     """Remove a temporary directory that was not published."""
-    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish_folder(draft: Path, folder: Path) -> None:
+def publish_folder(temporary: Path, folder: Path) -> None:
     """Move a temporary directory to its final name, after all of its files are flushed to the disk.
 
     Raises:
@@ -96,14 +96,14 @@ def publish_folder(draft: Path, folder: Path) -> None:
     """
     check_new(folder)
     folder = folder.resolve()
-    flush_tree(draft)
-    if draft.parent != folder:
-        draft.rename(folder)
+    flush_tree(temporary)
+    if temporary.parent != folder:
+        temporary.rename(folder)
         flush(folder.parent)
         return
-    for path in sorted(draft.iterdir(), key=lambda path: (path.name in _LAST, path.name)):
+    for path in sorted(temporary.iterdir(), key=lambda path: (path.name in _LAST, path.name)):
         path.rename(folder / path.name)
-    draft.rmdir()
+    temporary.rmdir()
     flush(folder)
 
 
@@ -117,15 +117,15 @@ def written_completely(folder: Path) -> Iterator[Path]:
         CheckpointError: if the folder is not empty, or the disk is full.
     """
     check_new(folder)
-    draft = draft_of(folder)
+    temporary = temporary_folder(folder)
     try:
-        start_folder(draft)
-        yield draft
-        publish_folder(draft, folder)
+        create_empty_folder(temporary)
+        yield temporary
+        publish_folder(temporary, folder)
     except OSError as error:
         raise CheckpointError(cannot_write(folder, error)) from error
     finally:
-        remove_draft(draft)
+        remove_temporary(temporary)
 
 
 def cannot_write(folder: Path, error: OSError) -> str:

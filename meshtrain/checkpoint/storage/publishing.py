@@ -35,32 +35,32 @@ class Retention:
     best: int = 0
 
 
-def start_draft(draft: Location) -> None:
+def create_empty_directory(directory: Location) -> None:
     """Create an empty temporary directory in which a checkpoint is written."""
-    if children(draft) or (is_local(draft) and draft.exists()):
+    if children(directory) or (is_local(directory) and directory.exists()):
         # Remove the manifest first: in an object store this may be a published checkpoint.
-        (draft / MANIFEST_NAME).unlink(missing_ok=True)
-        remove_tree(draft)
-    draft.mkdir(parents=True, exist_ok=True)
+        (directory / MANIFEST_NAME).unlink(missing_ok=True)
+        remove_tree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
 
 
-def publish_checkpoint(draft: Location, final: Location) -> None:
+def publish_checkpoint(temporary: Location, final: Location) -> None:
     """Move a temporary directory, whose files are on the disk, to its final name.
 
     A complete checkpoint of this step exists at every moment: an earlier one is renamed first, and
     stays valid until the new one has the name. In an object store, the directory has its final name
     already.
     """
-    if not isinstance(draft, Path) or not isinstance(final, Path):
+    if not isinstance(temporary, Path) or not isinstance(final, Path):
         return
-    for directory in [*(path for path in draft.rglob("*") if path.is_dir()), draft]:
+    for directory in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         flush(directory)
     if final.exists():
         aside = final.with_name(f"{final.name}.old")
         if aside.exists():
             _remove(aside)
         final.rename(aside)
-    draft.rename(final)
+    temporary.rename(final)
     flush(final.parent)
 
 
@@ -81,10 +81,10 @@ def prune_checkpoints(root: Location, *, step: int, retention: Retention) -> Non
         try:
             foreign = foreign_files(path)
         except CheckpointError as error:
-            console.line(f"{path} stays, for what belongs to it is not known: {error.lines[0]}")
+            console.line(f"{path} stays, because its manifest cannot be read: {error.lines[0]}")
             continue
         if foreign:
-            console.line(f"{path} stays, for it holds files that are not its own: {name_some(foreign)}")
+            console.line(f"{path} stays, because it holds files that are not its own: {name_some(foreign)}")
         else:
             _remove(path)
 

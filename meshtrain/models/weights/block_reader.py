@@ -1,19 +1,22 @@
 """Read blocks of tensors from files into existing memory."""
 
+import ctypes
 import math
+import mmap
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from meshtrain.errors import ModelError
 from meshtrain.models.weights.safetensors_files import FileTensor
-from meshtrain.runtime.fresh_memory import populate_pages
 
 BOUNCE_BYTES = 4 * 2**20
 # Number of bytes of memory that are populated at once. It needs few calls, and the pages that the
@@ -22,6 +25,8 @@ FRESH_BYTES = 2 * 2**20
 # Shorter runs are read together with the bytes between them, because a call for each run would cost
 # more than these bytes.
 SHORTEST_RUN_BYTES = 256 * 2**10
+# Available since Linux 5.14. Python has no name for it. Source: madvise(2).
+MADV_POPULATE_WRITE = 23
 
 
 class BlockReader:
@@ -61,10 +66,9 @@ class BlockReader:
             tensor, ranges, out = _as_vector(tensor), [slice(0, 1)], out.view(1)
         # The last dimensions that are read in full, and the one before them, form a run of bytes
         # without gaps.
-        whole = len(ranges)
-        while whole > 1 and _is_whole(ranges[whole - 1], tensor.shape[whole - 1]):
-            whole -= 1
-        dim = whole - 1
+        dim = len(ranges) - 1
+        while dim > 0 and _is_full(ranges[dim], tensor.shape[dim]):
+            dim -= 1
         run_bytes = out.dtype.itemsize * math.prod(out.shape[dim:])
         fits = out.device.type == "cpu" and out.dtype == tensor.dtype
         if fits and out[(0,) * dim].is_contiguous() and (dim == 0 or run_bytes >= SHORTEST_RUN_BYTES):
@@ -110,11 +114,9 @@ class BlockReader:
             try:
                 read = os.preadv(self._descriptor(tensor.path), [memory[done:]], start + done)
             except OSError as error:
-                raise ModelError(
-                    f"{tensor.path} cannot be read ({error.strerror}); see whether its disk is well"
-                ) from error
+                raise ModelError(f"{tensor.path} cannot be read ({error.strerror}); check its disk") from error
             if read == 0:
-                raise ModelError(f"{tensor.path} became shorter while it was read; leave it alone, and start again")
+                raise ModelError(f"{tensor.path} became shorter while it was read; do not change it, and start again")
             done += read
 
     def _descriptor(self, path: Path) -> int:
@@ -128,10 +130,10 @@ def _runs(tensor: FileTensor, ranges: Sequence[slice], dim: int) -> Iterator[tup
 
     The byte is the first of the run that belongs to the index.
     """
-    strides = [math.prod(tensor.shape[position + 1 :]) for position in range(dim + 1)]
+    strides = [math.prod(tensor.shape[inner:]) for inner in range(1, dim + 2)]
     for index in product(*(range(part.stop - part.start) for part in ranges[:dim])):
-        places = [part.start + step for part, step in zip(ranges, index, strict=False)] + [ranges[dim].start]
-        offset = sum(place * stride for place, stride in zip(places, strides, strict=True))
+        position = [part.start + step for part, step in zip(ranges, index, strict=False)] + [ranges[dim].start]
+        offset = sum(number * stride for number, stride in zip(position, strides, strict=True))
         yield index, tensor.start + offset * tensor.dtype.itemsize
 
 
@@ -139,9 +141,31 @@ def _as_vector(tensor: FileTensor) -> FileTensor:
     return FileTensor(tensor.path, tensor.name, tensor.dtype, (1,), tensor.start)
 
 
-def _is_whole(part: slice, length: int) -> bool:
+def _is_full(part: slice, length: int) -> bool:
     return part.start == 0 and part.stop == length
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def populate_pages(tensor: Tensor) -> None:
+    """Allocate the pages of a contiguous tensor on the CPU before it is written to.
+
+    New memory has no pages until it is written to. The first write to each page (4 KiB) interrupts
+    the process, which takes longer than copying data into the page. Here the pages are allocated
+    many at once. The values of the tensor do not change. This is a hint: a system that does not
+    support it allocates the pages one by one, when they are written to.
+    """
+    if (advise := _advise()) is not None and tensor.nbytes:
+        first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(first, tensor.data_ptr() + tensor.nbytes - first, MADV_POPULATE_WRITE)
+
+
+@cache
+def _advise() -> Callable[..., Any] | None:
+    if sys.platform != "linux":
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise

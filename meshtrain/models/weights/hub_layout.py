@@ -40,10 +40,10 @@ _MISFITS = (ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 @dataclass
 class Layout:
-    """The position of a stock model's state in files.
+    """Where the state of a stock model is in files.
 
     Attributes:
-        origins: name in the stock model's state -> lazy tensor with the position of its values.
+        tensors: name in the stock model's state -> lazy tensor that reads its values.
         missing: names of missing tensors, as these files would have them.
         unexpected: names of tensors in the files that the model does not have.
         misfits: messages of the conversion about tensors that do not fit together.
@@ -51,7 +51,7 @@ class Layout:
         is_converted: whether the layout of the files differs from that of the modules.
     """
 
-    origins: dict[str, LazyTensor] = field(default_factory=dict)
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
@@ -85,20 +85,20 @@ def find_layout(stock: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> La
     for first, group in groups.items():
         if group.converter is None:
             (tensor,) = (tensor for found in group.sources.values() for tensor in found)
-            layout.origins[first] = lazy_tensor_in_file(tensor)
+            layout.tensors[first] = lazy_tensor_in_file(tensor)
             continue
         try:
             outputs = _convert(stock, first, group, in_work)
         except _MISFITS as error:
             if not _note_incomplete(stock, first, state, group, layout):
                 reason = " ".join(str(error).split())
-                layout.misfits.append(f"{first} cannot be made of {name_some(group.names, 3)}: {reason}")
+                layout.misfits.append(f"{first} cannot be built from {name_some(group.names, 3)}: {reason}")
             continue
-        for name, origin in outputs.items():
+        for name, output in outputs.items():
             if name not in state:
                 layout.unexpected += group.names
-            elif origin.shape == state[name].shape or not _note_incomplete(stock, name, state, group, layout):
-                layout.origins[name] = origin
+            elif output.shape == state[name].shape or not _note_incomplete(stock, name, state, group, layout):
+                layout.tensors[name] = output
     _tie(layout, stock.all_tied_weights_keys)
     _note_missing(stock, state, groups, layout)
     return layout
@@ -232,14 +232,14 @@ def _hub_names(stock: PreTrainedModel, name: str, state: dict[str, Tensor]) -> s
 
 def _tie(layout: Layout, ties: Mapping[str, str]) -> None:
     """Set the ends of a tie that the files lack to the values of another end, like transformers."""
-    origins = layout.origins
-    layout.contested = {copy: source for copy, source in ties.items() if {copy, source} <= origins.keys()}
+    tensors = layout.tensors
+    layout.contested = {copy: source for copy, source in ties.items() if {copy, source} <= tensors.keys()}
     for copy, source in ties.items():
-        if copy in origins:
-            origins.setdefault(source, origins[copy])
+        if copy in tensors:
+            tensors.setdefault(source, tensors[copy])
     for copy, source in ties.items():
-        if source in origins:
-            origins.setdefault(copy, origins[source])
+        if source in tensors:
+            tensors.setdefault(copy, tensors[source])
 
 
 def _note_missing(
@@ -253,7 +253,7 @@ def _note_missing(
     # Missing buffers keep the values that the model computes. transformers also treats them as
     # optional.
     for name, _ in stock.named_parameters():
-        if name not in layout.origins:
+        if name not in layout.tensors:
             names = _hub_names(stock, name, state) if layout.is_converted else {name}
             if not names & there:
                 layout.missing += sorted(names, key=dot_natural_key)

@@ -1,9 +1,10 @@
-"""Tensors without values that record where their values come from: moves over tensors in files.
+"""Tensors without values that record the operations on tensors in files that give their values.
 
 The layout of weights on the hub may differ from that of the modules (experts one by one, fused
 projections). transformers converts it by joining, stacking, cutting and transposing full tensors.
-Here the same code runs on tensors without values, `LazyTensor`, which record these moves as a tree.
-Any block of the result can be read separately, so a process reads only the values of its shards.
+Here the same code runs on tensors without values, `LazyTensor`, which record these operations as a
+tree. Any block of the result can be read separately, so a process reads only the values of its
+shards.
 """
 
 import math
@@ -43,11 +44,11 @@ class LazyTensor(Tensor):
     def __new__(cls, node: Node, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
         """Create a tensor that appears as a contiguous tensor on the CPU.
 
-        Every lazy tensor can be contiguous, because moves are recorded by position, not by byte.
+        Every lazy tensor can be contiguous, because positions are recorded, not bytes.
         """
-        origin = tensor_without_memory(cls, shape, dtype)
-        origin.node = node
-        return origin
+        tensor = tensor_without_memory(cls, shape, dtype)
+        tensor.node = node
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -58,10 +59,10 @@ class LazyTensor(Tensor):
         Raises:
             NotRecordedError: for any other operation.
         """
-        move = _MOVES.get(func.overloadpacket)
-        if move is None:
+        record = _OPERATIONS.get(func.overloadpacket)
+        if record is None:
             raise NotRecordedError(str(func))
-        return move(*args, **(kwargs or {}))
+        return record(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the shape and the node, because there are no values to print."""
@@ -78,7 +79,7 @@ def lazy_tensor_in_file(tensor: FileTensor) -> LazyTensor:
     return LazyTensor(InFile(tensor), tensor.shape, tensor.dtype)
 
 
-def _move_cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+def _record_cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     dim %= tensors[0].dim()
     shape = list(tensors[0].shape)
     others = [tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in tensors]
@@ -88,91 +89,91 @@ def _move_cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return LazyTensor(Joined(list(tensors), dim), shape, tensors[0].dtype)
 
 
-def _move_stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    return _move_cat([_move_unsqueeze(tensor, dim) for tensor in tensors], dim)
+def _record_stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    return _record_cat([_record_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
-def _move_slice(
-    origin: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+def _record_slice(
+    tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LazyTensor:
     if step != 1:
         raise NotRecordedError("a slice with steps")
-    dim %= origin.dim()
-    part = slice(*slice(start, end).indices(origin.shape[dim])[:2])
-    shape = [*origin.shape[:dim], max(0, part.stop - part.start), *origin.shape[dim + 1 :]]
-    return LazyTensor(Cut(origin, dim, part.start), shape, origin.dtype)
+    dim %= tensor.dim()
+    part = slice(*slice(start, end).indices(tensor.shape[dim])[:2])
+    shape = [*tensor.shape[:dim], max(0, part.stop - part.start), *tensor.shape[dim + 1 :]]
+    return LazyTensor(Cut(tensor, dim, part.start), shape, tensor.dtype)
 
 
-def _move_select(origin: LazyTensor, dim: int, index: int) -> LazyTensor:
-    dim %= origin.dim()
-    index %= origin.shape[dim]
-    return _move_squeeze(_move_slice(origin, dim, index, index + 1), dim)
+def _record_select(tensor: LazyTensor, dim: int, index: int) -> LazyTensor:
+    dim %= tensor.dim()
+    index %= tensor.shape[dim]
+    return _record_squeeze(_record_slice(tensor, dim, index, index + 1), dim)
 
 
-def _move_unbind(origin: LazyTensor, dim: int = 0) -> list[LazyTensor]:
-    return [_move_select(origin, dim, index) for index in range(origin.shape[dim])]
+def _record_unbind(tensor: LazyTensor, dim: int = 0) -> list[LazyTensor]:
+    return [_record_select(tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
-def _move_split(origin: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> list[LazyTensor]:
-    length = origin.shape[dim]
+def _record_split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> list[LazyTensor]:
+    length = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     ends = torch.tensor(list(sizes)).cumsum(0).tolist()
-    return [_move_slice(origin, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [_record_slice(tensor, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _move_transpose(origin: LazyTensor, first: int, second: int) -> LazyTensor:
-    order = list(range(origin.dim()))
+def _record_transpose(tensor: LazyTensor, first: int, second: int) -> LazyTensor:
+    order = list(range(tensor.dim()))
     order[first], order[second] = order[second], order[first]
-    return _move_permute(origin, order)
+    return _record_permute(tensor, order)
 
 
-def _move_permute(origin: LazyTensor, order: Sequence[int]) -> LazyTensor:
-    order = [dim % origin.dim() for dim in order]
-    return LazyTensor(Permuted(origin, order), [origin.shape[dim] for dim in order], origin.dtype)
+def _record_permute(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    order = [dim % tensor.dim() for dim in order]
+    return LazyTensor(Permuted(tensor, order), [tensor.shape[dim] for dim in order], tensor.dtype)
 
 
-def _move_view(origin: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+def _record_view(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
     known = -math.prod(shape)
-    lengths = [origin.numel() // known if length == -1 else length for length in shape]
-    return LazyTensor(Reshaped(origin, lengths), lengths, origin.dtype)
+    lengths = [tensor.numel() // known if length == -1 else length for length in shape]
+    return LazyTensor(Reshaped(tensor, lengths), lengths, tensor.dtype)
 
 
-def _move_unsqueeze(origin: LazyTensor, dim: int) -> LazyTensor:
-    dim %= origin.dim() + 1
-    return LazyTensor(Unsqueezed(origin, dim), [*origin.shape[:dim], 1, *origin.shape[dim:]], origin.dtype)
+def _record_unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
+    dim %= tensor.dim() + 1
+    return LazyTensor(Unsqueezed(tensor, dim), [*tensor.shape[:dim], 1, *tensor.shape[dim:]], tensor.dtype)
 
 
-def _move_squeeze(origin: LazyTensor, dim: int) -> LazyTensor:
-    dim %= origin.dim()
-    if origin.shape[dim] != 1:
-        return origin
-    return LazyTensor(Squeezed(origin, dim), [*origin.shape[:dim], *origin.shape[dim + 1 :]], origin.dtype)
+def _record_squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
+    dim %= tensor.dim()
+    if tensor.shape[dim] != 1:
+        return tensor
+    return LazyTensor(Squeezed(tensor, dim), [*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype)
 
 
-def _stay(origin: LazyTensor, *_: object, **options: object) -> LazyTensor:
-    if options.get("dtype", origin.dtype) not in (None, origin.dtype):
+def _record_identity(tensor: LazyTensor, *_: object, **options: object) -> LazyTensor:
+    if options.get("dtype", tensor.dtype) not in (None, tensor.dtype):
         raise NotRecordedError("another type")
-    return origin
+    return tensor
 
 
 _aten = torch.ops.aten
-_MOVES: dict[Any, Callable[..., Any]] = {
-    _aten.cat: _move_cat,
-    _aten.stack: _move_stack,
-    _aten.slice: _move_slice,
-    _aten.select: _move_select,
-    _aten.unbind: _move_unbind,
-    _aten.split: _move_split,
-    _aten.split_with_sizes: _move_split,
-    _aten.transpose: _move_transpose,
-    _aten.t: lambda origin: _move_transpose(origin, 0, -1),
-    _aten.permute: _move_permute,
-    **dict.fromkeys(VIEWS, _move_view),
-    _aten.unsqueeze: _move_unsqueeze,
-    _aten.squeeze: _move_squeeze,
-    _aten.clone: _stay,
-    _aten.detach: _stay,
-    _aten.alias: _stay,
-    **dict.fromkeys(CASTS, _stay),
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.cat: _record_cat,
+    _aten.stack: _record_stack,
+    _aten.slice: _record_slice,
+    _aten.select: _record_select,
+    _aten.unbind: _record_unbind,
+    _aten.split: _record_split,
+    _aten.split_with_sizes: _record_split,
+    _aten.transpose: _record_transpose,
+    _aten.t: lambda tensor: _record_transpose(tensor, 0, -1),
+    _aten.permute: _record_permute,
+    **dict.fromkeys(VIEWS, _record_view),
+    _aten.unsqueeze: _record_unsqueeze,
+    _aten.squeeze: _record_squeeze,
+    _aten.clone: _record_identity,
+    _aten.detach: _record_identity,
+    _aten.alias: _record_identity,
+    **dict.fromkeys(CASTS, _record_identity),
 }

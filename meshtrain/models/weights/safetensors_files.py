@@ -65,7 +65,7 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
         ModelError: if files are missing, broken, or of an unsupported kind.
     """
     if not source.is_dir():
-        raise ModelError(f"{source} is not a directory; give a local Hugging Face directory with {SINGLE_NAME}")
+        raise ModelError(f"{source} is not a directory; use a local Hugging Face directory with {SINGLE_NAME}")
     # If both exist, one of them is a leftover. `from_pretrained` uses the same order.
     if (source / SINGLE_NAME).is_file():
         return read_header(source / SINGLE_NAME)
@@ -81,7 +81,7 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
             f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which is not there; download the "
             "model again"
         )
-    raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a directory that holds the weights")
+    raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; use a directory that holds the weights")
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
@@ -97,16 +97,14 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             file.seek(0)
             beginning = file.read(8)
             if beginning == b"version ":
-                raise ModelError(
-                    f"{path} is no weights but what git-lfs keeps in their place; run `git lfs pull` in its directory"
-                )
+                raise ModelError(f"{path} is a git-lfs pointer instead of weights; run `git lfs pull` in its directory")
             length = int.from_bytes(beginning, "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
                 raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
             header = json.loads(file.read(length))
         return _parse(path, _checked(header), 8 + length, size)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): is it cut short? Download it again") from error
+        raise ModelError(f"{path} cannot be read ({error}); it may be truncated, so download it again") from error
 
 
 def _checked(header: Any) -> dict[str, dict[str, Any]]:
@@ -122,7 +120,7 @@ def _checked(header: Any) -> dict[str, dict[str, Any]]:
         for key, is_right in _ENTRY.items():
             found = entry.get(key) if isinstance(entry, dict) else None
             if not is_right(found):
-                raise ValueError(f"its header says {found!r} for the {key} of {name}")
+                raise ValueError(f"its header has {found!r} as the {key} of {name}")
     return header
 
 
@@ -144,7 +142,7 @@ def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) ->
         dtype, shape = _dtype(path, name, entry["dtype"]), tuple(int(length) for length in entry["shape"])
         begin, stop = (first_byte + int(offset) for offset in entry["data_offsets"])
         if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or stop > size:
-            raise ValueError(f"{name} of shape {shape} is said to lie in bytes {begin:,} to {stop:,} of {size:,}")
+            raise ValueError(f"{name} of shape {shape} has offsets for bytes {begin:,} to {stop:,} of {size:,}")
         tensors[name] = FileTensor(path, name, dtype, shape, begin)
         end = stop
     if end != size:
@@ -158,27 +156,28 @@ def _dtype(path: Path, name: str, code: str) -> torch.dtype:
     if _QUANTIZED.fullmatch(code):
         raise ModelError(
             f"{path} holds {name} in {code}: quantized weights, which need their scales; dequantize the model first, "
-            "or take the bfloat16 version of it"
+            "or use its bfloat16 version"
         )
-    raise ModelError(f"{path} holds {name} in {code}, which is not read; known are {', '.join(DTYPES)}")
+    raise ModelError(f"{path} holds {name} in {code}, which is not supported; supported are {', '.join(DTYPES)}")
 
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:
     try:
-        table = json.loads(index.read_text())
+        files = _weight_map(json.loads(index.read_text()))
     except (OSError, ValueError) as error:
         raise ModelError(f"{index} is not an index of safetensors files ({error}); download the model again") from error
-    files = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ModelError(
-            f"{index} is not an index of safetensors files (it has no table weight_map from names to files); download "
-            "the model again"
-        )
     paths = {name: index.parent / file for name, file in files.items()}
     if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
         raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
     headers = {path: read_header(path) for path in dict.fromkeys(paths.values())}
     for name, path in paths.items():
         if name not in headers[path]:
-            raise ModelError(f"{path} lacks {name}, which its index promises; download the model again")
+            raise ModelError(f"{path} lacks {name}, which its index lists; download the model again")
     return {name: headers[path][name] for name, path in paths.items()}
+
+
+def _weight_map(table: Any) -> dict[str, str]:
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError("it has no table weight_map from names to files")
+    return files

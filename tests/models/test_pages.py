@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from meshtrain.runtime.fresh_memory import _advise, populate_pages
+from meshtrain.models.weights.block_reader import _advise, populate_pages
 
 NUM_PAGES = 8192
 KNOWS_HOW = sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14)
