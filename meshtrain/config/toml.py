@@ -1,9 +1,8 @@
-"""Reading runs, plans and corpora from TOML, writing them, and the shipped families of models."""
+"""Reading runs, plans and corpora from TOML, and writing them."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,7 +16,7 @@ from meshtrain.config.overrides import read_overrides
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.problems import Explainer, problem
-from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
+from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
@@ -25,7 +24,6 @@ from meshtrain.config.tables import Key, SettingSource, Table, as_table, merge, 
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Settings)
-FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
 PLAN_FILE = "a .toml or .json file, or the name of a shipped plan, such as 'families/gpt2'"
 
 
@@ -158,41 +156,6 @@ def _checked(
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return words
-
-
-def find_family(model_type: str, config: Mapping[str, object] | None = None) -> ParallelPlan | None:
-    """Return the shipped family that is written for a Hugging Face model type, if there is one.
-
-    Args:
-        model_type: as Hugging Face names it.
-        config: values of the model's configuration, because some types have several families.
-            Without it these types have none.
-    """
-    for family in shipped_families():
-        wanted = family.model_config_has
-        if model_type not in family.model_types or (wanted and config is None):
-            continue
-        if config is None or wanted.items() <= {(name, config[name]) for name in wanted if name in config}:
-            return family
-    return None
-
-
-@cache
-def shipped_families() -> tuple[ParallelPlan, ...]:
-    """Return the shipped families; they are read once."""
-    return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
-
-
-def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
-    """Return a plan with the tensor rules of the model's family, if it has no styles of its own.
-
-    Nothing else of the family is used.
-    """
-    family = None if plan.tensor.styles else find_family(model_type)
-    if family is None:
-        return plan
-    rules = {name: getattr(family.tensor, name) for name in FAMILY_RULES}
-    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
 
 
 def dump_toml(words: Settings) -> str:

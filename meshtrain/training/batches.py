@@ -12,8 +12,8 @@ from meshtrain.training.build import Run
 def train_batches(run: Run) -> Iterable[Batch]:
     """Return the batches of the remaining steps, without those that rewinds have left out."""
     return build_loader(
-        run.feed.samples,
-        run.feed.order,
+        run.dataset.samples,
+        run.dataset.order,
         start_step=run.state.step,
         stop_step=run.num_steps,
         left_out=run.context.history.left_out,
@@ -24,7 +24,7 @@ def train_batches(run: Run) -> Iterable[Batch]:
 def evaluation_batches(run: Run) -> dict[str, Iterable[Batch]]:
     """Return source -> batches of its validation data, for the sources that have any."""
     batches = {}
-    for name, (samples, order) in run.feed.validation.items():
+    for name, (samples, order) in run.dataset.validation.items():
         num_batches = min(order.steps_per_epoch, run.config.evaluation.max_batches or order.steps_per_epoch)
         batches[name] = build_loader(samples, order, start_step=0, stop_step=num_batches, **_share(run))
     return batches

@@ -19,7 +19,7 @@ from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.build import load_hf_config
 from meshtrain.training.directory import differences
-from meshtrain.training.report import Resolved
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.same_model import config_values, kind_differences
 
 
@@ -32,10 +32,14 @@ class Identity:
             exported model has it.
     """
 
-    config: RunConfig
+    resolved: ResolvedRun
     data: PreparedData
-    resolved: Resolved
     hf_config: PretrainedConfig
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the configuration of the run."""
+        return self.resolved.config
 
     @property
     def plan(self) -> ParallelPlan:

@@ -202,7 +202,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
 def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
     run.pipeline.place.enter("hooks")
-    next_epoch = run.feed.order.epoch(find_data_step(step, history.left_out))
+    next_epoch = run.dataset.order.epoch(find_data_step(step, history.left_out))
     run.hooks.step(
         done.metrics,
         epoch_ends=next_epoch != batch.epoch or step == run.num_steps,
@@ -223,7 +223,7 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     step, loss, is_saved = run.state.step, None, False
     is_last = step == run.num_steps
     if is_last or not stop_reason:
-        if run.feed.validation and _is_due(run, run.config.evaluation.every):
+        if run.dataset.validation and _is_due(run, run.config.evaluation.every):
             loss = _evaluate(run)
         if is_saved := _is_due(run, run.config.checkpoint.every):
             save(run, step, loss)

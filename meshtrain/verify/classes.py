@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshtrain import console
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
-from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.case import ProofCase

@@ -15,26 +15,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtrain import console
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.data import DataConfig
+from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import RunConfig
-from meshtrain.config.toml import find_family, plan_hash
+from meshtrain.config.toml import plan_hash
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import ModelError, UserError
-from meshtrain.models.build import load_hf_config
-from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.training.directory import check_directory
-from meshtrain.training.report import resolve_run
+from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove, write_json
 from meshtrain.verify.record import uncovered_flags
-from meshtrain.verify.verify_run import make_cases, make_subjects_of
+from meshtrain.verify.verify_run import make_cases, make_cases_of
 
 PROOF_NAME = "proof.json"
 SWITCH = "set model.prove_unknown_class = false to train without a proof"
 SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to train without a proof"
 
 
-def ensure_proven(config: RunConfig) -> None:
+def ensure_proven(resolved: ResolvedRun) -> None:
     """Prove the plan of a run once, if no shipped family is written for the class of its model.
 
     A class that comes with the model never belongs to a family, whatever its model type. Under
@@ -46,22 +44,17 @@ def ensure_proven(config: RunConfig) -> None:
     Raises:
         ModelError: if the plan does not compute what one device computes.
     """
-    hf_config = load_hf_config(config.model)
+    config, hf_config, model_class = resolved.config, resolved.hf_config, type(resolved.model)
     flags = _uncovered(hf_config, config.plan)
-    known = find_family(hf_config.model_type) is not None and not flags
+    is_stock = not config.model.trust_remote_code or _is_stock(model_class)
+    is_known = is_stock and find_family(hf_config.model_type) is not None and not flags
     # Only a proof shows whether a class keeps documents apart: it may accept positions and make no
     # mask of them.
     separates = config.data.documents == "separate"
-    if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
+    if not config.model.prove_unknown_class or (is_known and not separates):
         return
-    # Contradictions at the real size are mistakes, and are reported first.
-    check_directory(config)
-    resolved = resolve_run(config, world_size_from_environment())
-    model_class = type(resolved.model)
-    if known and not separates and _is_stock(model_class):
-        return
-    subjects = _with_switch(partial(make_cases, config, resolved), SWITCH)
-    _ensure(subjects, model_class, config.data.cache_directory, SWITCH, flags)
+    cases = _with_switch(partial(make_cases, resolved), SWITCH)
+    _ensure(cases, model_class, config.data.cache_directory, SWITCH, flags)
 
 
 def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
@@ -89,7 +82,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "trust_remote_code": not _is_stock(model_class),
         "pretrained": True,
     }
-    subjects = _with_switch(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    subjects = _with_switch(partial(make_cases_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
     _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
 
 

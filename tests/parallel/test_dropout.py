@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import Streams, stream_key

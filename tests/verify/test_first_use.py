@@ -12,6 +12,7 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import load_run
 from meshtrain.models.build import build_model
+from meshtrain.training.resolve import resolve_run
 from meshtrain.verify import first_use
 from meshtrain.verify.case import ProofCase
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -66,7 +67,7 @@ def write_model(directory: Path, *, times: int) -> None:
 
 def ensure_proven(text: str) -> None:
     Path("run.toml").write_text(RUN_TEXT + text)
-    first_use.ensure_proven(load_run("run.toml"))
+    first_use.ensure_proven(resolve_run(load_run("run.toml")))
 
 
 def test_a_class_that_comes_with_a_model_of_a_known_type_is_unknown(tmp_path: Path, proven: list[ProofCase]) -> None:

@@ -14,15 +14,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from meshtrain import cli
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan, ShardPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import load_run, with_family
+from meshtrain.config.toml import load_run
 from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import MeanLoss, TokenLoss
+from meshtrain.training.resolve import resolve_run
 from meshtrain.verify import classes, parallel, prove
 from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
@@ -331,7 +333,7 @@ def test_a_plan_that_differs_is_not_proven(
         rf"{difference}; see `meshtrain verify`, or set model\.prove_unknown_class = false to train without a proof$"
     )
     with pytest.raises(ModelError, match=refusal):
-        ensure_proven(load_run("run.toml"))
+        ensure_proven(resolve_run(load_run("run.toml")))
     assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
 
 
@@ -424,13 +426,13 @@ def test_an_unknown_class_is_proven_before_its_first_run(
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.jsonl")
     (tmp_path / "run.toml").write_text(UNKNOWN)
-    ensure_proven(load_run("run.toml"))
+    ensure_proven(resolve_run(load_run("run.toml")))
     assert capsys.readouterr().out.splitlines() == [
         "Olmo2ForCausalLM is new here: proving the plan on a tiny copy of it",
         "Proven: dp_shard 2 computes what one device computes",
     ]
     for again in ((), ("model.prove_unknown_class=false", "model.config.rms_norm_eps=1e-3")):
-        ensure_proven(load_run("run.toml", again))
+        ensure_proven(resolve_run(load_run("run.toml", again)))
         assert capsys.readouterr().out == ""
     # Another configuration of the class is another thing to prove.
     proofs = list((tmp_path / "cache" / "proofs").glob("*/proof.json"))
@@ -438,15 +440,16 @@ def test_an_unknown_class_is_proven_before_its_first_run(
     # The tiny copy has four layers; the check of the run itself has found the sixth.
     deeper = ("model.config.num_hidden_layers=6", 'plan.tensor.local_attributes={"model.layers.5.mlp"=["hidden_size"]}')
     with pytest.raises(ModelError) as caught:
-        ensure_proven(load_run("run.toml", deeper))
+        ensure_proven(resolve_run(load_run("run.toml", deeper)))
     assert caught.value.lines == (
         "tensor.local_attributes: 'model.layers.5.mlp' matches no module of the model; the nearest is "
         "'model.layers.*.mlp'",
         "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",
     )
     monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, break_down))
+    resolved = resolve_run(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
     with pytest.raises(ModelError, match=r"does not run: .*broken\n.*model\.prove_unknown_class = false"):
-        ensure_proven(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
+        ensure_proven(resolved)
 
 
 def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.layer_config import values_in_layers
