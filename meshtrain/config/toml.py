@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 from pydantic import ValidationError
 
-from meshtrain.config.arguments import described, path_text
+from meshtrain.config.arguments import check_strings, described, path_text
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.config.overrides import read_overrides
+from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.problems import Explainer, problem
+from meshtrain.config.problems import Explainer, problem, shortened
 from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shown
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
-from meshtrain.config.tables import Key, SettingSource, Table, as_table, merge, plain
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge, plain
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Settings)
+FORM = "expected key=value, as in plan.mesh.tp=4"
+QUOTING = """quote lists and tables for the shell, as in 'data.train=["a.jsonl"]'"""
 PLAN_FILE = "a .toml or .json file, or the name of a shipped plan, such as 'families/gpt2'"
 
 
@@ -156,6 +159,59 @@ def _checked(
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return words
+
+
+def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
+    """Return a table for each override; those that cannot be read are added to `problems`.
+
+    A value that is not TOML is taken as a string (`run_directory=out`). An empty value removes the
+    key (`epochs=`), so that a key that excludes it can be set.
+
+    Raises:
+        ConfigError: if `lines` is not a list of strings.
+    """
+    check_strings("overrides", lines, "a list of strings, such as ['mesh.tp=4']")
+    source = SettingSource("command line", Path.cwd())
+    tables = []
+    for line in lines:
+        try:
+            values = _parsed_override(line)
+        except tomllib.TOMLDecodeError:
+            found = shortened(repr(line))
+            problems.append(problem(source, (), f"cannot read {found}; {QUOTING if _is_compound(line) else FORM}"))
+            continue
+        unusable = [problem(source, key, said) for key, said in unusable_values(values)]
+        if unusable:
+            problems += unusable
+            continue
+        table = as_table(values, source)
+        if isinstance(table.get("extends"), Setting):
+            problems.append(problem(source, ("extends",), "only a file can extend another; name that file instead"))
+            continue
+        tables.append(table)
+    return tables
+
+
+def _parsed_override(line: str) -> dict[str, Any]:
+    key, equals, value = line.partition("=")
+    # A line break would allow several settings in one override.
+    if not equals or "\n" in key or key.lstrip().startswith(("#", "[")):
+        raise tomllib.TOMLDecodeError
+    try:
+        return parse_toml(line)
+    except tomllib.TOMLDecodeError:
+        if _is_compound(line):
+            raise
+        return _with_leaf(parse_toml(f"{key} = 0"), value.strip() or None)
+
+
+def _is_compound(line: str) -> bool:
+    return line.partition("=")[2].lstrip().startswith(("[", "{", '"', "'"))
+
+
+def _with_leaf(table: dict[str, Any], value: str | None) -> dict[str, Any]:
+    ((name, below),) = table.items()
+    return {name: _with_leaf(below, value) if isinstance(below, dict) else value}
 
 
 def dump_toml(words: Settings) -> str:

@@ -9,10 +9,9 @@ Set up a run
     beginning: the check that a run without a checkpoint may begin at step 0.
     identity: what a checkpoint must agree with to resume the run.
     build: build everything that a run works with.
-    batches: the batches that this process reads.
 
 Train
-    loop: step, evaluate, save, and notify the hooks.
+    loop: read batches, step, evaluate, save, and notify the hooks.
     step: one optimizer step.
     loss: next-token cross-entropy, also over a sharded vocabulary.
     loss_scale: dynamic loss scaling for float16.
@@ -20,7 +19,6 @@ Train
     optim: the optimizer and its learning rate.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
-    timer: seconds between two points in the work of a device.
 
 Hooks
     hooks: base class of hooks, and the state that is passed to them.

@@ -1,10 +1,12 @@
 """The command `meshtrain verify RUN`: it makes the proofs of a run."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.transformers import loop_over_experts
@@ -16,14 +18,17 @@ from meshtrain.errors import ModelError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
-from meshtrain.verify.kinds import Kind, layer_kinds
 from meshtrain.verify.prove import prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
+Kind = tuple[str | None, frozenset[str], frozenset[str]]
+"""The layer type in the configuration, the classes of its modules, and the names of its
+parameters without numbers."""
 
 
 def verify_run(resolved: ResolvedRun, json_file: Path | None) -> bool:
@@ -184,6 +189,26 @@ def _copy_with_all_kinds(
         f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
         f"that no tiny copy with up to {count} layers has"
     )
+
+
+def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
+    """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
+    try:
+        name, layers = find_layers(model)
+    except ModelError:
+        # The check of the plan decides whether it needs the layers.
+        return {}
+    words = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds: dict[Kind, str] = {}
+    for index, (word, layer) in enumerate(zip(words, layers, strict=False)):
+        kinds.setdefault(_kind(word, layer), f"{name}.{index}")
+    return kinds
+
+
+def _kind(word: str | None, layer: nn.Module) -> Kind:
+    # The number of experts does not change the kind.
+    names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
+    return word, frozenset(type(module).__name__ for module in layer.modules()), names
 
 
 def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:
