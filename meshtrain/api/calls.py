@@ -65,7 +65,7 @@ class Calls:
             check_same_batch(self._handle.pipeline, given)
         if torch.is_grad_enabled() or has_labels:
             check_same_call(self._handle.pipeline, has_labels=has_labels)
-            self._handle.pipeline.longest.begin(given)
+            self._handle.pipeline.rotary_length.begin(given)
         recomputes = torch.is_grad_enabled() and self._handle.pipeline.plan.recompute.mode != "none"
         if recomputes and "use_cache" in self._names:
             # A recomputed layer would find its own entries in the cache.
@@ -90,7 +90,7 @@ class Calls:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
-        self._handle.pipeline.longest.end()
+        self._handle.pipeline.rotary_length.end()
         self._streams.end()
         if torch.is_grad_enabled():
             mark_gathered(self._model)

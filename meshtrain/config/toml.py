@@ -17,7 +17,7 @@ from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.problems import Explainer, problem, shortened
-from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shown
+from meshtrain.config.reading import Reader, absolute_path, names_plan, plan_path, shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
@@ -47,7 +47,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Source: TOML 1.0 (toml.io); the keys are those of transformers, torch and torchtitan.
     """
     named = path_text("load_run: path", path, wanted="a .toml or .json file")
-    file = absolute(named, Path.cwd())
+    file = absolute_path(named, Path.cwd())
     reader = Reader()
     table = reader.read_root(named, file, reader.read_run)
     for top in sorted(read_overrides(overrides, reader.problems), key=names_plan, reverse=True):
@@ -126,7 +126,7 @@ def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
-    file, reader = absolute(str(path), Path.cwd()), Reader()
+    file, reader = absolute_path(str(path), Path.cwd()), Reader()
     table = reader.read_root(str(path), file, reader.read_corpus)
     return _overridden(CorpusConfig, "corpus", table, file, overrides, reader.problems)
 
@@ -148,17 +148,17 @@ def _checked(
     settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
 ) -> W:
     explainer = Explainer(
-        table, json_schema(kind), asked=SettingSource(shown(file), file.parent), is_whole=not problems
+        table, json_schema(kind), asked=SettingSource(shown_path(file), file.parent), is_whole=not problems
     )
     problems = problems + explainer.explain_removals()
     try:
         paths = CORPUS_PATHS if kind == "corpus" else PATHS
-        words = settings_type.model_validate(plain(with_absolute_paths(table, paths)))
+        settings = settings_type.model_validate(plain(with_absolute_paths(table, paths)))
     except ValidationError as error:
         raise ConfigError(dict.fromkeys(problems + explainer.explain(error))) from None
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return words
+    return settings
 
 
 def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
@@ -180,7 +180,7 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
             found = shortened(repr(line))
             problems.append(problem(source, (), f"cannot read {found}; {QUOTING if _is_compound(line) else FORM}"))
             continue
-        unusable = [problem(source, key, said) for key, said in unusable_values(values)]
+        unusable = [problem(source, key, message) for key, message in unusable_values(values)]
         if unusable:
             problems += unusable
             continue
@@ -214,9 +214,9 @@ def _with_leaf(table: dict[str, Any], value: str | None) -> dict[str, Any]:
     return {name: _with_leaf(below, value) if isinstance(below, dict) else value}
 
 
-def dump_toml(words: Settings) -> str:
+def dump_toml(settings: Settings) -> str:
     """Return a run or plan as TOML with all values; `load_run` and `load_plan` read it back."""
-    return tomli_w.dumps(words.model_dump(exclude_none=True))
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def plan_hash(plan: ParallelPlan) -> str:

@@ -136,7 +136,7 @@ def parallelize(
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         router_loss=router_loss,
-        longest=RotaryLength(tuple(stages), mesh, device),
+        rotary_length=RotaryLength(tuple(stages), mesh, device),
         peers=new_group_along(mesh, PP) if axis_size(mesh, PP) > 1 else None,
     )
 

@@ -59,7 +59,7 @@ class Pipeline:
         replicas: sums gradients over full copies of the model.
         streams: seeds for dropout.
         router_loss: the auxiliary loss of routers, if the model has one.
-        longest: the longest sequence of a batch, if rotary frequencies depend on it.
+        rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
             pipeline. It is a separate group from that of the pp axis, because the collectives of
             that axis must not queue behind messages between two processes, nor be counted with
@@ -79,7 +79,7 @@ class Pipeline:
     replicas: Replicas
     streams: ForwardStreams
     router_loss: RouterLoss
-    longest: RotaryLength
+    rotary_length: RotaryLength
     peers: dist.ProcessGroup | None
     place: Activity = field(default_factory=Activity)
     _schedules: dict[tuple[int, ...], "_Schedule"] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Pipeline:
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
         run = _run_schedule if self.num_stages > 1 else _run_whole
-        with self.longest.of(inputs):
+        with self.rotary_length.of(inputs):
             return run(self, inputs, labels, loss_function)
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class Pipeline:
         for stage in self.stages:
             stage.model.eval()
         try:
-            with self.longest.of(inputs):
+            with self.rotary_length.of(inputs):
                 return _run_forward(self, inputs, labels, loss_function)
         finally:
             for stage, mode in zip(self.stages, modes, strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 from meshtrain import console
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
@@ -65,7 +65,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[Resolv
             _agree_on_data(identity.data)
             found = find_checkpoint(identity)
             show_run(resolved)
-            console.line(f"{num_steps:,} steps into {shown(Path(config.run_directory))}")
+            console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
             run = build_run(identity, dataset, num_steps, process, lock, hooks)
             set_values(run, found)
             checksum = _check_parameters(run)

@@ -254,13 +254,13 @@ def evaluate(context: StepContext, batches: Iterable[Mapping[str, Tensor]]) -> t
     Every process must get the same number of batches.
     """
     pipeline = context.pipeline
-    grown = pipeline.longest.grown()
+    grown = pipeline.rotary_length.grown()
     sums = [
         torch.stack([pipeline.evaluate(batch, context.loss), count_trained_tokens(batch["labels"]).double()])
         for batch in batches
     ]
     # Undone, because a run that was stopped before this evaluation resumes without it.
-    pipeline.longest.restore(grown)
+    pipeline.rotary_length.restore(grown)
     totals = all_reduce_over(torch.stack(sums).sum(0), pipeline.mesh, DATA_AXES)
     # Every process of a pipeline counted the same tokens; only the last stage has a loss.
     loss = all_reduce_over(totals[0], pipeline.mesh, [PP])

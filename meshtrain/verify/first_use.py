@@ -82,8 +82,8 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "trust_remote_code": not _is_stock(model_class),
         "pretrained": True,
     }
-    subjects = _with_switch(partial(make_cases_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
-    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
+    cases = _with_switch(partial(make_cases_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    _ensure(cases, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
 
 
 def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
@@ -104,12 +104,12 @@ def _hidden_program() -> Iterator[None]:
 
 
 def _ensure(
-    subjects: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
+    cases: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
 ) -> None:
     cache = Cache(Path(directory), leads=rank_from_environment() == 0)
     with _hidden_program():
-        for subject in subjects:
-            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch, flags=flags))
+        for case in cases:
+            cache.build(f"proofs/{_key(case, model_class)}", partial(_prove, case, switch=switch, flags=flags))
 
 
 def _is_stock(model_class: type[PreTrainedModel]) -> bool:
@@ -123,11 +123,11 @@ def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[Proof
         raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {switch}"]) from error
 
 
-def _key(subject: ProofCase, model_class: type[PreTrainedModel]) -> str:
+def _key(case: ProofCase, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    choices = (subject.rows, subject.attention, subject.pretrained)
+    choices = (case.rows, case.attention, case.pretrained)
     code = [] if _is_stock(model_class) else _sources(model_class)
-    return compute_identity(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
+    return compute_identity(versions, case.hf_config.to_json_string(), plan_hash(case.plan), choices, code)
 
 
 def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
@@ -137,27 +137,27 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
     return [(file.name, file.read_text()) for file in files]
 
 
-def _prove(subject: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
-    name = subject.architecture + (f" with {', '.join(flags)}" if flags else "")
+def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
+    name = case.architecture + (f" with {', '.join(flags)}" if flags else "")
     if multiprocessing.current_process().daemon:
         raise ModelError(
             f"{name} is new here, and a daemonic process may not start the others that a proof takes; {switch}"
         )
-    what = "its documents apart" if subject.rows == "separate" else "the plan"
+    what = "its documents apart" if case.rows == "separate" else "the plan"
     console.line(f"{name} is new here: proving {what} on a tiny copy of it")
     try:
-        proof = prove(subject)
+        proof = prove(case)
     except UserError as error:
         raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
             f"{name} under this plan does not compute what one device computes, it differs in "
-            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
+            f"{proof.difference}; see `meshtrain verify`{_way_out(case)}, or {switch}"
         )
     console.line(f"Proven: {proof.mesh.described()} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)
 
 
-def _way_out(subject: ProofCase) -> str:
-    separates = subject.rows == "separate"
+def _way_out(case: ProofCase) -> str:
+    separates = case.rows == "separate"
     return ', set data.documents = "joined" if it does not keep documents apart' if separates else ""

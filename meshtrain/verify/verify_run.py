@@ -198,17 +198,17 @@ def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
     except ModelError:
         # The check of the plan decides whether it needs the layers.
         return {}
-    words = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds: dict[Kind, str] = {}
-    for index, (word, layer) in enumerate(zip(words, layers, strict=False)):
-        kinds.setdefault(_kind(word, layer), f"{name}.{index}")
+    for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
+        kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
     return kinds
 
 
-def _kind(word: str | None, layer: nn.Module) -> Kind:
+def _kind(layer_type: str | None, layer: nn.Module) -> Kind:
     # The number of experts does not change the kind.
     names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
-    return word, frozenset(type(module).__name__ for module in layer.modules()), names
+    return layer_type, frozenset(type(module).__name__ for module in layer.modules()), names
 
 
 def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:

@@ -42,19 +42,19 @@ CONFIG = {
 @pytest.fixture
 def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
     """Return what has been proven so far, in a directory with text; nothing of it is computed."""
-    subjects: list[ProofCase] = []
+    cases: list[ProofCase] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def note(subject: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
+    def note(case: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
         # A process that is started now would run the program that asks, and that again.
         assert not hasattr(sys.modules["__main__"], "__file__")
-        subjects.append(subject)
+        cases.append(case)
 
     monkeypatch.setattr(first_use, "_prove", note)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     write_text(tmp_path / "text.jsonl")
-    return subjects
+    return cases
 
 
 def write_model(directory: Path, *, times: int) -> None:
@@ -76,10 +76,10 @@ def test_a_class_that_comes_with_a_model_of_a_known_type_is_unknown(tmp_path: Pa
     for _ in range(2):
         ensure_proven(text)
         # Of that class is the tiny copy too; the second time its proof is there already.
-        assert [subject.architecture for subject in proven] == ["Twice"]
+        assert [case.architecture for case in proven] == ["Twice"]
     write_model(tmp_path / "model", times=3)
     ensure_proven(text)
-    assert [subject.architecture for subject in proven] == ["Twice", "Twice"]
+    assert [case.architecture for case in proven] == ["Twice", "Twice"]
 
 
 def test_a_stock_class_of_a_known_type_is_known(proven: list[ProofCase]) -> None:

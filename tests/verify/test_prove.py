@@ -45,19 +45,19 @@ plan.mesh = { pp = 2, tp = 2, dp_shard = 1 }
 UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 
-def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
+def case_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
     plan = with_family(ParallelPlan(**tables), model_type)
     return make_case(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
 
 
-def one_device(subject: ProofCase) -> tuple[dict[str, Tensor], Trace]:
-    initial = initial_weights(subject)
-    return initial, train_stock(subject, initial)
+def one_device(case: ProofCase) -> tuple[dict[str, Tensor], Trace]:
+    initial = initial_weights(case)
+    return initial, train_stock(case, initial)
 
 
-def train_damaged(damage: Callable[[], None], subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
+def train_damaged(damage: Callable[[], None], case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     damage()
-    return train_plan(subject, initial)
+    return train_plan(case, initial)
 
 
 def no_damage() -> None:
@@ -130,21 +130,21 @@ def skip_strided_shards() -> None:
     gradients._sharded_axes = axes
 
 
-def findings_of(damage: Callable[[], None], subject: ProofCase) -> tuple[dict[str, Any], str | None]:
-    ((initial, expected),) = run_on_ranks(1, one_device, subject)
-    mesh = subject.plan.mesh
+def findings_of(damage: Callable[[], None], case: ProofCase) -> tuple[dict[str, Any], str | None]:
+    ((initial, expected),) = run_on_ranks(1, one_device, case)
+    mesh = case.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
-    traces = run_on_ranks(world_size, train_damaged, damage, subject, initial)
+    traces = run_on_ranks(world_size, train_damaged, damage, case, initial)
     return {finding.what: finding for finding in compare(traces, expected)}, first_divergent_layer(traces, expected)
 
 
 @functools.cache
 def qwen3() -> ProofCase:
-    return subject_of("qwen3", {"tp": 2})
+    return case_of("qwen3", {"tp": 2})
 
 
 def test_what_is_right_is_proven() -> None:
-    found, divergent = findings_of(no_damage, subject_of("qwen3", {"pp": 2, "tp": 2}))
+    found, divergent = findings_of(no_damage, case_of("qwen3", {"pp": 2, "tp": 2}))
     assert all(finding.holds for finding in found.values()), found
     assert found["initial weights"].error == 0.0
     assert divergent is None
@@ -171,14 +171,14 @@ def test_a_missing_rule_for_the_norms_of_heads() -> None:
 
 
 def test_microbatches_that_weigh_alike() -> None:
-    found, divergent = findings_of(weight_microbatches_alike, subject_of("gpt2", {"pp": 2}))
+    found, divergent = findings_of(weight_microbatches_alike, case_of("gpt2", {"pp": 2}))
     assert found["loss"].error > 1e-3
     assert divergent is None
 
 
 def test_a_stage_that_lost_a_layer() -> None:
-    subject = subject_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
-    found, divergent = findings_of(lose_a_layer, subject)
+    case = case_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
+    found, divergent = findings_of(lose_a_layer, case)
     assert not found["loss"].holds
     assert found["gradient"].error > 1e-2
     # Of two stages with two layers each the proof keeps one layer each.
@@ -186,23 +186,23 @@ def test_a_stage_that_lost_a_layer() -> None:
 
 
 def test_a_tied_copy_that_is_not_reduced() -> None:
-    found, _ = findings_of(leave_tied_copies_alone, subject_of("gpt2", {"pp": 2}))
+    found, _ = findings_of(leave_tied_copies_alone, case_of("gpt2", {"pp": 2}))
     assert found["gradient"].where == "transformer.wte.weight"
     assert found["gradient"].error > 1e-2
 
 
 def test_a_gradient_norm_that_skips_strided_shards() -> None:
-    found, _ = findings_of(skip_strided_shards, subject_of("llama", {"dp_shard": 2, "tp": 2}))
+    found, _ = findings_of(skip_strided_shards, case_of("llama", {"dp_shard": 2, "tp": 2}))
     assert found["gradient norm"].error > 1e-3
 
 
 def test_a_zero_bubble_schedule_with_resharding() -> None:
-    subject = subject_of(
+    case = case_of(
         "llama", {"pp": 2, "dp_shard": 2}, pipeline=PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)
     )
-    assert subject.plan.shard.reshard_after_forward == "never"
-    resharding = subject.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
-    found, _ = findings_of(no_damage, ProofCase(**{**vars(subject), "plan": resharding}))
+    assert case.plan.shard.reshard_after_forward == "never"
+    resharding = case.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
+    found, _ = findings_of(no_damage, ProofCase(**{**vars(case), "plan": resharding}))
     assert not found["gradient"].holds
 
 
