@@ -14,6 +14,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import (
     CompilePlan,
@@ -25,7 +26,6 @@ from meshtrain.config.plan import (
     TensorPlan,
 )
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.models.build import DTYPES, build_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize, replicas

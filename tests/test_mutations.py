@@ -21,8 +21,11 @@ from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema, keys_of
 from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.errors import UserError
+from meshtrain.training.beginning import check_beginning
+from meshtrain.training.directory import check_directory
 from meshtrain.training.optim import build_learning_rate
-from meshtrain.training.report import ANY_NUMBER, check_run
+from meshtrain.training.report import show_run
+from meshtrain.training.resolve import ANY_NUMBER, resolve_run
 from tests.mutations import Case, make_case
 from tests.ranks import run_on_ranks
 
@@ -108,7 +111,9 @@ def check_once(config: RunConfig, num_processes: int) -> tuple[str, ...]:
     text = f"{num_processes} {dump_toml(config.model_copy(update=read))}"
     if text not in checked:
         try:
-            check_run(config, num_processes)
+            check_directory(config)
+            check_beginning(config)
+            show_run(resolve_run(config, num_processes))
         except UserError as error:
             checked[text] = error.lines
         else:

@@ -23,9 +23,10 @@ from meshtrain.api.values import Values, check_equal_on_all, put, put_buffers, t
 from meshtrain.compat.nn import is_compiled, own_forward
 from meshtrain.compat.transformers import has_loss_of_program
 from meshtrain.config.arguments import check_flag, described, whole_number, wrong
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import AXES
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
-from meshtrain.config.toml import read_plan, with_family
+from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
 from meshtrain.models.fused import fused_modules

@@ -47,5 +47,4 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         )
     own = check_hooks(hooks)
     console.configure(rank=rank_from_environment())
-    ensure_proven(config)
-    return train_run(config, own)
+    return train_run(config, own, prove=ensure_proven)

@@ -84,9 +84,15 @@ def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
-    from meshtrain.training.report import check_run
+    from meshtrain.training.beginning import check_beginning
+    from meshtrain.training.directory import check_directory
+    from meshtrain.training.report import show_run
+    from meshtrain.training.resolve import resolve_run
 
-    check_run(config, world_size)
+    check_directory(config)
+    check_beginning(config)
+    show_run(resolve_run(config, world_size))
+    console.line("The plan fits the model, the batches and the processes. Activations and buffers are not counted.")
 
 
 @app.command()
@@ -128,9 +134,10 @@ def verify(
         from meshtrain.config.toml import load_run
 
         config = load_run(run, overrides or ())
+        from meshtrain.training.resolve import resolve_run
         from meshtrain.verify.verify_run import verify_run
 
-        proven = verify_run(config, json_file)
+        proven = verify_run(resolve_run(config), json_file)
     if not proven:
         raise typer.Exit(NOT_PROVEN)
 
@@ -164,12 +171,17 @@ def plan(
     world_size: OptionalWorldSize = None,
 ) -> None:
     """Show the resolved plan of a run."""
-    from meshtrain.config.toml import load_run
+    from meshtrain.config.toml import dump_toml, load_run
 
     config = load_run(run, overrides or ())
     from meshtrain.training.report import show_plan
+    from meshtrain.training.resolve import resolve_run
 
-    show_plan(config, world_size=world_size, as_toml=as_toml)
+    resolved = resolve_run(config, world_size)
+    if as_toml:
+        console.line(dump_toml(resolved.plan).rstrip())
+    else:
+        show_plan(resolved)
 
 
 @app.command()

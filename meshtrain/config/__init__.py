@@ -3,8 +3,8 @@
 arguments.py   checks of arguments of the public functions
 corpus.py      settings of a corpus file
 data.py        settings of the data of a run
+families.py    the shipped families of models
 mesh.py        the axes of the mesh and their degrees
-overrides.py   overrides on the command line
 parsing.py     text of TOML or JSON to values
 path_rules.py  rules for the text of paths
 paths.py       relative paths in files
@@ -15,5 +15,5 @@ run.py         settings of a run file
 schema.py      JSON schemas
 settings.py    the base class of settings
 tables.py      tables of values that know their source
-toml.py        load_run, load_plan, load_corpus, and families of models
+toml.py        load_run, load_plan, load_corpus with overrides, and their reverse
 """

@@ -125,8 +125,8 @@ class DataConfig(SourceConfig):
         """Return every source under its name; a single one is `data`."""
         if self.sources:
             return self.sources
-        said = {name: getattr(self, name) for name in SourceConfig.model_fields}
-        return {"data": MixedSourceConfig(**said)}
+        settings = {name: getattr(self, name) for name in SourceConfig.model_fields}
+        return {"data": MixedSourceConfig(**settings)}
 
     def key_of(self, source: str, key: str) -> str:
         """Return how a key of a source is written in a run file."""

@@ -46,8 +46,8 @@ def _few(text: str) -> str:
 
 
 def _checked(path: str) -> str:
-    if said := path_problem(path):
-        raise ValueError(said)
+    if message := path_problem(path):
+        raise ValueError(message)
     return path
 
 

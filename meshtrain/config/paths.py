@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.path_rules import path_problem
-from meshtrain.config.reading import absolute
+from meshtrain.config.reading import absolute_path
 from meshtrain.config.tables import Key, Table
 
 PATHS = (
@@ -66,7 +66,7 @@ def _absolute(value: Any, key: Key, directory: Path) -> Any:
         return [_absolute(entry, key, directory) for entry in value]
     if not isinstance(value, str) or "://" in value or path_problem(value):
         return value
-    path = absolute(value, directory)
+    path = absolute_path(value, directory)
     is_name = is_hub_id(value) and not path.exists() if key in PATHS_OR_HUB_IDS else value in BUILT_IN_SOURCES
     return value if is_name else str(path)
 

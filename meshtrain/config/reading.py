@@ -24,7 +24,7 @@ def shipped_plans() -> Path:
     return in_wheel if in_wheel.is_dir() else package.parent / "parallel_plans"
 
 
-def absolute(path: str, directory: Path) -> Path:
+def absolute_path(path: str, directory: Path) -> Path:
     """Return the absolute path for `path` in a file of `directory`."""
     # A path with a null character is not expanded, because Python raises an error; `path_problem`
     # reports it.
@@ -34,10 +34,10 @@ def absolute(path: str, directory: Path) -> Path:
 
 def plan_path(name: str, directory: Path) -> Path:
     """Return the file of a plan. A name with .toml or .json is a path, others are shipped plans."""
-    return absolute(name, directory) if name.endswith((".toml", ".json")) else shipped_plans() / f"{name}.toml"
+    return absolute_path(name, directory) if name.endswith((".toml", ".json")) else shipped_plans() / f"{name}.toml"
 
 
-def shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Return the path relative to the current directory, if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -57,8 +57,8 @@ class Reader:
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
         """Read the file that the user named, with the reader of its kind."""
-        if said := path_problem(name) or _missing(name, path):
-            self.problems.append(said)
+        if message := path_problem(name) or _missing(name, path):
+            self.problems.append(message)
             return {}
         return read(path)
 
@@ -67,7 +67,7 @@ class Reader:
         with self._opened(path, ()) as own:
             table: Table = {}
             if extends := _taken(own, "extends"):
-                table = self._follow(extends, ("extends",), absolute, self.read_run)
+                table = self._follow(extends, ("extends",), absolute_path, self.read_run)
             self.lay_over_run(table, own)
         return table
 
@@ -77,7 +77,7 @@ class Reader:
             extends = _taken(own, "extends")
             table: Table = {}
             if extends:
-                table = self._follow(extends, ("extends",), absolute, self.read_corpus)
+                table = self._follow(extends, ("extends",), absolute_path, self.read_corpus)
             merge(table, own)
         return table
 
@@ -114,22 +114,22 @@ class Reader:
     def _follow(
         self, name: Setting, key: Key, find: Callable[[str, Path], Path], read: Callable[[Path], Table]
     ) -> Table:
-        if said := path_problem(name.value):
-            self.problems.append(problem(name.source, key, said))
+        if message := path_problem(name.value):
+            self.problems.append(problem(name.source, key, message))
             return {}
         path = find(name.value, name.source.directory)
-        if said := _missing(name.value, path):
-            self.problems.append(problem(name.source, key, said))
+        if message := _missing(name.value, path):
+            self.problems.append(problem(name.source, key, message))
             return {}
         if path.resolve() in self._open:
-            circle = " -> ".join(shown(file) for file in [*self._open, path.resolve()])
+            circle = " -> ".join(shown_path(file) for file in [*self._open, path.resolve()])
             self.problems.append(problem(name.source, key, f"goes in a circle: {circle}; leave out one `extends`"))
             return {}
         return read(path)
 
     @contextmanager
     def _opened(self, path: Path, inside: Key) -> Iterator[Table]:
-        source = SettingSource(shown(path), path.parent, inside)
+        source = SettingSource(shown_path(path), path.parent, inside)
         self._open.append(path.resolve())
         yield as_table(self._parsed(path, source), source)
         self._open.pop()
@@ -149,7 +149,7 @@ class Reader:
         except OSError as error:
             message = f"cannot be read: {error.strerror}"
         else:
-            unusable = [problem(source, key, said) for key, said in unusable_values(values)]
+            unusable = [problem(source, key, message) for key, message in unusable_values(values)]
             self.problems += unusable
             return {} if unusable else values
         self.problems.append(problem(source, (), message))

@@ -48,15 +48,15 @@ def json_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
 def described_schema(kind: Literal["run", "plan", "corpus"]) -> Schema:
     """Return the JSON schema of a file with descriptions: the docstrings under the fields."""
     schema = copy.deepcopy(json_schema(kind))
-    kinds = {words.__name__: words for words in _derived_from(Settings)}
+    kinds = {settings_type.__name__: settings_type for settings_type in _derived_from(Settings)}
     for table in (schema, *schema["$defs"].values()):
         for name, docstring in field_docstrings(kinds[table["title"]]).items():
             table["properties"][name].setdefault("description", docstring)
     return schema
 
 
-def _derived_from(words: type[Settings]) -> Iterator[type[Settings]]:
-    for kind in words.__subclasses__():
+def _derived_from(settings_type: type[Settings]) -> Iterator[type[Settings]]:
+    for kind in settings_type.__subclasses__():
         yield kind
         yield from _derived_from(kind)
 
@@ -118,7 +118,7 @@ def expectation(part: Schema, found: Any = None) -> str:
         found: the value, if there is one. Very large limits are mentioned only if the value is
             beyond them.
     """
-    *others, last = [words for form in part.get("anyOf", [part]) for words in _forms(form, found)]
+    *others, last = [text for form in part.get("anyOf", [part]) for text in _forms(form, found)]
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -144,13 +144,13 @@ def _is_beyond(part: Schema, found: Any) -> bool:
 def _range(part: Schema, found: Any) -> str:
     to = "up to" if "exclusiveMinimum" in part else "to"
     limits = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", to), ("exclusiveMaximum", "below"))
-    said = [limit for limit in part if limit != "maximum" or part[limit] < FAR or _is_beyond(part, found)]
-    return "".join(f" {word} {_number(part[limit])}" for limit, word in limits if limit in said)
+    named = [limit for limit in part if limit != "maximum" or part[limit] < FAR or _is_beyond(part, found)]
+    return "".join(f" {word} {_number(part[limit])}" for limit, word in limits if limit in named)
 
 
 def _number(limit: float) -> str:
     return f"{limit:,.0f}" if limit >= FAR else f"{limit:g}"
 
 
-def _plural(words: str) -> str:
-    return words.removeprefix("a ").replace("number", "numbers").replace("string", "strings")
+def _plural(expected: str) -> str:
+    return expected.removeprefix("a ").replace("number", "numbers").replace("string", "strings")

@@ -28,10 +28,10 @@ class Settings(BaseModel):
 
 
 @cache
-def field_docstrings(words: type[Settings]) -> dict[str, str]:
+def field_docstrings(settings_type: type[Settings]) -> dict[str, str]:
     """Return field -> the docstring under it, for a settings class and its base classes."""
     found = {}
-    for kind in reversed(words.__mro__):
+    for kind in reversed(settings_type.__mro__):
         if issubclass(kind, Settings):
             (definition,) = ast.parse(inspect.getsource(kind)).body
             assert isinstance(definition, ast.ClassDef)

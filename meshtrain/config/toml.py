@@ -1,9 +1,9 @@
-"""Reading runs, plans and corpora from TOML, writing them, and the shipped families of models."""
+"""Reading runs, plans and corpora from TOML, and writing them."""
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,21 +11,22 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 from pydantic import ValidationError
 
-from meshtrain.config.arguments import described, path_text
+from meshtrain.config.arguments import check_strings, described, path_text
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.config.overrides import read_overrides
+from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.problems import Explainer, problem
-from meshtrain.config.reading import Reader, absolute, names_plan, plan_path, shipped_plans, shown
+from meshtrain.config.problems import Explainer, problem, shortened
+from meshtrain.config.reading import Reader, absolute_path, names_plan, plan_path, shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
-from meshtrain.config.tables import Key, SettingSource, Table, as_table, merge, plain
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge, plain
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Settings)
-FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
+FORM = "expected key=value, as in plan.mesh.tp=4"
+QUOTING = """quote lists and tables for the shell, as in 'data.train=["a.jsonl"]'"""
 PLAN_FILE = "a .toml or .json file, or the name of a shipped plan, such as 'families/gpt2'"
 
 
@@ -46,7 +47,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Source: TOML 1.0 (toml.io); the keys are those of transformers, torch and torchtitan.
     """
     named = path_text("load_run: path", path, wanted="a .toml or .json file")
-    file = absolute(named, Path.cwd())
+    file = absolute_path(named, Path.cwd())
     reader = Reader()
     table = reader.read_root(named, file, reader.read_run)
     for top in sorted(read_overrides(overrides, reader.problems), key=names_plan, reverse=True):
@@ -125,7 +126,7 @@ def load_corpus(path: str | Path, overrides: Sequence[str] = ()) -> CorpusConfig
     Raises:
         ConfigError: with every problem of all files and overrides.
     """
-    file, reader = absolute(str(path), Path.cwd()), Reader()
+    file, reader = absolute_path(str(path), Path.cwd()), Reader()
     table = reader.read_root(str(path), file, reader.read_corpus)
     return _overridden(CorpusConfig, "corpus", table, file, overrides, reader.problems)
 
@@ -147,57 +148,75 @@ def _checked(
     settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
 ) -> W:
     explainer = Explainer(
-        table, json_schema(kind), asked=SettingSource(shown(file), file.parent), is_whole=not problems
+        table, json_schema(kind), asked=SettingSource(shown_path(file), file.parent), is_whole=not problems
     )
     problems = problems + explainer.explain_removals()
     try:
         paths = CORPUS_PATHS if kind == "corpus" else PATHS
-        words = settings_type.model_validate(plain(with_absolute_paths(table, paths)))
+        settings = settings_type.model_validate(plain(with_absolute_paths(table, paths)))
     except ValidationError as error:
         raise ConfigError(dict.fromkeys(problems + explainer.explain(error))) from None
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return words
+    return settings
 
 
-def find_family(model_type: str, config: Mapping[str, object] | None = None) -> ParallelPlan | None:
-    """Return the shipped family that is written for a Hugging Face model type, if there is one.
+def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
+    """Return a table for each override; those that cannot be read are added to `problems`.
 
-    Args:
-        model_type: as Hugging Face names it.
-        config: values of the model's configuration, because some types have several families.
-            Without it these types have none.
+    A value that is not TOML is taken as a string (`run_directory=out`). An empty value removes the
+    key (`epochs=`), so that a key that excludes it can be set.
+
+    Raises:
+        ConfigError: if `lines` is not a list of strings.
     """
-    for family in shipped_families():
-        wanted = family.model_config_has
-        if model_type not in family.model_types or (wanted and config is None):
+    check_strings("overrides", lines, "a list of strings, such as ['mesh.tp=4']")
+    source = SettingSource("command line", Path.cwd())
+    tables = []
+    for line in lines:
+        try:
+            values = _parsed_override(line)
+        except tomllib.TOMLDecodeError:
+            found = shortened(repr(line))
+            problems.append(problem(source, (), f"cannot read {found}; {QUOTING if _is_compound(line) else FORM}"))
             continue
-        if config is None or wanted.items() <= {(name, config[name]) for name in wanted if name in config}:
-            return family
-    return None
+        unusable = [problem(source, key, message) for key, message in unusable_values(values)]
+        if unusable:
+            problems += unusable
+            continue
+        table = as_table(values, source)
+        if isinstance(table.get("extends"), Setting):
+            problems.append(problem(source, ("extends",), "only a file can extend another; name that file instead"))
+            continue
+        tables.append(table)
+    return tables
 
 
-@cache
-def shipped_families() -> tuple[ParallelPlan, ...]:
-    """Return the shipped families; they are read once."""
-    return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
+def _parsed_override(line: str) -> dict[str, Any]:
+    key, equals, value = line.partition("=")
+    # A line break would allow several settings in one override.
+    if not equals or "\n" in key or key.lstrip().startswith(("#", "[")):
+        raise tomllib.TOMLDecodeError
+    try:
+        return parse_toml(line)
+    except tomllib.TOMLDecodeError:
+        if _is_compound(line):
+            raise
+        return _with_leaf(parse_toml(f"{key} = 0"), value.strip() or None)
 
 
-def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
-    """Return a plan with the tensor rules of the model's family, if it has no styles of its own.
-
-    Nothing else of the family is used.
-    """
-    family = None if plan.tensor.styles else find_family(model_type)
-    if family is None:
-        return plan
-    rules = {name: getattr(family.tensor, name) for name in FAMILY_RULES}
-    return plan.model_copy(update={"tensor": plan.tensor.model_copy(update=rules)})
+def _is_compound(line: str) -> bool:
+    return line.partition("=")[2].lstrip().startswith(("[", "{", '"', "'"))
 
 
-def dump_toml(words: Settings) -> str:
+def _with_leaf(table: dict[str, Any], value: str | None) -> dict[str, Any]:
+    ((name, below),) = table.items()
+    return {name: _with_leaf(below, value) if isinstance(below, dict) else value}
+
+
+def dump_toml(settings: Settings) -> str:
     """Return a run or plan as TOML with all values; `load_run` and `load_plan` read it back."""
-    return tomli_w.dumps(words.model_dump(exclude_none=True))
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def plan_hash(plan: ParallelPlan) -> str:

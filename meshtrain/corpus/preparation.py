@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.corpus.steps.chain import build_chain
 from meshtrain.corpus.steps.executors import WORKERS, run_pass, total_counts
 from meshtrain.corpus.steps.shards import remove_partials
@@ -42,7 +42,7 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
         raise DataError(
             f"directory: cannot write into {directory}: {error.strerror}; choose another location"
         ) from error
-    with locked(directory, f"directory = {shown(directory)}", "choose another location", DataError):
+    with locked(directory, f"directory = {shown_path(directory)}", "choose another location", DataError):
         steps = build_chain(config)
         _check_known(steps, "run", only)
         _check_known(steps, "redo", redo)
@@ -145,7 +145,7 @@ def _remove_from(steps: list[Step], redo: str) -> None:
     first = next(step for step in steps if step.name == redo).directory.path
     for path in sorted(first.parent.iterdir()):
         if STEP_DIRECTORY.fullmatch(path.name) and path.name[:2] >= first.name[:2]:
-            console.line(f"Removing {shown(path)}")
+            console.line(f"Removing {shown_path(path)}")
             shutil.rmtree(path)
 
 
@@ -161,7 +161,7 @@ def _check_no_others(directory: Path, steps: list[Step]) -> None:
 
 
 def _next_command(step: Step, counts: Counts, following: str | None) -> str:
-    directory = Path(shown(step.directory.path))
+    directory = Path(shown_path(step.directory.path))
     if following is not None:
         return f"Done. The next step: meshtrain corpus {following} FILE"
     if step.name == "urls":

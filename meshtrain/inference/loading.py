@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PretrainedConfig
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, find_checkpoint
 from meshtrain.checkpoint.storage.location import Location, as_local, open_location
+from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.build import build_model, load_hf_config, refusal_reason, stored_generation_config
 from meshtrain.models.initialize import restore_buffers

@@ -2,16 +2,16 @@
 
 Set up a run
     run: a training run from its configuration to its end.
-    report: resolve a run and print its plan.
+    resolve: the model and the plan of a run, and the check that they fit together.
+    report: the tables of a resolved run.
     directory: the files of the run directory, and the check that they belong to the run.
     lock: the lock that keeps other runs out of the folders of a run.
     beginning: the check that a run without a checkpoint may begin at step 0.
     identity: what a checkpoint must agree with to resume the run.
     build: build everything that a run works with.
-    batches: the batches that this process reads.
 
 Train
-    loop: step, evaluate, save, and notify the hooks.
+    loop: read batches, step, evaluate, save, and notify the hooks.
     step: one optimizer step.
     loss: next-token cross-entropy, also over a sharded vocabulary.
     loss_scale: dynamic loss scaling for float16.
@@ -19,7 +19,6 @@ Train
     optim: the optimizer and its learning rate.
     history: skipped and bad steps of a run.
     self_check: checks of parameters, inputs and gradients.
-    timer: seconds between two points in the work of a device.
 
 Hooks
     hooks: base class of hooks, and the state that is passed to them.

@@ -5,7 +5,7 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
 from meshtrain.checkpoint.storage.location import Location, children, errors_in_one_line, shown_location
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import failing_together, is_first_rank
@@ -22,7 +22,7 @@ def begin_at_step_0(config: RunConfig) -> None:
     """
     with failing_together(CheckpointError):
         if is_first_rank() and (last_step := check_beginning(config)):
-            path = shown(Path(config.run_directory) / METRICS_NAME)
+            path = shown_path(Path(config.run_directory) / METRICS_NAME)
             console.line(f"{path} ends with step {last_step:,}, but no checkpoint was saved: again from step 0")
 
 
@@ -48,10 +48,10 @@ def check_beginning(config: RunConfig) -> int:
     for _, metrics in metrics_lines(path):
         last_step, saved = max(last_step, metrics["step"]), metrics.get(SAVED_KEY, saved)
     if saved is not None:
+        checkpoint = saved if "://" in saved else shown_path(Path(saved))
         raise CheckpointError(
-            f"{shown(path)} ends with step {last_step:,}, and {shown(Path(saved)) if '://' not in saved else saved} "
-            f"was saved, but {_what_is_missing(root)}; bring the checkpoint back or set checkpoint.directory to where "
-            f"it lies. To start again at step 0, choose another run_directory or remove {shown(path)}"
+            f"{shown_path(path)} ends with step {last_step:,}, and {checkpoint} was saved, but {_what_is_missing(root)}; bring the checkpoint back or set checkpoint.directory to where "
+            f"it lies. To start again at step 0, choose another run_directory or remove {shown_path(path)}"
         )
     return last_step
 

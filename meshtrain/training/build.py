@@ -32,7 +32,7 @@ class Run:
 
     Attributes:
         identity: the configuration of the run, resolved, and its data.
-        feed: the samples and their order.
+        dataset: the samples and their order.
         process: this process, with its device and the requests to stop.
         context: what each step works with.
         hooks: receive the events of the run, and hold the state that is passed to them.
@@ -41,7 +41,7 @@ class Run:
     """
 
     identity: Identity
-    feed: Dataset
+    dataset: Dataset
     process: Process
     context: StepContext
     hooks: Hooks
@@ -80,7 +80,7 @@ class Run:
 
 
 def build_run(
-    identity: Identity, feed: Dataset, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
+    identity: Identity, dataset: Dataset, num_steps: int, process: Process, lock: RunLock, hooks: Sequence[Hook]
 ) -> Run:
     """Build a run whose parameters have no values yet. Collective.
 
@@ -105,7 +105,7 @@ def build_run(
     )
     return Run(
         identity=identity,
-        feed=feed,
+        dataset=dataset,
         process=process,
         context=context,
         hooks=Hooks(state, (MetricsHook(), LinesHook(), lock, *hooks)),

@@ -22,7 +22,7 @@ from typing import Any
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
 from meshtrain.checkpoint.storage.location import Location, open_location
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
@@ -72,9 +72,9 @@ def check_directory(config: RunConfig) -> None:
     if different := differences(there, here):
         raise ConfigError(
             [
-                *(f"{shown(path)}: {difference}" for difference in different),
-                f"{shown(directory)} holds another run: choose another run_directory, resume that run unchanged, or, "
-                f"if it shall go on in another way, change {shown(path)} too",
+                *(f"{shown_path(path)}: {difference}" for difference in different),
+                f"{shown_path(directory)} holds another run: choose another run_directory, resume that run unchanged, or, "
+                f"if it shall go on in another way, change {shown_path(path)} too",
             ]
         )
 
@@ -123,7 +123,9 @@ def _check_writable(directory: Path) -> None:
     existing = next(place for place in (directory, *directory.parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "no directory" if not existing.is_dir() else "not yours to write"
-        raise ConfigError(f"run_directory = {shown(directory)}: {shown(existing)} is {what}; choose another place")
+        raise ConfigError(
+            f"run_directory = {shown_path(directory)}: {shown_path(existing)} is {what}; choose another place"
+        )
 
 
 def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:

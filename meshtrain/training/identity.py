@@ -13,13 +13,13 @@ from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
 from meshtrain.checkpoint.storage.location import Location, as_local, errors_in_one_line, shown_location
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.build import load_hf_config
 from meshtrain.training.directory import differences
-from meshtrain.training.report import Resolved
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.same_model import config_values, kind_differences
 
 
@@ -32,10 +32,14 @@ class Identity:
             exported model has it.
     """
 
-    config: RunConfig
+    resolved: ResolvedRun
     data: PreparedData
-    resolved: Resolved
     hf_config: PretrainedConfig
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the configuration of the run."""
+        return self.resolved.config
 
     @property
     def plan(self) -> ParallelPlan:
@@ -96,7 +100,7 @@ class Identity:
             raise CheckpointError(
                 [
                     *(f"{shown_location(checkpoint)}: {problem}" for problem in problems),
-                    f"{shown(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
+                    f"{shown_path(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
                     "give this one back what it was started with",
                 ]
             )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.checkpoint.storage.location import shown_location
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.console import TrainingProgress
 from meshtrain.training.directory import METRICS_NAME, SAVED_KEY
 from meshtrain.training.history import name_samples
@@ -57,11 +57,11 @@ class MetricsHook(Hook):
         """Close the files, and remove the progress bar."""
         self._close()
 
-    def _write(self, state: RunState, step: int, metrics: Metrics, words: Mapping[str, str] = NOTHING) -> None:
+    def _write(self, state: RunState, step: int, metrics: Metrics, texts: Mapping[str, str] = NOTHING) -> None:
         if self._writer is None:
             return
         if metrics:
-            self._writer.write(step, metrics, words)
+            self._writer.write(step, metrics, texts)
         if state.note:
             self._writer.write_note(step, state.note)
         self._report(state)
@@ -107,4 +107,4 @@ class LinesHook(Hook):
                 f"Validation loss {metrics['eval_loss']:.3f} nats per token; the unigram entropy of the text is "
                 f"{state.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
             )
-        console.line(f"Done. Metrics: {shown(Path(state.config.run_directory) / METRICS_NAME)}")
+        console.line(f"Done. Metrics: {shown_path(Path(state.config.run_directory) / METRICS_NAME)}")

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshtrain import console
-from meshtrain.data.samples.loader import Batch
+from meshtrain.config.mesh import DATA_AXES
+from meshtrain.data.samples.loader import Batch, build_loader
 from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.runtime.agreement import gather_objects, raise_together
 from meshtrain.runtime.garbage_collection import freeze_objects, frozen_objects_released
+from meshtrain.runtime.mesh import axis_size, data_rank
 from meshtrain.runtime.signals import describe_reason
-from meshtrain.training.batches import evaluation_batches, train_batches
 from meshtrain.training.build import Run
 from meshtrain.training.history import BadStep
 from meshtrain.training.hooks import NOTHING
@@ -118,7 +119,7 @@ def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
 
 def _timed_batches(run: Run) -> Iterator[tuple[Batch, float]]:
     """Yield each batch with the seconds spent waiting for it."""
-    batches, first_step = iter(train_batches(run)), run.state.step
+    batches, first_step = iter(_train_batches(run)), run.state.step
     for step in range(first_step, run.num_steps):
         run.pipeline.activity.begin_step(step + 1)
         begin = time.perf_counter()
@@ -146,6 +147,39 @@ def _one_step(run: Run, batch: Batch, data_seconds: float, *, is_first: bool) ->
     fault = result.fault
     bad = None if fault is None else BadStep(run.state.step, batch.data_step, batch.sample_ids, fault)
     return _Done(metrics, bad, int(largest.stop_reason))
+
+
+def _train_batches(run: Run) -> Iterable[Batch]:
+    """Return the batches of the remaining steps, without those that rewinds have left out."""
+    return build_loader(
+        run.dataset.samples,
+        run.dataset.order,
+        start_step=run.state.step,
+        stop_step=run.num_steps,
+        left_out=run.context.history.left_out,
+        **_share(run),
+    )
+
+
+def _evaluation_batches(run: Run) -> dict[str, Iterable[Batch]]:
+    """Return source -> batches of its validation data, for the sources that have any."""
+    batches = {}
+    for name, (samples, order) in run.dataset.validation.items():
+        num_batches = min(order.steps_per_epoch, run.config.evaluation.max_batches or order.steps_per_epoch)
+        batches[name] = build_loader(samples, order, start_step=0, stop_step=num_batches, **_share(run))
+    return batches
+
+
+def _share(run: Run) -> dict[str, Any]:
+    """Return the arguments of `build_loader` that depend on this process: its part of a batch."""
+    pipeline = run.pipeline
+    return {
+        "dp_rank": data_rank(pipeline.mesh),
+        "dp_size": axis_size(pipeline.mesh, *DATA_AXES),
+        # Stages between the first and the last do not use tokens.
+        "with_tokens": pipeline.has_first_stage or pipeline.has_last_stage,
+        "pin_memory": run.process.device.type == "cuda",
+    }
 
 
 def _on_device(run: Run, batch: Batch) -> dict[str, Tensor]:
@@ -201,7 +235,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
 def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
     run.pipeline.activity.enter("hooks")
-    next_epoch = run.feed.order.epoch(find_data_step(step, history.left_out))
+    next_epoch = run.dataset.order.epoch(find_data_step(step, history.left_out))
     run.hooks.step(
         done.metrics,
         epoch_ends=next_epoch != batch.epoch or step == run.num_steps,
@@ -222,7 +256,7 @@ def _evaluate_and_save(run: Run, stop_reason: int) -> int:
     step, loss, is_saved = run.state.step, None, False
     is_last = step == run.num_steps
     if is_last or not stop_reason:
-        if run.feed.validation and _is_due(run, run.config.evaluation.every):
+        if run.dataset.validation and _is_due(run, run.config.evaluation.every):
             loss = _evaluate(run)
         if is_saved := _is_due(run, run.config.checkpoint.every):
             save(run, step, loss)
@@ -246,7 +280,7 @@ def _evaluate(run: Run) -> float:
     begin = time.perf_counter()
     found = {
         name: evaluate(run.context, (_on_device(run, batch) for batch in batches))
-        for name, batches in evaluation_batches(run).items()
+        for name, batches in _evaluation_batches(run).items()
     }
     loss = sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
     if not math.isfinite(loss):

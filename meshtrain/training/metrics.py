@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.console import TrainingProgress
 from meshtrain.data.cache import write_atomically
 from meshtrain.runtime.agreement import is_first_rank
@@ -35,7 +35,7 @@ AVERAGED = (
     "optimizer_seconds",
 )
 SHOWN = {"loss", "eval_loss"}
-NO_WORDS: Mapping[str, str] = {}
+NO_TEXTS: Mapping[str, str] = {}
 
 
 class MetricsWriter:
@@ -74,18 +74,18 @@ class MetricsWriter:
             with suppress(OSError):
                 file.close()
 
-    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str] = NO_WORDS) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str] = NO_TEXTS) -> None:
         """Write one object: of a step, an evaluation, a checkpoint or an epoch.
 
         Args:
             step: optimizer steps done.
             metrics: name -> number.
-            words: name -> text, for metrics.jsonl only.
+            texts: name -> text, for metrics.jsonl only.
         """
         self._epoch.add(metrics)
         with self._noting_problems():
             for file in self._files:
-                file.write(step, metrics, words)
+                file.write(step, metrics, texts)
         if metrics.keys() & SHOWN:
             self._progress.update(step, metrics)
 
@@ -112,13 +112,13 @@ class MetricsWriter:
         try:
             yield
         except OSError as error:
-            self.problem = f"cannot write metrics into {shown(self._directory)}: {error.strerror}"
+            self.problem = f"cannot write metrics into {shown_path(self._directory)}: {error.strerror}"
 
 
 class _MetricsFile(Protocol):
     """A file to which metrics are appended; what was written before a kill can be read."""
 
-    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None: ...
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None: ...
 
@@ -131,9 +131,9 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
         # JSON has no infinity: the loss of a step that overflowed becomes null.
-        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}, **words})
+        self._add({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}, **texts})
 
     def write_note(self, step: int, note: Mapping[str, object]) -> None:
         self._add({"step": step, **note})
@@ -163,7 +163,7 @@ class _Events:
         # Readers then drop what a stopped run wrote after its last checkpoint.
         self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
         values = [Summary.Value(tag=_tensorboard_tag(name), simple_value=value) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 

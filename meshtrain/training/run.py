@@ -2,18 +2,17 @@
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from signal import SIGTERM
 
 from meshtrain import console
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
 from meshtrain.errors import ConfigError, DataError, name_some
-from meshtrain.parallel.account import account
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -25,15 +24,8 @@ from meshtrain.training.identity import Identity
 from meshtrain.training.lock import locked_run
 from meshtrain.training.loop import run_loop
 from meshtrain.training.optim import build_learning_rate
-from meshtrain.training.report import (
-    batch_equation,
-    batch_shape,
-    check_vocabulary,
-    hf_config_of,
-    resolve_run,
-    show_plan_table,
-    show_shares,
-)
+from meshtrain.training.report import show_run
+from meshtrain.training.resolve import ResolvedRun, check_vocabulary, resolve_run
 from meshtrain.training.run_checkpoints import find_checkpoint, set_values
 from meshtrain.training.self_check import check_parameters
 
@@ -46,11 +38,16 @@ class Ending(Enum):
     FOLLOWED = "another process has to go, and all have saved"
 
 
-def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
+def _accept(resolved: ResolvedRun) -> None:
+    """Accept every plan without a proof."""
+
+
+def train(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[ResolvedRun], None] = _accept) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
     Args:
         hooks: the user's hooks; on every rank they are called after the built-in ones.
+        prove: called once the run is resolved; raises a UserError if the plan must not be trained.
 
     Raises:
         UserError: before any process group is joined, if the mistake can be found there.
@@ -59,14 +56,17 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
     check_devices()
     check_directory(config)
     with locked_run(config) as lock:
-        identity, feed, num_steps = _resolve(config)
+        resolved = resolve_run(config, world_size_from_environment())
+        prove(resolved)
+        identity, dataset, num_steps = _prepare(resolved)
         with run_process(Path(config.run_directory), HangLimits(**config.watchdog.model_dump())) as process:
             if config.stop_after is not None:
                 process.stop.deadline = started + duration_seconds(config.stop_after)
             _agree_on_data(identity.data)
             found = find_checkpoint(identity)
-            _show_head(identity, num_steps)
-            run = build_run(identity, feed, num_steps, process, lock, hooks)
+            show_run(resolved)
+            console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
+            run = build_run(identity, dataset, num_steps, process, lock, hooks)
             set_values(run, found)
             checksum = _check_parameters(run)
             _write_resolved(run)
@@ -75,24 +75,23 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Ending:
             return _ending(run_loop(run, checksum), process)
 
 
-def _resolve(config: RunConfig) -> tuple[Identity, Dataset, int]:
-    """Resolve a run as far as one process can, before any process group is joined.
+def _prepare(resolved: ResolvedRun) -> tuple[Identity, Dataset, int]:
+    """Prepare the data of a run, as far as one process can, and check that the run fits the data.
 
     Returns:
         The identity of the run; the samples and their order; the number of steps.
     """
-    resolved = resolve_run(config, world_size_from_environment())
+    config = resolved.config
     data = prepare_data(config.data, leads=rank_from_environment() == 0)
     check_vocabulary(data.tokenizer.vocab_size, resolved.hf_config)
-    feed = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed)
-    num_steps = _num_steps(config, feed)
+    dataset = build_dataset(data, global_batch_size=config.global_batch_size, seed=config.seed)
+    num_steps = _num_steps(config, dataset)
     # This is only a check. It comes here because the text determines the number of steps.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, num_steps)
-    hf_config = hf_config_of(config, end_id=data.tokenizer.end_id)
-    return Identity(config, data, resolved, hf_config), feed, num_steps
+    return Identity(resolved, data, resolved.exported_config(data.tokenizer.end_id)), dataset, num_steps
 
 
-def _num_steps(config: RunConfig, feed: Dataset) -> int:
+def _num_steps(config: RunConfig, dataset: Dataset) -> int:
     """Return the length of the run in optimizer steps.
 
     Raises:
@@ -101,15 +100,15 @@ def _num_steps(config: RunConfig, feed: Dataset) -> int:
     """
     if config.epochs is None:
         assert config.steps is not None
-        feed.check_steps(config.steps)
+        dataset.check_steps(config.steps)
         return config.steps
-    if feed.order.steps_per_epoch is None:
+    if dataset.order.steps_per_epoch is None:
         raise ConfigError(f"`epochs` = {config.epochs}, but a mixture has none, each source has its own; give `steps`")
-    if feed.streams:
+    if dataset.streams:
         raise ConfigError(
             f"`epochs` = {config.epochs}, but data.streaming: where a stream ends is not known before; give `steps`"
         )
-    return config.epochs * feed.order.steps_per_epoch
+    return config.epochs * dataset.order.steps_per_epoch
 
 
 def _agree_on_data(data: PreparedData) -> None:
@@ -125,14 +124,6 @@ def _agree_on_data(data: PreparedData) -> None:
         "give all machines the same files"
     )
     raise_together([problem] if others else [], DataError)
-
-
-def _show_head(identity: Identity, num_steps: int) -> None:
-    config, resolved = identity.config, identity.resolved
-    show_plan_table(resolved)
-    show_shares(account(resolved.model, resolved.plan))
-    console.line(batch_equation(resolved.plan, batch_shape(config)))
-    console.line(f"{num_steps:,} steps into {shown(Path(config.run_directory))}")
 
 
 def _check_parameters(run: Run) -> str | None:

@@ -55,7 +55,7 @@ def set_values(run: Run, found: Found | None) -> None:
     checkpoint, manifest = found
     _restore_buffers(run.pipeline)
     _restore(run, checkpoint, manifest)
-    run.feed.check_steps(run.num_steps, len(run.context.history.left_out))
+    run.dataset.check_steps(run.num_steps, len(run.context.history.left_out))
     console.line(f"Resumed from {shown_location(checkpoint)}: step {manifest.step:,} done")
     if change := changed_length(run.config):
         console.line(f"{change}; the learning rate follows its schedule over the new length")
@@ -85,7 +85,7 @@ def save(run: Run, step: int, evaluation_loss: float | None) -> None:
         "skipped_steps": history.num_skipped,
         "loss_scale": run.context.loss_scale.saved(),
         "history": history.saved(),
-        "streams": run.feed.stream_state(find_data_step(step, history.left_out)),
+        "streams": run.dataset.stream_state(find_data_step(step, history.left_out)),
         "evaluation_loss": evaluation_loss,
     }
     manifest = manifest.model_copy(update=run.identity.manifest_fields() | own)
@@ -134,7 +134,7 @@ def rewind(run: Run, bad: BadStep) -> None:
             'bad_steps.policy to "skip"'
         )
     try:
-        run.feed.check_steps(run.num_steps, len(left_out))
+        run.dataset.check_steps(run.num_steps, len(left_out))
     except DataError as error:
         raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
     _restore(run, checkpoint, read_manifest(checkpoint))
@@ -150,7 +150,7 @@ def _restore(run: Run, checkpoint: Location, manifest: Manifest) -> None:
     run.context.loss_scale.restore(manifest.loss_scale)
     run.context.history.restore(manifest.history, manifest.skipped_steps)
     # A rewind may go further back than the streams remember, so the checkpoint has their state.
-    run.feed.restore_streams(manifest.streams)
+    run.dataset.restore_streams(manifest.streams)
 
 
 def _give_first_values(run: Run) -> None:

@@ -132,9 +132,9 @@ def load_state(
     fqns, parameters = pipeline.canonical_names(), dict(pipeline.named_parameters())
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
-    wanted, twins = _without_twins([*models, *state.tensors, *_buffers(pipeline)])
+    wanted, duplicates = _without_duplicates([*models, *state.tensors, *_buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, is_verified=True)
-    _fill_twins(twins)
+    _fill_duplicates(duplicates)
     state.keep()
 
 
@@ -151,9 +151,9 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     fqns = pipeline.canonical_names()
     parameters = pipeline.named_parameters()
     weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
-    wanted, twins = _without_twins([*weights, *_buffers(pipeline)])
+    wanted, duplicates = _without_duplicates([*weights, *_buffers(pipeline)])
     load_checkpoint(checkpoint, wanted, weights_only=True)
-    _fill_twins(twins)
+    _fill_duplicates(duplicates)
 
 
 def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
@@ -187,24 +187,26 @@ def _buffers(pipeline: Pipeline) -> list[dict[str, Tensor]]:
     return [{f"{MODEL_PREFIX}{name}": buffer} for name, buffer in pipeline.saved_buffers()]
 
 
-def _without_twins(states: Iterable[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+def _without_duplicates(
+    states: Iterable[Mapping[str, Tensor]],
+) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
     """Return key -> tensor, and (copy, original) for keys that occur twice.
 
     A checkpoint is read by name. A process with both ends of a tied weight needs one name twice.
     """
     wanted: dict[str, Tensor] = {}
-    twins: list[tuple[Tensor, Tensor]] = []
+    duplicates: list[tuple[Tensor, Tensor]] = []
     for key, value in (item for state in states for item in state.items()):
         if key in wanted:
-            twins.append((value, wanted[key]))
+            duplicates.append((value, wanted[key]))
         else:
             wanted[key] = value
-    return wanted, twins
+    return wanted, duplicates
 
 
-def _fill_twins(twins: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _fill_duplicates(duplicates: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the values of the originals into the copies of tied weights."""
-    for copy, original in twins:
+    for copy, original in duplicates:
         local_tensor(copy).copy_(local_tensor(original))
 
 

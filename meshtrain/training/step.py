@@ -26,7 +26,6 @@ from meshtrain.training.gradients import (
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss import TokenLoss, count_trained_tokens
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
-from meshtrain.training.timer import mark
 
 Inspection = Callable[[Mapping[str, Tensor]], None]
 """Inspects the batch and the complete gradients of a step before any parameter changes."""
@@ -215,6 +214,37 @@ def _update(context: StepContext, learning_rate: float) -> None:
     for group in context.optimizer.param_groups:
         group["lr"] = learning_rate
     context.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the work of this process.
+
+    Attributes:
+        host_seconds: when the host reached the point, on its monotonic clock.
+        event: on a GPU, which runs behind the host: the point in its queue; otherwise None.
+    """
+
+    host_seconds: float
+    event: torch.cuda.Event | None
+
+    def seconds_until(self, later: "Mark") -> float:
+        """Return the seconds from this mark to a later one of the same device.
+
+        The device must have reached both, or torch raises a RuntimeError.
+        """
+        if self.event is None or later.event is None:
+            return later.host_seconds - self.host_seconds
+        return self.event.elapsed_time(later.event) / 1000.0
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark the end of the work that is queued so far; the host does not wait for it."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    return Mark(time.perf_counter(), event)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ classes.py     `meshtrain verify --models`: every class of transformers
 compare.py     comparison of the plan's training with that of the stock model
 dropout.py     proof of tensor parallelism with dropout
 first_use.py   proof before the first run of an unknown class
-kinds.py       the kinds of decoder layers of a model
 parallel.py    training of the plan on ranks
 prove.py       a proof: both sides are trained and compared
 record.py      the flags of model types that are proven

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshtrain import console
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, TensorPlan
-from meshtrain.config.toml import with_family
 from meshtrain.errors import ConfigError, UserError
 from meshtrain.runtime.ranks import RankError
 from meshtrain.verify.case import ProofCase
@@ -57,7 +57,7 @@ class Variants:
         if not self.flags:
             return "no flag changes what it computes"
         found = [f"{self.proven} of {self.tried} variants of {', '.join(self.flags)} are proven"]
-        return "; ".join([*found, *(f"{words}: {reason}" for words, reason in self.others.items())])
+        return "; ".join([*found, *(f"{flags}: {reason}" for flags, reason in self.others.items())])
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
 
     def is_possible(values: Values) -> bool:
         try:
-            _subject(default_config(model_type, values), TENSOR, pretrained=True)
+            _case(default_config(model_type, values), TENSOR, pretrained=True)
         except UserError as error:
             refused[flags_text(values)] = f"{REFUSED}: {error.lines[0]}"
             return False
@@ -148,7 +148,7 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
     results = dict(zip(map(flags_text, changed), found, strict=True))
     proven = [v for v in variants if not v or results[flags_text(v)].startswith(PROVEN)]
     others = {flags_text(values): refused[flags_text(values)] for values in impossible}
-    others |= {words: result for words, result in results.items() if not result.startswith(PROVEN)}
+    others |= {flags: result for flags, result in results.items() if not result.startswith(PROVEN)}
     heads = getattr(default_config(model_type), HEADS, None)
     return Variants(tuple(flags.values), len(variants), len(proven), others, record_of(flags, proven, heads))
 
@@ -158,9 +158,9 @@ def _prove_each(configs: Sequence[PretrainedConfig], *, pretrained: bool) -> lis
 
     All are proven in the same processes, unless one of them fails.
     """
-    subjects = [_subject(config, TENSOR, pretrained=pretrained) for config in configs]
+    cases = [_case(config, TENSOR, pretrained=pretrained) for config in configs]
     try:
-        proofs = prove_together(subjects) if subjects else []
+        proofs = prove_together(cases) if cases else []
     except RankError:
         return [_try(config, TENSOR, pretrained=pretrained) for config in configs]
     return [_result(proof) for proof in proofs]
@@ -187,13 +187,13 @@ def _prove(config: PretrainedConfig, mesh: MeshPlan) -> str:
 
 
 def _try(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> str:
-    return _reported(lambda: prove(_subject(config, mesh, pretrained=pretrained)))
+    return _reported(lambda: prove(_case(config, mesh, pretrained=pretrained)))
 
 
 def _drop(config: PretrainedConfig) -> str:
     if not drops_attention(config):
         return "has no attention dropout"
-    return _reported(lambda: prove_dropout(_subject(config, TENSOR, pretrained=True)))
+    return _reported(lambda: prove_dropout(_case(config, TENSOR, pretrained=True)))
 
 
 def _reported(make: Callable[[], Proof | DropoutProof]) -> str:
@@ -210,15 +210,15 @@ def _result(proof: Proof | DropoutProof) -> str:
     return PROVEN if proof.difference is None else f"differs in {proof.difference}"
 
 
-def _subject(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
+def _case(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
     plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
     return make_case(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 
 def _last_line(error: Exception) -> str:
-    said = str(error).strip().splitlines() or [""]
+    lines = str(error).strip().splitlines() or [""]
     # The last line of a rank's traceback already names the exception.
-    return said[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {said[-1]}"
+    return lines[-1] if isinstance(error, (RankError, UserError)) else f"{type(error).__name__}: {lines[-1]}"
 
 
 def _count(verdicts: Sequence[Verdict], ability: str) -> str:
@@ -230,9 +230,9 @@ def _count(verdicts: Sequence[Verdict], ability: str) -> str:
     others = {verdict.architecture for verdict in verdicts if verdict not in proven}
     classes = {verdict.architecture for verdict in verdicts}
     distinct = f"{len(classes - others)} of {len(classes)} distinct classes"
-    words = f"proven are {len(proven)} of {len(verdicts)} model types ({distinct})"
+    summary = f"proven are {len(proven)} of {len(verdicts)} model types ({distinct})"
     given = sum(verdict.abilities[ability] != PROVEN for verdict in proven)
-    return f"{words}, {given} of them from pretrained weights only" if given else words
+    return f"{summary}, {given} of them from pretrained weights only" if given else summary
 
 
 def _markdown(verdicts: Sequence[Verdict]) -> list[str]:

@@ -65,19 +65,19 @@ def drops_attention(config: PretrainedConfig) -> bool:
     return any(name.rpartition(".")[2] in ATTENTION_NAMES for name in _rates(config.get_text_config().to_dict()))
 
 
-def dropped(subject: ProofCase) -> ProofCase:
+def with_dropout(case: ProofCase) -> ProofCase:
     """Return a case with dropout at every rate of its configuration."""
-    config = subject.hf_config
+    config = case.hf_config
     values = _filled(config.to_dict())
     if "output_router_logits" in values:
         # The loss that is measured does not include that of the routers.
         values["output_router_logits"] = False
     new = type(config).from_dict(values)
     copy_expert_implementation(config, new)
-    return replace(subject, hf_config=new)
+    return replace(case, hf_config=new)
 
 
-def prove_dropout(subject: ProofCase) -> DropoutProof:
+def prove_dropout(case: ProofCase) -> DropoutProof:
     """Train a case on its ranks, with dropout at every rate, and return the proof.
 
     Raises:
@@ -85,7 +85,7 @@ def prove_dropout(subject: ProofCase) -> DropoutProof:
         RankError: if it does not run.
     """
     try:
-        errors = run_on_ranks(subject.world_size, measure, dropped(subject), timeout=300.0)
+        errors = run_on_ranks(case.world_size, measure, with_dropout(case), timeout=300.0)
     except RankError as error:
         if isinstance(error.original, TrainingStopped):
             return DropoutProof(float("nan"), str(error.original))
@@ -96,33 +96,33 @@ def prove_dropout(subject: ProofCase) -> DropoutProof:
 
 
 @without_warnings()
-def measure(subject: ProofCase) -> float:
+def measure(case: ProofCase) -> float:
     """Run the proof of `prove_dropout` on a rank, and return the error of the derivative."""
-    weights = with_noise(given_weights(subject))
-    pipeline = build_on_ranks(subject, subject.plan)
+    weights = with_noise(given_weights(case))
+    pipeline = build_on_ranks(case, case.plan)
     for stage in pipeline.stages:
         restore_buffers(stage.model)
         assert has_dropout(stage.model), "nothing is dropped"
     with float32_casts_lifted():
         fill(pipeline, weights)
-        context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(subject))
+        context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(case))
         error = derivative_error(context, batch)
         for step in range(STEPS):
-            train_step(context, step, batch, np.arange(subject.global_batch_size))
+            train_step(context, step, batch, np.arange(case.global_batch_size))
         check_parameters(pipeline)
     return error
 
 
-def _without_padding(subject: ProofCase) -> dict[str, Tensor]:
+def _without_padding(case: ProofCase) -> dict[str, Tensor]:
     """Return a global batch without the padding token.
 
     Its embedding gets no gradient, although the loss depends on it.
     """
     # The configuration of CodeGen has no `pad_token_id`.
-    batch, padding = subject.batches()[0], getattr(subject.hf_config.get_text_config(), "pad_token_id", None)
+    batch, padding = case.batches()[0], getattr(case.hf_config.get_text_config(), "pad_token_id", None)
     if padding is not None:
         ids = batch["input_ids"]
-        batch["input_ids"] = torch.where(ids == padding, (ids + 1) % subject.vocabulary, ids)
+        batch["input_ids"] = torch.where(ids == padding, (ids + 1) % case.vocabulary, ids)
     return batch
 
 

@@ -15,26 +15,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtrain import console
 from meshtrain.compat.transformers import attention_implementation
 from meshtrain.config.data import DataConfig
+from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import RunConfig
-from meshtrain.config.toml import find_family, plan_hash
+from meshtrain.config.toml import plan_hash
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.errors import ModelError, UserError
-from meshtrain.models.build import load_hf_config
-from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
-from meshtrain.training.directory import check_directory
-from meshtrain.training.report import resolve_run
+from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import ProofCase
 from meshtrain.verify.prove import prove, write_json
 from meshtrain.verify.record import uncovered_flags
-from meshtrain.verify.verify_run import make_cases, make_subjects_of
+from meshtrain.verify.verify_run import make_cases, make_cases_of
 
 PROOF_NAME = "proof.json"
 SWITCH = "set model.prove_unknown_class = false to train without a proof"
 SWITCH_OF_PROGRAMS = "pass prove_unknown_class=False to meshtrain.parallelize to train without a proof"
 
 
-def ensure_proven(config: RunConfig) -> None:
+def ensure_proven(resolved: ResolvedRun) -> None:
     """Prove the plan of a run once, if no shipped family is written for the class of its model.
 
     A class that comes with the model never belongs to a family, whatever its model type. Under
@@ -46,22 +44,17 @@ def ensure_proven(config: RunConfig) -> None:
     Raises:
         ModelError: if the plan does not compute what one device computes.
     """
-    hf_config = load_hf_config(config.model)
+    config, hf_config, model_class = resolved.config, resolved.hf_config, type(resolved.model)
     flags = _uncovered(hf_config, config.plan)
-    known = find_family(hf_config.model_type) is not None and not flags
+    is_stock = not config.model.trust_remote_code or _is_stock(model_class)
+    is_known = is_stock and find_family(hf_config.model_type) is not None and not flags
     # Only a proof shows whether a class keeps documents apart: it may accept positions and make no
     # mask of them.
     separates = config.data.documents == "separate"
-    if not config.model.prove_unknown_class or (known and not separates and not config.model.trust_remote_code):
+    if not config.model.prove_unknown_class or (is_known and not separates):
         return
-    # Contradictions at the real size are mistakes, and are reported first.
-    check_directory(config)
-    resolved = resolve_run(config, world_size_from_environment())
-    model_class = type(resolved.model)
-    if known and not separates and _is_stock(model_class):
-        return
-    subjects = _with_switch(partial(make_cases, config, resolved), SWITCH)
-    _ensure(subjects, model_class, config.data.cache_directory, SWITCH, flags)
+    cases = _with_switch(partial(make_cases, resolved), SWITCH)
+    _ensure(cases, model_class, config.data.cache_directory, SWITCH, flags)
 
 
 def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
@@ -89,8 +82,8 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         "trust_remote_code": not _is_stock(model_class),
         "pretrained": True,
     }
-    subjects = _with_switch(partial(make_subjects_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
-    _ensure(subjects, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
+    cases = _with_switch(partial(make_cases_of, config, plan, **choices), SWITCH_OF_PROGRAMS)
+    _ensure(cases, model_class, DataConfig().cache_directory, SWITCH_OF_PROGRAMS, flags)
 
 
 def _uncovered(config: PretrainedConfig, plan: ParallelPlan) -> list[str]:
@@ -111,12 +104,12 @@ def _hidden_program() -> Iterator[None]:
 
 
 def _ensure(
-    subjects: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
+    cases: Iterable[ProofCase], model_class: type[PreTrainedModel], directory: str, switch: str, flags: Sequence[str]
 ) -> None:
     cache = Cache(Path(directory), leads=rank_from_environment() == 0)
     with _hidden_program():
-        for subject in subjects:
-            cache.build(f"proofs/{_key(subject, model_class)}", partial(_prove, subject, switch=switch, flags=flags))
+        for case in cases:
+            cache.build(f"proofs/{_key(case, model_class)}", partial(_prove, case, switch=switch, flags=flags))
 
 
 def _is_stock(model_class: type[PreTrainedModel]) -> bool:
@@ -130,11 +123,11 @@ def _with_switch(make: Callable[[], list[ProofCase]], switch: str) -> list[Proof
         raise ModelError([*error.problems, f"so it cannot be proven on a tiny copy; {switch}"]) from error
 
 
-def _key(subject: ProofCase, model_class: type[PreTrainedModel]) -> str:
+def _key(case: ProofCase, model_class: type[PreTrainedModel]) -> str:
     versions = [version(library) for library in ("torch", "transformers", "meshtrain")]
-    choices = (subject.rows, subject.attention, subject.pretrained)
+    choices = (case.rows, case.attention, case.pretrained)
     code = [] if _is_stock(model_class) else _sources(model_class)
-    return compute_identity(versions, subject.hf_config.to_json_string(), plan_hash(subject.plan), choices, code)
+    return compute_identity(versions, case.hf_config.to_json_string(), plan_hash(case.plan), choices, code)
 
 
 def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
@@ -144,27 +137,27 @@ def _sources(model_class: type[PreTrainedModel]) -> list[tuple[str, str]]:
     return [(file.name, file.read_text()) for file in files]
 
 
-def _prove(subject: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
-    name = subject.architecture + (f" with {', '.join(flags)}" if flags else "")
+def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str]) -> None:
+    name = case.architecture + (f" with {', '.join(flags)}" if flags else "")
     if multiprocessing.current_process().daemon:
         raise ModelError(
             f"{name} is new here, and a daemonic process may not start the others that a proof takes; {switch}"
         )
-    what = "its documents apart" if subject.rows == "separate" else "the plan"
+    what = "its documents apart" if case.rows == "separate" else "the plan"
     console.line(f"{name} is new here: proving {what} on a tiny copy of it")
     try:
-        proof = prove(subject)
+        proof = prove(case)
     except UserError as error:
         raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
             f"{name} under this plan does not compute what one device computes, it differs in "
-            f"{proof.difference}; see `meshtrain verify`{_way_out(subject)}, or {switch}"
+            f"{proof.difference}; see `meshtrain verify`{_way_out(case)}, or {switch}"
         )
     console.line(f"Proven: {proof.mesh.described()} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)
 
 
-def _way_out(subject: ProofCase) -> str:
-    separates = subject.rows == "separate"
+def _way_out(case: ProofCase) -> str:
+    separates = case.rows == "separate"
     return ', set data.documents = "joined" if it does not keep documents apart' if separates else ""

@@ -32,11 +32,11 @@ from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, STEPS, Proo
 from meshtrain.verify.reference import keep_outputs, widen
 
 
-def initial_weights(subject: ProofCase) -> dict[str, Tensor]:
+def initial_weights(case: ProofCase) -> dict[str, Tensor]:
     """Return the random initialization of the model in one process, under the stock names."""
-    layers = len(find_layers(_build(subject))[1])
+    layers = len(find_layers(_build(case))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
-    pipeline = build_on_ranks(subject, subject.plan.model_copy(update=alone))
+    pipeline = build_on_ranks(case, case.plan.model_copy(update=alone))
     initialize_pipeline(pipeline)
     return _gather(pipeline)
 
@@ -55,11 +55,11 @@ def without_warnings() -> Iterator[None]:
 
 
 @without_warnings()
-def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
+def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """Train the plan on these ranks for a few steps.
 
     Args:
-        subject: what to train.
+        case: what to train.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
 
     Returns:
@@ -68,9 +68,9 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
     # Small gradients are reduced together, large ones one by one. With this limit those of a tiny
     # model go one by one too, as those of a real model do.
     replicas.LARGE = 1
-    pipeline = build_on_ranks(subject, subject.plan)
+    pipeline = build_on_ranks(case, case.plan)
     own: dict[str, Tensor] = {}
-    if subject.pretrained:
+    if case.pretrained:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
     else:
@@ -81,9 +81,9 @@ def train_plan(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
         fill(pipeline, with_noise(initial))
         check_parameters(pipeline)
         # Other data ranks have other samples than the first microbatch of the stock model.
-        watches = not subject.plan.compile.enabled and data_rank(pipeline.mesh) == 0
+        watches = not case.plan.compile.enabled and data_rank(pipeline.mesh) == 0
         layers = keep_outputs(_own_layers(pipeline)) if watches else {}
-        trace = train_pipeline(pipeline, subject.batches())
+        trace = train_pipeline(pipeline, case.batches())
     trace.initial, trace.layers = own, layers
     return trace
 
@@ -155,21 +155,21 @@ def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace
     trace.gradients.append(join_parts(gradients, pipeline.fused))
 
 
-def _build(subject: ProofCase) -> PreTrainedModel:
+def _build(case: ProofCase) -> PreTrainedModel:
     model = build_model(
-        subject.hf_config,
+        case.hf_config,
         dtype=torch.float64,
-        attention=subject.attention,
-        trust_remote_code=subject.trust_remote_code,
+        attention=case.attention,
+        trust_remote_code=case.trust_remote_code,
     )
     widen(model)
     return model
 
 
-def build_on_ranks(subject: ProofCase, plan: ParallelPlan) -> Pipeline:
+def build_on_ranks(case: ProofCase, plan: ParallelPlan) -> Pipeline:
     """Build the pipeline of a case under a plan, with memory for its parameters but no values."""
     return parallelize(
-        _build(subject),
+        _build(case),
         build_mesh(plan.mesh, "cpu"),
         plan,
         micro_batch_size=MICRO_BATCH_SIZE,

@@ -66,32 +66,32 @@ class Proof:
 def quiet_ranks() -> Iterator[None]:
     """Start ranks with everything imported, and silence transformers, while the block runs."""
     preload(["meshtrain.verify.parallel", "meshtrain.verify.reference", "meshtrain.verify.dropout"])
-    verbosity, is_said = logging.get_verbosity(), VERBOSITY in os.environ
+    verbosity, is_set = logging.get_verbosity(), VERBOSITY in os.environ
     logging.set_verbosity_error()
     os.environ.setdefault(VERBOSITY, "error")
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if not is_said:
+        if not is_set:
             del os.environ[VERBOSITY]
 
 
 @quiet_ranks()
-def prove(subject: ProofCase) -> Proof:
+def prove(case: ProofCase) -> Proof:
     """Train both sides, compare them, and return the proof.
 
     Raises:
         UserError: for a model or a plan that the ranks refuse, or that they cannot run.
     """
     try:
-        return prove_together([subject])[0]
+        return prove_together([case])[0]
     except RankError as error:
-        mesh = subject.plan.mesh
+        mesh = case.plan.mesh
         if isinstance(error.original, TrainingStopped):
             # Training stopped itself, which the stock model never does.
             return Proof(
-                subject.architecture,
+                case.architecture,
                 mesh,
                 (Finding(str(error.original), "", math.inf, TOLERANCE),),
                 None,
@@ -100,31 +100,31 @@ def prove(subject: ProofCase) -> Proof:
         if isinstance(error.original, UserError):
             raise error.original from error
         reason = str(error).strip().splitlines()[-1]
-        raise ModelError(f"{subject.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
+        raise ModelError(f"{case.architecture} cannot be proven, its tiny copy does not run: {reason}") from error
 
 
-def prove_together(subjects: Sequence[ProofCase]) -> list[Proof]:
+def prove_together(cases: Sequence[ProofCase]) -> list[Proof]:
     """Prove several cases on the same mesh in the same processes, one after the other.
 
     Raises:
         RankError: if any of them fails; `prove` for each one shows which.
     """
-    mesh = subjects[0].plan.mesh
+    mesh = cases[0].plan.mesh
     world_size = mesh.world_size
-    timeout = SECONDS * len(subjects)
-    (stock,) = run_on_ranks(1, _one_device, subjects, timeout=timeout)
+    timeout = SECONDS * len(cases)
+    (stock,) = run_on_ranks(1, _one_device, cases, timeout=timeout)
     # Each tensor would use a file descriptor, and a new process can receive only a few.
     initials = [{name: value.numpy() for name, value in initial.items()} for initial, _ in stock]
-    by_rank = run_on_ranks(world_size, _train_each, train_plan, subjects, initials, timeout=timeout)
+    by_rank = run_on_ranks(world_size, _train_each, train_plan, cases, initials, timeout=timeout)
     return [
         Proof(
-            subject.architecture,
+            case.architecture,
             mesh,
             tuple(compare(traces, expected)),
             first_divergent_layer(traces, expected),
             are_watched(traces, expected),
         )
-        for subject, (_, expected), traces in zip(subjects, stock, zip(*by_rank, strict=True), strict=True)
+        for case, (_, expected), traces in zip(cases, stock, zip(*by_rank, strict=True), strict=True)
     ]
 
 
@@ -142,22 +142,22 @@ def write_json(proofs: Sequence[Proof], path: Path) -> None:
     path.write_text(json.dumps([_as_table(proof) for proof in proofs], indent=2) + "\n")
 
 
-def _one_device(subjects: Sequence[ProofCase]) -> list[tuple[dict[str, Tensor], Trace]]:
+def _one_device(cases: Sequence[ProofCase]) -> list[tuple[dict[str, Tensor], Trace]]:
     found = []
-    for subject in subjects:
-        initial = given_weights(subject) if subject.pretrained else initial_weights(subject)
-        found.append((initial, train_stock(subject, initial)))
+    for case in cases:
+        initial = given_weights(case) if case.pretrained else initial_weights(case)
+        found.append((initial, train_stock(case, initial)))
     return found
 
 
 def _train_each(
     train: Callable[[ProofCase, dict[str, Tensor]], Trace],
-    subjects: Sequence[ProofCase],
+    cases: Sequence[ProofCase],
     initials: Sequence[dict[str, NDArray[Any]]],
 ) -> list[Trace]:
     return [
-        train(subject, {name: torch.from_numpy(value) for name, value in initial.items()})
-        for subject, initial in zip(subjects, initials, strict=True)
+        train(case, {name: torch.from_numpy(value) for name, value in initial.items()})
+        for case, initial in zip(cases, initials, strict=True)
     ]
 
 

@@ -14,26 +14,26 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, ProofCase, Trace, with_noise
 
 
-def given_weights(subject: ProofCase) -> dict[str, Tensor]:
+def given_weights(case: ProofCase) -> dict[str, Tensor]:
     """Return the weights of transformers' own initialization, which serve as given weights."""
-    return copy_weights(_build(subject))
+    return copy_weights(_build(case))
 
 
-def train_stock(subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
+def train_stock(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """Train the stock model for a few steps.
 
     Args:
-        subject: its plan is ignored.
+        case: its plan is ignored.
         initial: stock FQN -> value, for every parameter; training starts from them with noise.
     """
-    model = _build(subject)
+    model = _build(case)
     with float32_casts_lifted():
         load_weights(model, with_noise(initial))
         layers = keep_outputs(dict(_named_layers(model)))
-        trace = train_model(model, subject.batches())
-    trace.initial = {} if subject.pretrained else initial
+        trace = train_model(model, case.batches())
+    trace.initial = {} if case.pretrained else initial
     # The outputs of documents that run alone are not those of a microbatch.
-    trace.layers = {} if subject.rows == "separate" else layers
+    trace.layers = {} if case.rows == "separate" else layers
     return trace
 
 
@@ -122,8 +122,8 @@ def build_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon)
 
 
-def _build(subject: ProofCase) -> PreTrainedModel:
-    return build_stock(subject.hf_config, attention=subject.attention, trust_remote_code=subject.trust_remote_code)
+def _build(case: ProofCase) -> PreTrainedModel:
+    return build_stock(case.hf_config, attention=case.attention, trust_remote_code=case.trust_remote_code)
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:

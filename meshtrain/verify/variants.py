@@ -169,7 +169,7 @@ def _signature(model_type: str, changes: Values) -> object:
         return None
     modules = tuple((name, type(module).__name__) for name, module in model.named_modules())
     shapes = tuple((name, p.shape) for name, p in model.named_parameters(remove_duplicate=False))
-    words = tuple(getattr(config, "layer_types", None) or ())
+    layer_types = tuple(getattr(config, "layer_types", None) or ())
     traces = []
     for with_mask in (True, False):
         with _Operations() as operations, torch.no_grad(), probed(model, PROBE_LENGTH):
@@ -184,7 +184,7 @@ def _signature(model_type: str, changes: Values) -> object:
             except MISFITS as error:
                 operations.seen.append(type(error).__name__)
         traces.append(tuple(operations.seen))
-    return modules, shapes, tuple(model.all_tied_weights_keys), words, tuple(traces)
+    return modules, shapes, tuple(model.all_tied_weights_keys), layer_types, tuple(traces)
 
 
 class _Operations(OperatorMode):

@@ -1,65 +1,68 @@
 """The command `meshtrain verify RUN`: it makes the proofs of a run."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtrain.compat.transformers import loop_over_experts
 from meshtrain.config.data import DataConfig
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.run import RunConfig
-from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.styles import STYLES
-from meshtrain.training.report import Resolved, natural_world_size, resolve_run
+from meshtrain.training.resolve import ResolvedRun
 from meshtrain.verify.case import MICRO_BATCH_SIZE, SEQUENCE, ProofCase, Rows
-from meshtrain.verify.kinds import Kind, layer_kinds
 from meshtrain.verify.prove import prove, show_proof, write_json
 from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
+Kind = tuple[str | None, frozenset[str], frozenset[str]]
+"""The layer type in the configuration, the classes of its modules, and the names of its
+parameters without numbers."""
 
 
-def verify_run(config: RunConfig, json_file: Path | None) -> bool:
+def verify_run(resolved: ResolvedRun, json_file: Path | None) -> bool:
     """Prove the plan of a run on a tiny copy of its model, and print the proof.
 
     Args:
+        resolved: the run at its real size. Contradictions at this size were found when it was
+            resolved, and a tiny copy would not show them.
         json_file: where to write the proofs as well.
 
     Returns:
         Whether the plan computes what one device computes.
 
     Raises:
-        UserError: if the run contradicts itself, with the message of `check`; or if it cannot be
-            proven, because the tiny model, or the plan for it, is refused.
+        UserError: if it cannot be proven, because the tiny model, or the plan for it, is refused.
     """
-    # The tiny copy has other sizes, so a contradiction at the real sizes must be found before.
-    resolved = resolve_run(config, natural_world_size(config.plan))
-    subjects = make_cases(config, resolved)
     proofs = []
-    for subject in subjects:
-        proofs.append(prove(subject))
+    for case in make_cases(resolved):
+        proofs.append(prove(case))
         show_proof(proofs[-1])
     if json_file is not None:
         write_json(proofs, json_file)
     return all(proof.holds for proof in proofs)
 
 
-def make_cases(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
+def make_cases(resolved: ResolvedRun) -> list[ProofCase]:
     """Return the cases to prove for a run: its plan on small meshes that have all its axes.
 
     Args:
         resolved: the run at its real size. Only a run that fits can be proven.
     """
-    return make_subjects_of(
+    config = resolved.config
+    return make_cases_of(
         resolved.hf_config,
         config.plan,
         rows=rows_of(config.data),
@@ -69,7 +72,7 @@ def make_cases(config: RunConfig, resolved: Resolved) -> list[ProofCase]:
     )
 
 
-def make_subjects_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
+def make_cases_of(hf_config: PretrainedConfig, plan: ParallelPlan, **choices: Any) -> list[ProofCase]:
     """Return the cases to prove for a model under an unresolved plan; see `make_case`."""
     # Settings that the plan leaves open are resolved for the tiny model separately.
     plan = with_family(plan, hf_config.model_type)
@@ -187,6 +190,26 @@ def _copy_with_all_kinds(
         f"the proof cannot be made: {next(iter(lacking.values()))} of the {tiny.model_type} is of a kind of layer "
         f"that no tiny copy with up to {count} layers has"
     )
+
+
+def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
+    """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
+    try:
+        name, layers = find_layers(model)
+    except ModelError:
+        # The check of the plan decides whether it needs the layers.
+        return {}
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds: dict[Kind, str] = {}
+    for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
+        kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
+    return kinds
+
+
+def _kind(layer_type: str | None, layer: nn.Module) -> Kind:
+    # The number of experts does not change the kind.
+    names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
+    return layer_type, frozenset(type(module).__name__ for module in layer.modules()), names
 
 
 def _tiny_copy(config: PretrainedConfig, num_layers: int, *, tp: int, heads: int, short: int) -> PretrainedConfig:

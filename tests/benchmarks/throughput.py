@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
-from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel import parallelize

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
-from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import parallelize

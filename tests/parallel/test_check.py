@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import (
     CompilePlan,
@@ -18,7 +19,6 @@ from meshtrain.config.plan import (
     TensorPlan,
 )
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel.check import BatchShape, execution, resolve_plan

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import Streams, stream_key
 from meshtrain.training.step import evaluate
 from meshtrain.verify.case import SEQUENCE, ProofCase
-from meshtrain.verify.dropout import dropped, measure
+from meshtrain.verify.dropout import measure, with_dropout
 from meshtrain.verify.parallel import build_step_context
 from meshtrain.verify.tiny import default_config
 from meshtrain.verify.verify_run import make_case
@@ -345,23 +345,23 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def subject_of(way: str) -> ProofCase:
+def proof_case(way: str) -> ProofCase:
     model_type, values, switches = WAYS[way]
     config = default_config(model_type)
     config.update(values)
     plan = with_family(ParallelPlan(tensor=TensorPlan()), model_type)
     recompute = RecomputePlan(mode="full" if switches else "none")
     plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update=switches), "recompute": recompute})
-    return dropped(make_case(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
+    return with_dropout(make_case(config, plan, MeshPlan(dp_shard=1, tp=2), attention="eager", pretrained=True))
 
 
-def measure_all(subjects: list[ProofCase]) -> list[float]:
-    return [measure(subject) for subject in subjects]
+def measure_all(cases: list[ProofCase]) -> list[float]:
+    return [measure(case) for case in cases]
 
 
 def test_gradients_match_the_stock_model_with_the_same_masks() -> None:
     """`meshtrain verify --models` proves every class so; `measure` raises if replicas differ."""
-    errors, others = run_on_ranks(2, measure_all, [subject_of(way) for way in WAYS], timeout=300.0)
+    errors, others = run_on_ranks(2, measure_all, [proof_case(way) for way in WAYS], timeout=300.0)
     assert errors == others
     for way, error in zip(WAYS, errors, strict=True):
         assert error < 1e-7, way

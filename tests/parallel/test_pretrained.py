@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
-from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, stock_class
 from meshtrain.models.fused import split_parts
 from meshtrain.models.layout import local_ranges, local_tensor

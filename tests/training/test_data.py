@@ -21,7 +21,7 @@ from meshtrain.data.prepare import prepare_data
 from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.data.samples.rows import IGNORE_INDEX, Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
-from meshtrain.training.report import resolve_run
+from meshtrain.training.resolve import resolve_run
 from meshtrain.training.run import train
 from meshtrain.verify.first_use import ensure_proven
 from tests.data.corpora import byte_tokenizer
@@ -211,9 +211,9 @@ def test_separate_documents_with_length_dependent_frequencies_are_refused(tmp_pa
 
 def test_separate_documents_of_a_class_are_proven_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
-    ensure_proven(config)
+    ensure_proven(resolve_run(config))
     assert "proving its documents apart on a tiny copy of it" in capsys.readouterr().out
-    ensure_proven(config)
+    ensure_proven(resolve_run(config))
     assert capsys.readouterr().out == ""
 
 
@@ -243,4 +243,4 @@ def test_class_that_does_not_separate_documents_is_refused(tmp_path: Path) -> No
     opt = {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(type="opt", config={**opt, "word_embed_proj_dim": 32})
     with pytest.raises(ModelError, match=r'set data.documents = "joined" if it does not keep documents apart, or set'):
-        ensure_proven(config.model_copy(update={"model": model}))
+        ensure_proven(resolve_run(config.model_copy(update={"model": model})))

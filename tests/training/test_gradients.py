@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.toml import with_family
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.models.fused import unfuse
 from meshtrain.models.layout import local_indices, local_tensor

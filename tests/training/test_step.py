@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import meshtrain
 from meshtrain.training import step as step_module
-from meshtrain.training.step import StepResult
-from meshtrain.training.timer import mark
+from meshtrain.training.step import StepResult, mark
 from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import start, take_step
 from tests.parity import Case

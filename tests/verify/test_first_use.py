@@ -12,6 +12,7 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import load_run
 from meshtrain.models.build import build_model
+from meshtrain.training.resolve import resolve_run
 from meshtrain.verify import first_use
 from meshtrain.verify.case import ProofCase
 from tests.training.runs import LLAMA_TEXT, RUN_TEXT, write_text
@@ -41,19 +42,19 @@ CONFIG = {
 @pytest.fixture
 def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
     """Return the list of proofs requested so far; no proof is computed."""
-    subjects: list[ProofCase] = []
+    cases: list[ProofCase] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
-    def note(subject: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
+    def note(case: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
         # A started process would run the main program again, and so start further ones.
         assert not hasattr(sys.modules["__main__"], "__file__")
-        subjects.append(subject)
+        cases.append(case)
 
     monkeypatch.setattr(first_use, "_prove", note)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     write_text(tmp_path / "text.jsonl")
-    return subjects
+    return cases
 
 
 def write_model(directory: Path, *, times: int) -> None:
@@ -66,7 +67,7 @@ def write_model(directory: Path, *, times: int) -> None:
 
 def ensure_proven(text: str) -> None:
     Path("run.toml").write_text(RUN_TEXT + text)
-    first_use.ensure_proven(load_run("run.toml"))
+    first_use.ensure_proven(resolve_run(load_run("run.toml")))
 
 
 def test_class_from_the_model_folder_is_proven(tmp_path: Path, proven: list[ProofCase]) -> None:
@@ -75,10 +76,10 @@ def test_class_from_the_model_folder_is_proven(tmp_path: Path, proven: list[Proo
     for _ in range(2):
         ensure_proven(text)
         # The tiny copy has the same class; the second time, the proof exists.
-        assert [subject.architecture for subject in proven] == ["Twice"]
+        assert [case.architecture for case in proven] == ["Twice"]
     write_model(tmp_path / "model", times=3)
     ensure_proven(text)
-    assert [subject.architecture for subject in proven] == ["Twice", "Twice"]
+    assert [case.architecture for case in proven] == ["Twice", "Twice"]
 
 
 def test_stock_class_of_a_known_type_needs_no_proof(proven: list[ProofCase]) -> None:

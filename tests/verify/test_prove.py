@@ -14,15 +14,17 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from meshtrain import cli
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan, ShardPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import load_run, with_family
+from meshtrain.config.toml import load_run
 from meshtrain.errors import ModelError
 from meshtrain.models.build import load_hf_config
 from meshtrain.parallel import tied
 from meshtrain.training import gradients
 from meshtrain.training.loss import MeanLoss, TokenLoss
+from meshtrain.training.resolve import resolve_run
 from meshtrain.verify import classes, parallel, prove
 from meshtrain.verify.case import ProofCase, Trace
 from meshtrain.verify.compare import are_watched, compare, first_divergent_layer, tensor_error
@@ -43,19 +45,19 @@ plan.mesh = { pp = 2, tp = 2, dp_shard = 1 }
 UNKNOWN = RUN_TEXT + LLAMA_TEXT.replace("llama", "olmo2")
 
 
-def subject_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
+def case_of(model_type: str, mesh: dict[str, int], **tables: Any) -> ProofCase:
     plan = with_family(ParallelPlan(**tables), model_type)
     return make_case(load_hf_config(ModelConfig(type=model_type)), plan, MeshPlan(**{"dp_shard": 1, **mesh}))
 
 
-def one_device(subject: ProofCase) -> tuple[dict[str, Tensor], Trace]:
-    initial = initial_weights(subject)
-    return initial, train_stock(subject, initial)
+def one_device(case: ProofCase) -> tuple[dict[str, Tensor], Trace]:
+    initial = initial_weights(case)
+    return initial, train_stock(case, initial)
 
 
-def train_damaged(damage: Callable[[], None], subject: ProofCase, initial: dict[str, Tensor]) -> Trace:
+def train_damaged(damage: Callable[[], None], case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     damage()
-    return train_plan(subject, initial)
+    return train_plan(case, initial)
 
 
 def no_damage() -> None:
@@ -128,21 +130,21 @@ def skip_strided_shards() -> None:
     gradients._sharded_axes = axes
 
 
-def findings_of(damage: Callable[[], None], subject: ProofCase) -> tuple[dict[str, Any], str | None]:
-    ((initial, expected),) = run_on_ranks(1, one_device, subject)
-    mesh = subject.plan.mesh
+def findings_of(damage: Callable[[], None], case: ProofCase) -> tuple[dict[str, Any], str | None]:
+    ((initial, expected),) = run_on_ranks(1, one_device, case)
+    mesh = case.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
-    traces = run_on_ranks(world_size, train_damaged, damage, subject, initial)
+    traces = run_on_ranks(world_size, train_damaged, damage, case, initial)
     return {finding.what: finding for finding in compare(traces, expected)}, first_divergent_layer(traces, expected)
 
 
 @functools.cache
 def qwen3() -> ProofCase:
-    return subject_of("qwen3", {"tp": 2})
+    return case_of("qwen3", {"tp": 2})
 
 
 def test_correct_plans_are_proven() -> None:
-    found, divergent = findings_of(no_damage, subject_of("qwen3", {"pp": 2, "tp": 2}))
+    found, divergent = findings_of(no_damage, case_of("qwen3", {"pp": 2, "tp": 2}))
     assert all(finding.holds for finding in found.values()), found
     assert found["initial weights"].error == 0.0
     assert divergent is None
@@ -169,14 +171,14 @@ def test_missing_rule_for_head_norms_is_detected() -> None:
 
 
 def test_equally_weighted_microbatches_are_detected() -> None:
-    found, divergent = findings_of(weight_microbatches_equally, subject_of("gpt2", {"pp": 2}))
+    found, divergent = findings_of(weight_microbatches_equally, case_of("gpt2", {"pp": 2}))
     assert found["loss"].error > 1e-3
     assert divergent is None
 
 
 def test_skipped_layer_of_a_stage_is_detected() -> None:
-    subject = subject_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
-    found, divergent = findings_of(skip_a_layer, subject)
+    case = case_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
+    found, divergent = findings_of(skip_a_layer, case)
     assert not found["loss"].holds
     assert found["gradient"].error > 1e-2
     # The proof keeps one of two layers on each of the two stages.
@@ -184,23 +186,23 @@ def test_skipped_layer_of_a_stage_is_detected() -> None:
 
 
 def test_tied_copy_that_is_not_reduced_is_detected() -> None:
-    found, _ = findings_of(skip_tied_reduction, subject_of("gpt2", {"pp": 2}))
+    found, _ = findings_of(skip_tied_reduction, case_of("gpt2", {"pp": 2}))
     assert found["gradient"].where == "transformer.wte.weight"
     assert found["gradient"].error > 1e-2
 
 
 def test_gradient_norm_without_strided_shards_is_detected() -> None:
-    found, _ = findings_of(skip_strided_shards, subject_of("llama", {"dp_shard": 2, "tp": 2}))
+    found, _ = findings_of(skip_strided_shards, case_of("llama", {"dp_shard": 2, "tp": 2}))
     assert found["gradient norm"].error > 1e-3
 
 
 def test_zero_bubble_schedule_with_resharding_is_detected() -> None:
-    subject = subject_of(
+    case = case_of(
         "llama", {"pp": 2, "dp_shard": 2}, pipeline=PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)
     )
-    assert subject.plan.shard.reshard_after_forward == "never"
-    resharding = subject.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
-    found, _ = findings_of(no_damage, ProofCase(**{**vars(subject), "plan": resharding}))
+    assert case.plan.shard.reshard_after_forward == "never"
+    resharding = case.plan.model_copy(update={"shard": ShardPlan(reshard_after_forward="always")})
+    found, _ = findings_of(no_damage, ProofCase(**{**vars(case), "plan": resharding}))
     assert not found["gradient"].holds
 
 
@@ -331,7 +333,7 @@ def test_plan_that_differs_is_not_proven(
         rf"{difference}; see `meshtrain verify`, or set model\.prove_unknown_class = false to train without a proof$"
     )
     with pytest.raises(ModelError, match=refusal):
-        ensure_proven(load_run("run.toml"))
+        ensure_proven(resolve_run(load_run("run.toml")))
     assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
 
 
@@ -424,13 +426,13 @@ def test_unknown_class_is_proven_before_its_first_run(
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.jsonl")
     (tmp_path / "run.toml").write_text(UNKNOWN)
-    ensure_proven(load_run("run.toml"))
+    ensure_proven(resolve_run(load_run("run.toml")))
     assert capsys.readouterr().out.splitlines() == [
         "Olmo2ForCausalLM is new here: proving the plan on a tiny copy of it",
         "Proven: dp_shard 2 computes what one device computes",
     ]
     for again in ((), ("model.prove_unknown_class=false", "model.config.rms_norm_eps=1e-3")):
-        ensure_proven(load_run("run.toml", again))
+        ensure_proven(resolve_run(load_run("run.toml", again)))
         assert capsys.readouterr().out == ""
     # Another configuration of the class needs another proof.
     proofs = list((tmp_path / "cache" / "proofs").glob("*/proof.json"))
@@ -438,15 +440,16 @@ def test_unknown_class_is_proven_before_its_first_run(
     # The tiny copy has four layers; the sixth is in the message of the check of the run itself.
     deeper = ("model.config.num_hidden_layers=6", 'plan.tensor.local_attributes={"model.layers.5.mlp"=["hidden_size"]}')
     with pytest.raises(ModelError) as caught:
-        ensure_proven(load_run("run.toml", deeper))
+        ensure_proven(resolve_run(load_run("run.toml", deeper)))
     assert caught.value.lines == (
         "tensor.local_attributes: 'model.layers.5.mlp' matches no module of the model; the nearest is "
         "'model.layers.*.mlp'",
         "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",
     )
     monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, fail_to_run))
+    resolved = resolve_run(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
     with pytest.raises(ModelError, match=r"does not run: .*broken\n.*model\.prove_unknown_class = false"):
-        ensure_proven(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
+        ensure_proven(resolved)
 
 
 def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,16 +6,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
-from meshtrain.config.toml import with_family
 from meshtrain.errors import ModelError, PlanError
 from meshtrain.models.build import DTYPES, build_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
-from meshtrain.verify.kinds import layer_kinds
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
-from meshtrain.verify.verify_run import make_case
+from meshtrain.verify.verify_run import layer_kinds, make_case
 from tests.parity import DYNAMIC, LONGROPE
 
 

@@ -14,9 +14,9 @@ from meshtrain.checkpoint.storage.directory import checkpoint_directory, is_chec
 from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
+from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.config.toml import with_family
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import DTYPES, build_model, load_hf_config, stock_class
 from meshtrain.models.weights.safetensors_files import INDEX_NAME

@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from upath import UPath
 
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.claims import Location
@@ -84,7 +84,7 @@ def errors_in_one_line(location: Location) -> Iterator[None]:
 
 def shown_location(location: Location) -> str:
     """Return a location as the user would write it in the current directory."""
-    return shown(location) if isinstance(location, Path) else str(location)
+    return shown_path(location) if isinstance(location, Path) else str(location)
 
 
 @contextmanager

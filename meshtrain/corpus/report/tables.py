@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
-from meshtrain.config.reading import shown
+from meshtrain.config.reading import shown_path
 from meshtrain.corpus.report.page import Example, StepReport, write_page
 from meshtrain.corpus.steps.step import StepDirectory, read_dropped, step_directories
 from meshtrain.errors import DataError
@@ -32,8 +32,8 @@ def report(config: CorpusConfig) -> None:
     _show_counts(directory, steps)
     _show_dropped(steps)
     page = directory / "report.html"
-    write_page(page, shown(directory), steps)
-    console.line(f"Charts: {shown(page)}")
+    write_page(page, shown_path(directory), steps)
+    console.line(f"Charts: {shown_path(page)}")
 
 
 def _show_counts(directory: Path, steps: list[StepReport]) -> None:
@@ -48,7 +48,7 @@ def _show_counts(directory: Path, steps: list[StepReport]) -> None:
         )
         for step in steps
     ]
-    console.table(shown(directory), ("step", "in", "out", "dropped", "size out", "documents/s"), rows)
+    console.table(shown_path(directory), ("step", "in", "out", "dropped", "size out", "documents/s"), rows)
     for step in steps:
         if step.counts.parts:
             parts = ", ".join(f"{part} {number:,}" for part, number in step.counts.parts.items())

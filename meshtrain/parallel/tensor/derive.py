@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtrain.compat.transformers import tensor_plan
+from meshtrain.config.families import find_family
 from meshtrain.config.plan import ParallelPlan, Style, TensorPlan
-from meshtrain.config.toml import find_family
 from meshtrain.errors import PlanError
 from meshtrain.models.fused import UnfusedProjection, unfuse
 from meshtrain.models.layer_config import values_in_layers

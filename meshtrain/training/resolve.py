@@ -1,0 +1,140 @@
+"""Resolve a run: its model configuration, its model and its plan, which are checked together.
+
+`check`, `plan`, `verify` and `train` all call `resolve_run` once, and pass its result on.
+"""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtrain.config.families import with_family
+from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.run import RunConfig
+from meshtrain.data.cache import Cache
+from meshtrain.data.tokens.tokenizer import open_tokenizer
+from meshtrain.errors import DataError, ModelError
+from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.rotary import constant_length
+from meshtrain.parallel.check import BatchShape, resolve_plan
+from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
+from meshtrain.training.optim import build_learning_rate
+
+# Stands in for a number of steps that is known only after the text is read.
+ANY_NUMBER = 1_000_000
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run whose settings fit each other, the model and the number of processes.
+
+    Attributes:
+        config: the run as it was read; its plan still has -1, `auto`, `balanced` and `even`.
+        hf_config: the Hugging Face configuration of the model.
+        model: the stock model on the meta device.
+        plan: the plan with the rules of the family, and without open settings.
+        batch: shape of the batches.
+    """
+
+    config: RunConfig
+    hf_config: PretrainedConfig
+    model: PreTrainedModel
+    plan: ParallelPlan
+    batch: BatchShape
+
+    def exported_config(self, end_id: int) -> PretrainedConfig:
+        """Return the Hugging Face configuration that an exported model has.
+
+        Args:
+            end_id: token that ends a document, for a new model whose configuration does not set it.
+        """
+        return _load_config(self.config, end_id=end_id)
+
+
+def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun:
+    """Resolve and check a run: build its model on the meta device, and fit its plan to the model.
+
+    Args:
+        world_size: number of processes; None: that of torchrun, or else the number that the degrees
+            of the plan need.
+
+    Raises:
+        UserError: with every contradiction.
+    """
+    # Checked before anything is prepared: what a schedule refuses, it refuses for every length.
+    build_learning_rate(config.learning_rate, config.optimizer.learning_rate, config.steps or ANY_NUMBER)
+    hf_config = _load_config(config)
+    if config.data.tokenizer.vocab_size is not None:
+        check_vocabulary(config.data.tokenizer.vocab_size, hf_config)
+    plan = with_family(config.plan, hf_config.model_type)
+    model = build_model(
+        hf_config,
+        dtype=DTYPES[plan.precision.parameters],
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    _check_documents(config, model)
+    data = config.data
+    batch = BatchShape(config.global_batch_size, config.micro_batch_size, data.sequence_length, data.pad_to_multiple_of)
+    plan = resolve_plan(plan, model, batch, world_size or _natural_world_size(config.plan))
+    return ResolvedRun(config, hf_config, model, plan, batch)
+
+
+def _load_config(config: RunConfig, *, end_id: int | None = None) -> PretrainedConfig:
+    """Return the Hugging Face configuration of a run's model.
+
+    If the run asks for it, the vocabulary is enlarged to hold every token.
+
+    Raises:
+        UserError: if there is no such model, or no such tokenizer.
+    """
+    hf_config = load_hf_config(config.model, end_id=end_id)
+    if config.model.enlarge_vocabulary:
+        cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
+        text_config = hf_config.get_text_config()
+        needed = open_tokenizer(config.data.tokenizer, cache).vocab_size
+        text_config.vocab_size = max(text_config.vocab_size, needed)
+    return hf_config
+
+
+def check_vocabulary(num_tokens: int, hf_config: PretrainedConfig) -> None:
+    """Check that the model's vocabulary can hold every token.
+
+    Args:
+        num_tokens: of the tokenizer.
+        hf_config: of the model.
+
+    Raises:
+        DataError: if it cannot.
+    """
+    vocab_size = hf_config.get_text_config().vocab_size
+    if num_tokens > vocab_size:
+        raise DataError(
+            f"the tokenizer has {num_tokens:,} tokens, the model's vocabulary has room for {vocab_size:,}; set "
+            f"model.config.vocab_size = {num_tokens} or more for a new model, model.enlarge_vocabulary = true for a "
+            "pretrained one, or use the tokenizer that belongs to it"
+        )
+
+
+def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
+    if config.data.documents != "separate":
+        return
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} takes no position_ids, by which documents are kept apart; set data.documents = "
+            '"joined", or data.form = "padded"'
+        )
+    constant = constant_length(model)
+    if constant is not None and constant < config.data.sequence_length:
+        raise ModelError(
+            f'data.documents = "separate", but documents of more than {constant:,} tokens change the rotary '
+            f"frequencies of this {type(model).__name__} for all others in their batch (rope_type in its "
+            f'rope_parameters); set data.sequence_length = {constant:,} or less, or data.documents = "joined"'
+        )
+
+
+def _natural_world_size(plan: ParallelPlan) -> int:
+    """Return the number of processes of torchrun; without it, the number that the degrees need."""
+    world_size = world_size_from_environment()
+    return world_size if world_size > 1 else plan.mesh.fixed_degree
