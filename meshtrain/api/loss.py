@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from meshtrain.compat.transformers import build, has_loss_of_program, loop_over_experts, set_attention_implementation
-from meshtrain.config.mesh import DATA_AXES
+from meshtrain.config.mesh import TOKEN_AXES
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_class, stock_like
@@ -37,7 +37,7 @@ class LossOfAllRanks:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
-        self._axes = [axis for axis in DATA_AXES if axis_size(mesh, axis) > 1]
+        self._axes = [axis for axis in TOKEN_AXES if axis_size(mesh, axis) > 1]
         self._own_shifts: bool | None = None
         self._is_known = False
 

@@ -14,7 +14,7 @@ from meshtrain.api.gradients import add_gradients, set_gradients_aside
 from meshtrain.api.handle import ATTRIBUTE, Handle
 from meshtrain.api.pipeline_batches import BatchChecker, CheckedBatch
 from meshtrain.api.saving import save_parallelized, save_pretrained, without_stock_keywords
-from meshtrain.config.mesh import DATA_AXES, PP
+from meshtrain.config.mesh import DATA_AXES, PP, TOKEN_AXES
 from meshtrain.errors import MissingAttribute, ModelError, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
@@ -268,4 +268,4 @@ class PipelinedModel:
             self._streams.end()
 
     def _summed(self, local: Tensor) -> Tensor:
-        return all_reduce_over(local.detach().clone(), self._pipeline.mesh, (PP, *DATA_AXES))
+        return all_reduce_over(local.detach().clone(), self._pipeline.mesh, (PP, *TOKEN_AXES))

@@ -47,10 +47,12 @@ MODEL_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
 STAGE_AXES = tuple(axis for axis in AXES if ROLES[axis].splits != "layers")
 # Ranks along these axes hold different parts of a parameter.
 PARAMETER_AXES = tuple(axis for axis in AXES if ROLES[axis].shards_parameters)
+# Ranks along these axes train different tokens, so their losses and gradients are summed.
+TOKEN_AXES = DATA_AXES
 # FSDP2 shards parameters over these axes, and sums gradients over them.
-FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in DATA_AXES)
+FSDP_AXES = tuple(axis for axis in PARAMETER_AXES if axis in TOKEN_AXES)
 # Full copies of the model along these axes sum their gradients.
-REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in FSDP_AXES)
+REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in FSDP_AXES)
 
 
 class MeshPlan(Settings):

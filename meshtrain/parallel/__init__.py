@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from meshtrain.config.mesh import DATA_AXES, DP_REPLICATE, PP, REPLICA_AXES, TP
+from meshtrain.config.mesh import PP, TOKEN_AXES, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import (
@@ -53,7 +53,7 @@ from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
 from meshtrain.parallel.tied import TiedCopies
-from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along
+from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
 
 
 def parallelize(
@@ -94,7 +94,7 @@ def parallelize(
     fused += unfuse_adapters(adapters, model, fused)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied.keys()
     parameter_names |= adapter_parameters(adapters).keys()
-    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *DATA_AXES), device)
+    router_loss = RouterLoss(None if stock_loss else find_formula(model), axis_size(mesh, *TOKEN_AXES), device)
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
@@ -183,8 +183,7 @@ def _own_stages(mesh: DeviceMesh, plan: ParallelPlan) -> list[int]:
 
 def _replicas(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> Replicas:
     parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
-    alone = axis_size(mesh, *REPLICA_AXES) == 1 or needs_fsdp(plan)
-    return Replicas(parameters, None if alone else mesh.get_group(DP_REPLICATE))
+    return Replicas(parameters, None if needs_fsdp(plan) else replica_group(mesh))
 
 
 def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied: dict[str, str]) -> TiedCopies:

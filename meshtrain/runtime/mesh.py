@@ -40,6 +40,13 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[(*replicas, *FSDP_AXES)]
 
 
+def replica_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return the group of the full copies of this process's part; None if there is one copy."""
+    wide = [axis for axis in REPLICA_AXES if axis_size(mesh, axis) > 1]
+    assert len(wide) < 2, f"copies along several axes: {wide}"
+    return mesh.get_group(wide[0]) if wide else None
+
+
 def data_rank(mesh: DeviceMesh) -> int:
     """Return which part of each global batch this process reads.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.config.mesh import DATA_AXES, PP, TP
+from meshtrain.config.mesh import DATA_AXES, PP, TOKEN_AXES, TP
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.mesh import all_reduce_over
@@ -196,7 +196,7 @@ def _finish_gradients(context: StepContext, computed: _Computed) -> tuple[set[st
     loss = computed.loss
     # A tp group may have used some experts on one of its processes only.
     num_filled = all_reduce_over(loss.new_full((), float(len(filled))), pipeline.mesh, [TP])
-    sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, DATA_AXES)
+    sums = all_reduce_over(torch.stack([loss, num_filled, pipeline.router_loss.total]), pipeline.mesh, TOKEN_AXES)
     norm, loss, num_filled, router_mean = gradient_norm(pipeline, *sums)
     norm = norm / scale
     return filled, norm, torch.stack([norm, loss / scale, num_filled, router_mean, computed.num_tokens.to(norm)])
