@@ -21,7 +21,8 @@ from meshtrain.config.plan import (
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel.check import BatchShape, execution, resolve_plan
+from meshtrain.parallel import check
+from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.verify.tiny import shrink, tiny_config
@@ -583,7 +584,7 @@ def test_indivisible_heads_of_single_layers_are_refused() -> None:
 
 
 def test_layers_without_recomputation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "GradientCheckpointingLayer", nn.Conv2d)
+    monkeypatch.setattr(check, "GradientCheckpointingLayer", nn.Conv2d)
     assert problems(make_plan("llama", recompute={"mode": "full"})) == (
         "recompute.mode = 'full': LlamaDecoderLayer does not support recomputation; set it to 'none'",
     )
