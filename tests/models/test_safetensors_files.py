@@ -87,8 +87,8 @@ def test_file_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
 def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "F8_E4M3"}})
     assert refusal(path) == (
-        f"{path} holds a in F8_E4M3: quantized weights, which need their scales; dequantize the model first, or take "
-        "the bfloat16 version of it"
+        f"{path} holds a in F8_E4M3: quantized weights, which need their scales; dequantize the model first, or use "
+        "its bfloat16 version"
     )
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "C64"}})
     assert refusal(path).startswith(f"{path} holds a in C64, which is not supported; supported are F64, F32,")

@@ -41,7 +41,9 @@ def timeouts(directory: Path) -> tuple[int, int, set[timedelta]]:
         group = dist.new_group([0, 1])
         lift_timeouts()
         backends = [each._get_backend(torch.device("cpu")) for each in (dist.group.WORLD, group)]
-        return process.rank, process.world_size, {backend.wrapped_pg.options._timeout for backend in backends}
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
+        unwrapped = [getattr(backend, "wrapped_pg", backend) for backend in backends]
+        return process.rank, process.world_size, {backend.options._timeout for backend in unwrapped}
 
 
 def test_torch_timeouts_are_longer_than_those_of_the_guard(tmp_path: Path) -> None:
