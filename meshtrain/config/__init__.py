@@ -12,6 +12,7 @@ plan.py        settings of a plan file
 problems.py    messages about errors in files and overrides
 reading.py     files and the files that they extend
 run.py         settings of a run file
+schedules.py   the pipeline schedules and their requirements
 schema.py      JSON schemas
 settings.py    the base class of settings
 tables.py      tables of values that know their source

@@ -5,13 +5,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshtrain.config.mesh import Degree, MeshPlan
+from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.settings import LARGEST, Count, NotNegative, Settings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
-ScheduleName = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 Style = Literal[
     "colwise",
     "colwise_gather_output",

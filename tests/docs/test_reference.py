@@ -11,8 +11,8 @@ import meshtrain
 import mkdocs_hooks
 from docs.generate import commands, configuration, coverage
 from meshtrain.config.plan import Style
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
-from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.training.directory import FREE
 from tests.docs.blocks import ROOT
 

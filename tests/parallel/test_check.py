@@ -19,12 +19,12 @@ from meshtrain.config.plan import (
     TensorPlan,
 )
 from meshtrain.config.run import ModelConfig
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError
 from meshtrain.models.build import build_model, load_hf_config
 from meshtrain.parallel import check
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.verify.tiny import shrink, tiny_config
 from tests.parity import DYNAMIC, GPT2, LLAMA
 

@@ -16,15 +16,16 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
 from meshtrain.checkpoint.dcp.store import save_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
-from meshtrain.config.plan import PipelinePlan, ScheduleName
+from meshtrain.config.plan import PipelinePlan
 from meshtrain.config.run import ModelConfig
+from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.parallel.schedule import forward_only
-from meshtrain.parallel.schedule.schedules import SCHEDULES, stage_owners
+from meshtrain.parallel.schedule.schedules import stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step

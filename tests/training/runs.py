@@ -25,7 +25,7 @@ from meshtrain.config.run import (
     OptimizerConfig,
     RunConfig,
 )
-from meshtrain.parallel.schedule.schedules import SCHEDULES
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook
 from tests.casts import lift_float32_casts

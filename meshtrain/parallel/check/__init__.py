@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import ModelError, PlanError, Problem, UserError
 from meshtrain.models.rotary import length_dependent
 from meshtrain.parallel.check.batch import BatchShape, check_batch, check_sequence
@@ -23,7 +24,6 @@ from meshtrain.parallel.check.pipeline import check_pipeline, resolve_layers
 from meshtrain.parallel.check.tensor import check_tensor
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.router_loss import find_formula
-from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.parallel.tensor.derive import with_derived_rules, with_shared_heads
 from meshtrain.parallel.tensor.rules import Problems
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
@@ -12,7 +13,6 @@ from meshtrain.parallel.check.batch import BatchShape, num_microbatches
 from meshtrain.parallel.cut.balance import balanced_layers, even_layers, layers_split_at
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.cut.stage import check_cut
-from meshtrain.parallel.schedule.schedules import SCHEDULES
 from meshtrain.parallel.shard import needs_fsdp
 from meshtrain.parallel.tensor.rules import Problems
 
