@@ -91,7 +91,7 @@ def test_schedule_table_matches_torch(name: ScheduleName) -> None:
             for microbatches in range(1, 14):
                 rounds = max(1, microbatches // pp)
                 fits = {
-                    "nothing": True,
+                    "any number": True,
                     "one per stage": microbatches >= pp * per_rank,
                     "equal rounds": microbatches % rounds == 0,
                 }[facts.microbatches]
