@@ -186,9 +186,9 @@ def test_arguments_that_a_schedule_refuses(name: str, warmup: int, arguments: di
 
 def test_what_a_schedule_would_leave_out_without_a_word() -> None:
     assert problems("constant", 5, num_cycles=1) == (
-        "learning_rate.warmup_steps: the schedule 'constant' takes none; leave it out",
-        "learning_rate.arguments: the schedule 'constant' takes none; leave it out",
+        "learning_rate.warmup_steps: the schedule 'constant' does not use it; leave it out",
+        "learning_rate.arguments: the schedule 'constant' does not use it; leave it out",
     )
     assert problems("constant_with_warmup", 5, num_cycles=1) == (
-        "learning_rate.arguments: the schedule 'constant_with_warmup' takes none; leave it out",
+        "learning_rate.arguments: the schedule 'constant_with_warmup' does not use it; leave it out",
     )
