@@ -1,13 +1,13 @@
-"""float64 in the processes of tests, which end with the test."""
+"""float64 without casts in the processes of tests, until they end."""
 
 from contextlib import ExitStack
 
 from meshtrain.compat.casts import float32_casts_lifted
 
-# Held: a context manager that nobody holds puts back what it has changed.
+# The stack is kept, because a context manager that is collected restores what it has changed.
 _UNTIL_THE_END = ExitStack()
 
 
 def lift_float32_casts() -> None:
-    """Do `float32_casts_lifted` for the rest of the process of a rank."""
+    """Apply `float32_casts_lifted` until this rank's process ends."""
     _UNTIL_THE_END.enter_context(float32_casts_lifted())

@@ -1,4 +1,4 @@
-"""What a rank that crashes leaves on stderr, for a person to read."""
+"""The output of a crashed rank on stderr, shortened for readers."""
 
 import re
 
@@ -6,10 +6,10 @@ _STACK = re.compile(r"SIG\w+\(\d+\), PID: \d+, Thread \d+: ?\n(?:[ <]*(?:frame|o
 
 
 def has_stacks(text: str) -> bool:
-    """Whether there are C++ stacks of a process that crashed."""
+    """Return whether a text has the C++ stacks of a crashed process."""
     return bool(_STACK.search(text))
 
 
 def without_waiting_threads(text: str) -> str:
-    """Leave out the C++ stacks of all threads but the one that crashed: a rank has dozens that wait for work."""
+    """Remove the C++ stacks of dozens of waiting threads, and keep that of the crashed one."""
     return _STACK.sub(lambda stack: stack[0] if "fatalSignalHandler(int" in stack[0] else "", text)

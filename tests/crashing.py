@@ -1,4 +1,4 @@
-"""Tests that crash, for test_crashes.py: pytest runs them only where it is told to."""
+"""Tests that crash, for test_crashes.py; pytest runs them only if they are named."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from tests.ranks import run_on_ranks
 
 
 def crash_in_gloo() -> None:
-    """Crash as a mistake in C++ would, in a thread that Python does not know."""
+    """Crash like an error in C++, in a thread that Python does not know."""
     tasks = Path("/proc/self/task")
     thread = next(int(task.name) for task in tasks.iterdir() if "pt_gloo_runloop" in (task / "comm").read_text())
     ctypes.CDLL(None).tgkill(os.getpid(), thread, signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""Random damage to run files, plan files and command lines, the same for the same seed."""
+"""Random damage to run files, plan files and command lines, reproducible from a seed."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from meshtrain.config.reading import shipped_plans
 from meshtrain.config.schema import choices, json_schema, keys_of, subschema
 
 RUNS = shipped_plans().parent / "launch" / "runs"
-# Sizes that keep what the shipped runs say of parallelism, and make the models tiny.
+# Sizes that keep what the shipped runs need for parallelism, with tiny models.
 SIZES = {
     "vocab_size": 300,
     "n_positions": 16,
@@ -31,7 +31,7 @@ SIZES = {
     "n_layer": 2,
     "num_hidden_layers": 2,
 }
-# Name of a shipped run -> number of processes, with two stages at most.
+# Name of a shipped run -> number of processes, with at most two stages.
 PROCESSES = {"quickstart": 4, "llama-65b": 4, "gpt3-175b": 8, "llama-tp4": 4, "gpt2-zero-offload": 1, "gpt2-124m": 1}
 
 INTEGERS = (-1, 0, 1, 2, 3, 7, -7, 40, 65537, 2**31, 2**53 + 1, 10**18, 2**63 - 1, -(2**63), 2**64, 10**30)
@@ -113,7 +113,7 @@ LINES_OF_OVERRIDES = (
 
 @dataclass
 class Case:
-    """What a person might have written, and the shipped run that it was made of."""
+    """Damaged input, and the shipped run from which it was made."""
 
     name: str
     run: bytes
@@ -155,7 +155,7 @@ def _written(name: str) -> Case:
 
 
 def make_case(seed: int) -> Case:
-    """Return the damage of a number."""
+    """Return the damaged case of a seed."""
     chance = random.Random(seed)
     name = chance.choices(list(PROCESSES), (1, 1, 1, 1, 3, 3))[0]
     case = copy.copy(_written(name))
@@ -172,7 +172,7 @@ def _value(chance: random.Random) -> Any:
     return [value, *["b"] * chance.randrange(2)] if chance.random() < 0.05 else value
 
 
-def _near(old: Any, chance: random.Random) -> Any:
+def _similar_value(old: Any, chance: random.Random) -> Any:
     """Return a value like the old one."""
     if isinstance(old, bool):
         return not old
@@ -194,17 +194,17 @@ def _put(table: dict[str, Any], key: tuple[str, ...], value: Any) -> None:
     table[key[-1]] = value
 
 
-def _places(table: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def _paths_in(table: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     found: list[tuple[tuple[str, ...], Any]] = []
     for name, value in table.items():
         found.append(((*above, name), value))
         if isinstance(value, dict):
-            found += _places(value, (*above, name))
+            found += _paths_in(value, (*above, name))
     return found
 
 
 def _in_file(case: Case, chance: random.Random, change: Callable[[dict[str, Any], str], str], kind: str = "") -> str:
-    """Change the table of one of the files, if it still is one."""
+    """Change the table of one of the files, if it still is a table."""
     kind = kind or ("run" if chance.random() < 0.75 else "plan")
     try:
         table = tomllib.loads(getattr(case, kind).decode())
@@ -220,8 +220,8 @@ def _in_file(case: Case, chance: random.Random, change: Callable[[dict[str, Any]
 
 def _set_a_value(case: Case, chance: random.Random) -> str:
     def change(table: dict[str, Any], kind: str) -> str:
-        key, old = chance.choice(_places(table) or [(("seed",), 0)])
-        value = _near(old, chance) if chance.random() < 0.5 else _value(chance)
+        key, old = chance.choice(_paths_in(table) or [(("seed",), 0)])
+        value = _similar_value(old, chance) if chance.random() < 0.5 else _value(chance)
         _put(table, key, value)
         return f"{key} = {value!r:.80}"
 
@@ -252,7 +252,7 @@ def _set_a_value_of_the_model(case: Case, chance: random.Random) -> str:
 
 def _remove_a_key(case: Case, chance: random.Random) -> str:
     def change(table: dict[str, Any], kind: str) -> str:
-        key, _ = chance.choice(_places(table) or [(("seed",), 0)])
+        key, _ = chance.choice(_paths_in(table) or [(("seed",), 0)])
         for name in key[:-1]:
             table = table[name]
         table.pop(key[-1], None)
@@ -263,7 +263,7 @@ def _remove_a_key(case: Case, chance: random.Random) -> str:
 
 def _rename_a_key(case: Case, chance: random.Random) -> str:
     def change(table: dict[str, Any], kind: str) -> str:
-        key, value = chance.choice(_places(table) or [(("seed",), 0)])
+        key, value = chance.choice(_paths_in(table) or [(("seed",), 0)])
         new = chance.choice((key[-1][1:], key[-1] + "s", key[-1].upper(), *STRINGS))
         for name in key[:-1]:
             table = table[name]
@@ -325,7 +325,7 @@ def _number_of_processes(case: Case, chance: random.Random) -> str:
     return str(case.num_processes)
 
 
-# Each with how often it is drawn.
+# Each with its frequency.
 _KINDS: dict[Callable[[Case, random.Random], str], int] = {
     _set_a_value: 20,
     _set_any_key: 25,

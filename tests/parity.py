@@ -1,4 +1,4 @@
-"""A parallel plan next to the stock model in one process: what every parity test shares."""
+"""A parallel plan beside the stock model in one process, for all parity tests."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from meshtrain.verify.reference import build_stock, copy_weights, load_weights, 
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 
-# Loaded before casts are lifted: both sides then compute everything in float64, tables of positions included.
+# Loaded before casts are lifted: both sides then compute in float64, including position tables.
 MODELLING = (modeling_gpt2, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3)
 VOCABULARY, GLOBAL_BATCH = 98, 8
 LLAMA = {
@@ -66,7 +66,7 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Other frequencies for more than 10 tokens: some batches of different widths are longer, others are not.
+# Frequencies change beyond 10 tokens, and some batches are longer.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -153,7 +153,7 @@ def batches(rows: Rows = "joined") -> list[dict[str, Tensor]]:
 
 
 def stock_weights(model: str) -> dict[str, Tensor]:
-    """Return weights for the stock model in which no bias is zero and no norm is one."""
+    """Return weights for the stock model in which no bias is zero and no norm weight is one."""
     return with_noise(copy_weights(_stock_model(model)))
 
 
@@ -162,7 +162,7 @@ def _stock_model(model: str) -> PreTrainedModel:
 
 
 def reference(model: str, rows: Rows, change: Callable[[PreTrainedModel], None] = lambda _: None) -> Trace:
-    """Train the stock model in one process, with nothing of meshtrain's parallel code."""
+    """Train the stock model in one process, without meshtrain's parallel code."""
     lift_float32_casts()
     stock = _stock_model(model)
     change(stock)
@@ -199,13 +199,13 @@ def fill(pipeline: Pipeline, stock: dict[str, Tensor]) -> None:
 
 
 def smallest_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return as few of this process's rows as every schedule can run: two microbatches, or one for each stage."""
+    """Return the fewest rows that every schedule accepts: two microbatches or one per stage."""
     rows = max(2, pipeline.num_stages) * pipeline.micro_batch_size
     return {name: value[:rows] for name, value in local_part(pipeline, batch).items()}
 
 
 def run_case(case: Case) -> Trace:
-    """Train a case on the ranks: the product's own step, starting from the stock weights."""
+    """Train a case on the ranks with the product's own step, from the stock weights."""
     lift_float32_casts()
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
@@ -213,7 +213,7 @@ def run_case(case: Case) -> Trace:
 
 
 def assert_equal_to_reference(traces: list[Trace], expected: Trace) -> dict[str, float]:
-    """Compare all ranks with the reference, every tensor at its own scale, and return the worst errors."""
+    """Compare all ranks with the reference, each tensor at its scale; return the largest errors."""
     findings = compare(traces, expected, smallest_scale=0.0)
     wrong = [finding for finding in findings if not finding.holds]
     assert not wrong, wrong
@@ -227,18 +227,18 @@ def stock(model: str, *, rows: Rows = "joined") -> Trace:
 
 
 def run_cases(cases: list[Case]) -> list[Trace]:
-    """Train several cases after each other: starting the ranks costs as much as training."""
+    """Train several cases in sequence, because starting the ranks costs as much as training."""
     return [run_case(case) for case in cases]
 
 
 def run_with_small_messages(cases: list[Case]) -> list[Trace]:
-    """Let every gradient travel alone while the backward pass runs, as the large ones of a real model do."""
+    """Send every gradient alone during the backward pass, like the large ones of a real model."""
     replicas.LARGE = 1
     return run_cases(cases)
 
 
 def prove(*cases: Case, run: Callable[[list[Case]], list[Trace]] = run_cases) -> None:
-    """Run cases of the same world size and compare each with the stock model."""
+    """Run cases of one world size, and compare each with the stock model."""
     answers = run_on_ranks(cases[0].world_size, run, list(cases))
     for number, case in enumerate(cases):
         worst = assert_equal_to_reference([traces[number] for traces in answers], stock(case.model, rows=case.rows))

@@ -1,6 +1,6 @@
-"""The ranks of the tests: one fork server for the whole session, with everything imported that the tests need.
+"""The ranks of the tests, from one fork server per session that has imported what the tests need.
 
-What it has not imported, every rank of every test would import anew: most of a second, as often as there are ranks.
+Each rank of each test would otherwise import the rest again, which takes most of a second.
 """
 
 import os
@@ -14,7 +14,7 @@ from meshtrain.runtime.ranks import RankError, preload
 
 __all__ = ["RankError", "run_on_ranks"]
 
-# The doors are other processes, and what prepares corpora starts threads when it is imported.
+# The commands run in other processes, and the corpus package starts threads when it is imported.
 _APART = ("__main__", "cli", "corpus")
 
 
@@ -44,13 +44,13 @@ preload(
 
 
 def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """Call `fn(*args)` on every rank, as meshtrain.runtime.ranks does, where a crash also shows the stacks of C++."""
+    """Call `fn(*args)` on every rank, like meshtrain.runtime.ranks, and show C++ stacks."""
     return ranks.run_on_ranks(world_size, _with_native_stacks, fn, *args, **options)
 
 
 def _with_native_stacks(fn: Callable[..., Any], *args: Any) -> Any:
     import torch
 
-    # A thread of gloo has no Python stack.
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # noqa: FBT003 - it has no name
+    # A gloo thread has no Python stack.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # noqa: FBT003 - the argument has no name
     return fn(*args)

@@ -1,4 +1,4 @@
-"""Every mistake is told in one clear line each, with exit code 2, no traceback, and nothing lost."""
+"""Every user error is one clear line with exit code 2, without a traceback or a loss of data."""
 
 import json
 import os
@@ -30,8 +30,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with runs and texts, right and wrong, and a cache that knows the right ones."""
+def directory_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with valid and invalid runs and texts, and a cache of the valid ones."""
     directory = tmp_path_factory.mktemp("bad")
     (directory / "run.toml").write_text(RUN_TEXT + GPT2_TEXT)
     (directory / "llama.toml").write_text(RUN_TEXT + LLAMA_TEXT)
@@ -46,12 +46,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in that directory, as the first of two processes, with no run in it."""
-    monkeypatch.chdir(place)
+def here(directory_of_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enter that directory, as the first of two processes, without a run in it."""
+    monkeypatch.chdir(directory_of_runs)
     monkeypatch.setenv("RANK", "0")
     shutil.rmtree("out", ignore_errors=True)
-    return place
+    return directory_of_runs
 
 
 INTERLEAVED = ["plan.pipeline.schedule=Interleaved1F1B", "plan.pipeline.stages_per_rank=2"]
@@ -205,7 +205,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_before_any_process_group(
+def test_user_error_is_reported_before_any_process_group(
     here: Path, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, problems = MISTAKES[mistake]
@@ -218,7 +218,7 @@ def test_a_mistake_is_told_before_any_process_group(
 
 
 def run_command(directory: Path, arguments: list[str], size_limit: int | None = None) -> tuple[int, str, str]:
-    """Run a command line on this rank, and return its exit code and what it showed."""
+    """Run a command line on this rank, and return its exit code and output."""
     os.chdir(directory)
     cli.SECONDS_FOR_RANK_0 = 0.0
     console.configure(rank=int(os.environ["RANK"]))
@@ -230,11 +230,11 @@ def run_command(directory: Path, arguments: list[str], size_limit: int | None = 
 
 
 def on_ranks(number: int, *arguments: str, size_limit: int | None = None) -> list[tuple[int, str, str]]:
-    """Run a command line on so many ranks of the current directory."""
+    """Run a command line on several ranks of the current directory."""
     return run_on_ranks(number, run_command, Path.cwd(), list(arguments), size_limit, joins=False)
 
 
-def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
+def test_broken_lines_can_be_skipped_and_are_counted(here: Path) -> None:
     skipping = ["train", "run.toml", 'data.train=["broken.jsonl"]', "data.on_bad_record=skip", "steps=1"]
     ((code, out, error),) = on_ranks(1, *skipping)
     assert code == 0
@@ -242,8 +242,8 @@ def test_broken_lines_can_be_left_out_and_are_counted(here: Path) -> None:
     assert "Data: train 60 documents, 2,302 tokens; vocabulary 300; 2 bad records skipped; tokenized into" in out
 
 
-def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
-    # The data must be in the cache already: its files are larger.
+def test_unwritable_run_directory_is_a_one_line_error(here: Path) -> None:
+    # The data must be cached before, because its files are larger than the limit.
     assert on_ranks(1, "train", "run.toml", "steps=1", "run_directory=other")[0][0] == 0
     answers = on_ranks(2, "train", "run.toml", size_limit=1_000)
     problem = (
@@ -253,15 +253,15 @@ def test_a_run_directory_that_cannot_be_written(here: Path) -> None:
     assert [error for _, _, error in answers] == [f"error: {problem}\n", ""]
 
 
-def run_where_it_is(directories: list[Path], arguments: list[str]) -> tuple[int, str, str]:
-    """Run a command line on this rank, in a directory of its own: a machine of its own."""
+def run_in_own_directory(directories: list[Path], arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command line on this rank in a directory of its own, like on another machine."""
     return run_command(directories[int(os.environ["RANK"])], arguments)
 
 
-def test_machines_with_different_text(here: Path, tmp_path: Path) -> None:
+def test_machines_with_different_text_are_refused(here: Path, tmp_path: Path) -> None:
     shutil.copy(here / "run.toml", tmp_path)
     write_text(tmp_path / "text.jsonl", seed=1)
-    answers = run_on_ranks(2, run_where_it_is, [here, tmp_path], ["train", "run.toml"], joins=False)
+    answers = run_on_ranks(2, run_in_own_directory, [here, tmp_path], ["train", "run.toml"], joins=False)
     host = socket.gethostname()
     problem = (
         f"the data of {host} is not that of {host}: text, tokenizer or Python version differs; use the same files on "
@@ -272,7 +272,7 @@ def test_machines_with_different_text(here: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saving", ["checkpoint.in_background=false", "checkpoint.in_background=true"])
-def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path, saving: str) -> None:
+def test_full_disk_during_a_save_keeps_the_earlier_checkpoint(here: Path, saving: str) -> None:
     assert on_ranks(1, "train", "run.toml", "steps=2")[0][0] == 0
     saved = read_checkpoint(here / "out")
     answers = on_ranks(2, "train", "run.toml", "plan.mesh.pp=2", saving, size_limit=100_000)
@@ -284,30 +284,30 @@ def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(here: Path, savi
     )
     assert [path.name for path in (here / "out" / "checkpoints").iterdir()] == ["step-2"]
     assert all(torch.equal(tensor, saved[name]) for name, tensor in read_checkpoint(here / "out").items())
-    # Room was made.
+    # There is space again.
     code, out, error = on_ranks(1, "train", "run.toml")[0]
     assert (code, error) == (0, "")
     assert "Resumed from out/checkpoints/step-2: step 2 done\nParameters checksum " in out
     assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_metrics_that_cannot_be_written_stop_all_ranks(here: Path) -> None:
+def test_unwritable_metrics_stop_all_ranks(here: Path) -> None:
     answers = on_ranks(2, "train", "run.toml", "steps=40", "checkpoint.every=100", size_limit=5_000)
     assert [code for code, _, _ in answers] == [2, 2]
     assert answers[0][2] == (
         "error: cannot write metrics into out: File too large; training stopped; free disk space, then restart: it "
         "resumes from its newest checkpoint\n"
     )
-    # Room was made; the line that was cut off is gone.
+    # There is space again; the incomplete line has been removed.
     assert on_ranks(1, "train", "run.toml", "steps=3")[0][0] == 0
     assert [metrics["step"] for metrics in steps_of(here / "out")] == [1, 2, 3]
 
 
 def poison_a_parameter(directory: Path, arguments: list[str]) -> tuple[tuple[int, str, str], list[int], bool]:
-    """Break a parameter of the second stage before the third step.
+    """Damage a parameter of the second stage before the third step.
 
     Returns:
-        What the command line did, the samples of the last step, and whether that step left the parameters alone.
+        The result of the command, the samples of the last step, and whether parameters changed.
     """
     from meshtrain.training import loop
 
@@ -332,7 +332,7 @@ def poison_a_parameter(directory: Path, arguments: list[str]) -> tuple[tuple[int
 
 
 @pytest.mark.parametrize("saving", ["checkpoint.in_background=false", "checkpoint.in_background=true"])
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, saving: str) -> None:
+def test_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, saving: str) -> None:
     command = ["train", "run.toml", "plan.mesh.pp=2", saving]
     answers = run_on_ranks(2, poison_a_parameter, here, command, joins=False)
     (first, samples, _), _ = answers
@@ -349,14 +349,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, s
 
 
 def break_the_evaluation(directory: Path, arguments: list[str]) -> tuple[int, str, str]:
-    """Let the evaluation find what no step found."""
+    """Let the evaluation find a value that is not finite."""
     from meshtrain.training import loop
 
     loop.evaluate = lambda context, batches: (float("inf"), 1)
     return run_command(directory, arguments)
 
 
-def test_an_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path) -> None:
+def test_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path) -> None:
     command = ["train", "run.toml", "data.validation=0.2", "evaluation.every=2"]
     ((code, _, error),) = run_on_ranks(1, break_the_evaluation, here, command, joins=False)
     assert (code, error) == (
@@ -367,12 +367,12 @@ def test_an_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path
     assert list_checkpoints(here / "out" / "checkpoints") == []
 
 
-def shell(place: Path, *command: str) -> subprocess.Popen:
-    """Start a command as a person in a shell does."""
+def shell(directory_of_runs: Path, *command: str) -> subprocess.Popen:
+    """Start a command like a user in a shell."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
     return subprocess.Popen(
-        command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=directory_of_runs, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -380,23 +380,25 @@ MESHTRAIN = [sys.executable, "-m", "meshtrain"]
 
 
 @pytest.fixture(scope="module")
-def shown(place: Path) -> dict[str, tuple[int, list[str], str]]:
-    """Run real commands, all at once: name -> exit code, lines that begin with `error:`, all of standard error."""
-    run_on_ranks(1, run_command, place, ["train", "run.toml", "run_directory=half", "steps=2"], joins=False)
+def shown(directory_of_runs: Path) -> dict[str, tuple[int, list[str], str]]:
+    """Run real commands in parallel: name -> exit code, lines with `error:`, standard error."""
+    run_on_ranks(1, run_command, directory_of_runs, ["train", "run.toml", "run_directory=half", "steps=2"], joins=False)
     new = ["train", "run.toml", "run_directory=new"]
     half = ["train", "run.toml", "run_directory=half"]
     absurd = ["train", "run.toml", "run_directory=absurd", "optimizer.learning_rate=10", "checkpoint.every=1"]
-    # After a step so large float16 overflows, and the scale may not get any lower.
+    # After such a large step float16 overflows, and the scale is at its minimum.
     absurd += ["plan.precision.compute=float16", "plan.precision.loss_scale.minimum=65536"]
     absurd += ["plan.precision.loss_scale.hysteresis=1"]
     processes = {
-        "key": shell(place, *MESHTRAIN, *new, "plan.mesh.tq=2"),
-        "check": shell(place, *MESHTRAIN, "check", *new[1:], "--world-size", "3", "plan.mesh.tp=2"),
-        "another run": shell(place, *MESHTRAIN, *half, "seed=5"),
-        "line": shell(place, *MESHTRAIN, *new, 'data.train=["broken.jsonl"]'),
-        "torchrun": shell(place, *TORCHRUN, *new, "plan.mesh.pp=2", "plan.mesh.tp=2"),
-        "disk": shell(place, "bash", "-c", 'ulimit -f 100 && exec "$@"', "bash", *TORCHRUN, *half, "plan.mesh.pp=2"),
-        "not finite": shell(place, *TORCHRUN, *absurd, 'learning_rate.name="constant"', "plan.mesh.pp=2"),
+        "key": shell(directory_of_runs, *MESHTRAIN, *new, "plan.mesh.tq=2"),
+        "check": shell(directory_of_runs, *MESHTRAIN, "check", *new[1:], "--world-size", "3", "plan.mesh.tp=2"),
+        "another run": shell(directory_of_runs, *MESHTRAIN, *half, "seed=5"),
+        "line": shell(directory_of_runs, *MESHTRAIN, *new, 'data.train=["broken.jsonl"]'),
+        "torchrun": shell(directory_of_runs, *TORCHRUN, *new, "plan.mesh.pp=2", "plan.mesh.tp=2"),
+        "disk": shell(
+            directory_of_runs, "bash", "-c", 'ulimit -f 100 && exec "$@"', "bash", *TORCHRUN, *half, "plan.mesh.pp=2"
+        ),
+        "not finite": shell(directory_of_runs, *TORCHRUN, *absurd, 'learning_rate.name="constant"', "plan.mesh.pp=2"),
     }
     results = {}
     for name, process in processes.items():
@@ -406,7 +408,9 @@ def shown(place: Path) -> dict[str, tuple[int, list[str], str]]:
     return results
 
 
-def test_one_process_prints_one_line_and_ends_with_2(place: Path, shown: dict[str, tuple[int, list[str], str]]) -> None:
+def test_user_error_of_one_process_is_one_line_with_exit_code_2(
+    directory_of_runs: Path, shown: dict[str, tuple[int, list[str], str]]
+) -> None:
     assert {name: shown[name][0] for name in ("key", "check", "another run", "line")} == {
         "key": 2,
         "check": 2,
@@ -426,20 +430,24 @@ def test_one_process_prints_one_line_and_ends_with_2(place: Path, shown: dict[st
 
 
 @pytest.mark.parametrize("name", ["torchrun", "disk", "not finite"])
-def test_of_several_processes_one_speaks(name: str, shown: dict[str, tuple[int, list[str], str]]) -> None:
+def test_user_error_of_several_processes_is_printed_once(
+    name: str, shown: dict[str, tuple[int, list[str], str]]
+) -> None:
     code, lines, error = shown[name]
     assert code == 1, "of torchrun itself"
     assert "exitcode  : 2" in error
     assert len(lines) == 1
-    # torchrun has a traceback of its own.
+    # torchrun prints a traceback of its own.
     assert "/meshtrain/" not in error
 
 
-def test_what_the_processes_say_and_leave(place: Path, shown: dict[str, tuple[int, list[str], str]]) -> None:
+def test_messages_and_files_of_failed_processes(
+    directory_of_runs: Path, shown: dict[str, tuple[int, list[str], str]]
+) -> None:
     assert shown["torchrun"][1] == [f"error: {MISTAKES['a world size that the mesh does not divide'][1][0]}"]
-    draft = place / "half" / "checkpoints" / "step-4.tmp"
+    draft = directory_of_runs / "half" / "checkpoints" / "step-4.tmp"
     assert shown["disk"][1][0].startswith(f"error: ranks 0, 1 cannot write {draft}: File too large;")
-    assert [path.name for path in list_checkpoints(place / "half" / "checkpoints")] == ["step-2"]
+    assert [path.name for path in list_checkpoints(directory_of_runs / "half" / "checkpoints")] == ["step-2"]
     assert shown["not finite"][1][0].startswith("error: step 2: the loss is nan, the gradient norm nan; stopped before")
-    assert [path.name for path in list_checkpoints(place / "absurd" / "checkpoints")] == ["step-1"]
-    assert json.loads((place / "absurd" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+    assert [path.name for path in list_checkpoints(directory_of_runs / "absurd" / "checkpoints")] == ["step-1"]
+    assert json.loads((directory_of_runs / "absurd" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1

@@ -1,4 +1,4 @@
-"""The doors as a person uses them: real processes, their exit codes, what they print and how long they think."""
+"""The commands in real processes: output, exit codes and CPU time."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_names_every_verb(arguments):
+def test_help_lists_every_command(arguments):
     shown = meshtrain(*arguments)
 
     assert shown.returncode == 0
@@ -38,14 +38,14 @@ def test_help_names_every_verb(arguments):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb):
+def test_every_command_has_help(verb):
     shown = meshtrain(verb, "--help")
 
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"Usage: meshtrain {verb} ")
 
 
-def test_version():
+def test_version_is_printed():
     assert meshtrain("--version").stdout == "meshtrain 0.1.0\n"
 
 
@@ -61,14 +61,14 @@ def test_version():
         ),
     ],
 )
-def test_a_wrong_command_line_is_one_line(arguments, line):
+def test_wrong_command_line_is_a_one_line_error(arguments, line):
     shown = meshtrain(*arguments)
 
     assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", line)
 
 
 @pytest.mark.parametrize("verb", [["train"], ["check", "--world-size", "2"], ["plan", "--toml"]])
-def test_mistakes_in_a_run_are_a_line_each(verb):
+def test_each_mistake_in_a_run_is_one_line(verb):
     shown = meshtrain(*verb, "run.toml", "plan.mesh.tq=2", "step=3")
 
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -78,7 +78,7 @@ def test_mistakes_in_a_run_are_a_line_each(verb):
     ]
 
 
-def test_another_rank_speaks_only_if_rank_0_does_not():
+def test_other_rank_prints_an_error_only_if_rank_0_does_not():
     start = time.monotonic()
     shown = meshtrain("train", "run.toml", "step=3", RANK="1", WORLD_SIZE="2")
 
@@ -87,14 +87,14 @@ def test_another_rank_speaks_only_if_rank_0_does_not():
     assert (shown.returncode, shown.stdout) == (2, "")
 
 
-def test_an_unknown_step_of_a_corpus():
+def test_unknown_corpus_step_is_refused():
     shown = meshtrain("corpus", "cleen", "corpus.toml")
 
     assert shown.returncode == 2
     assert "'cleen' is not one of 'run', 'urls', 'download', 'clean', 'deduplicate', 'shuffle', " in shown.stderr
 
 
-def test_a_report_redoes_nothing(tmp_path):
+def test_corpus_report_refuses_redo(tmp_path):
     (tmp_path / "corpus.toml").write_text('directory = "out"\nsources = ["a.txt"]\n[clean]\n')
     shown = meshtrain("corpus", "report", "corpus.toml", "--redo", "clean")
 
@@ -113,13 +113,13 @@ def test_a_report_redoes_nothing(tmp_path):
         (["tokens", "a=1"], "the override a=1 belongs to a run file (.toml), and tokens is not one; leave it out"),
     ],
 )
-def test_nothing_that_is_said_to_inspect_is_ignored(arguments, line):
+def test_inspect_refuses_options_it_does_not_use(arguments, line):
     shown = meshtrain("data", "inspect", *arguments)
 
     assert (shown.returncode, shown.stderr) == (2, f"error: {line}\n")
 
 
-def test_a_missing_checkpoint_is_a_mistake():
+def test_missing_checkpoint_is_a_user_error():
     shown = meshtrain("export", "nowhere", "folder")
 
     assert shown.returncode == 2
@@ -127,22 +127,23 @@ def test_a_missing_checkpoint_is_a_mistake():
     assert len(shown.stderr.splitlines()) == 1
 
 
-def test_a_bug_shows_its_traceback():
+def test_bug_shows_its_traceback():
     shown = meshtrain("train", "run.toml", RANK="one")
 
     assert shown.returncode == 1
     assert shown.stderr.startswith("Traceback")
 
 
-def test_control_c_has_its_own_exit_code(tmp_path):
+def test_ctrl_c_has_its_own_exit_code(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     process = subprocess.Popen(
         [sys.executable, "-m", "meshtrain", "train", "pipe.toml"],
         stderr=subprocess.PIPE,
-        # A shell lets what it starts in the background ignore it, and so would all that these tests start.
+        # A shell starts background processes with this signal ignored, and these tests would
+        # inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    # Opening waits until the other process reads the run, which then waits for what never comes.
+    # Opening blocks until the other process reads the run, and then waits for the content.
     with (tmp_path / "pipe.toml").open("w"):
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
@@ -154,11 +155,11 @@ def test_control_c_has_its_own_exit_code(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "title"), [("run", "RunConfig"), ("plan", "ParallelPlan"), ("corpus", "CorpusConfig")]
 )
-def test_schemas(kind, title):
+def test_schemas_are_printed(kind, title):
     assert json.loads(meshtrain("schema", kind).stdout)["title"] == title
 
 
-def test_an_unknown_schema():
+def test_unknown_schema_is_refused():
     shown = meshtrain("schema", "rnu")
 
     assert shown.returncode == 2
@@ -174,7 +175,7 @@ def test_an_unknown_schema():
         ["corpus", "run", "run.toml"],
     ],
 )
-def test_help_and_mistakes_answer_at_once(arguments):
+def test_help_and_user_errors_are_fast(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-X", "importtime", "-m", "meshtrain", *arguments]
     shown = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What a person sees: on a terminal, in a log, on other ranks, in a picture."""
+"""Console output on a terminal, in a log, and on other ranks."""
 
 import os
 import pty
@@ -15,14 +15,14 @@ METRICS = {"loss": 4.8123, "learning_rate": 3e-4, "grad_norm": 0.914, "tokens_pe
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_is_looking(capsys):
+def reset_console(capsys):
     console.configure()
     yield
     console.configure()
 
 
 def on_a_terminal(program: str) -> str:
-    """Run a program on a terminal of its own and return what it wrote there."""
+    """Run a program on a pseudo-terminal and return its output."""
     ours, its = pty.openpty()
     environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
     process = subprocess.Popen([sys.executable, "-c", program], stdout=its, stderr=its, env=environment)
@@ -31,27 +31,27 @@ def on_a_terminal(program: str) -> str:
     while True:
         try:
             written += os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end of a terminal is closed
+        except OSError:  # Linux reports the closed end of a terminal this way
             break
     os.close(ours)
     assert process.wait() == 0
     return written.decode()
 
 
-def test_a_line_is_shown_as_it_is(capsys):
+def test_line_is_printed_without_markup_or_wrapping(capsys):
     console.line(f"[bold]{LONG}[/bold] :smile:")
 
     assert capsys.readouterr().out == f"[bold]{LONG}[/bold] :smile:\n"
 
 
-def test_errors_and_warnings_are_whole_lines_on_standard_error(capsys):
+def test_errors_and_warnings_are_unwrapped_lines_on_standard_error(capsys):
     console.error_lines([f"[red]{LONG}", "two\nlines"])
     console.warning("[/x] is odd")
 
     assert capsys.readouterr() == ("", f"error: [red]{LONG}\nerror: two lines\nwarning: [/x] is odd\n")
 
 
-def test_a_table_in_a_log_keeps_every_cell_on_its_line(capsys):
+def test_table_in_a_log_does_not_wrap_its_cells(capsys):
     console.table("Who [holds] what", ["stage", "layers"], [["transformer.h.[0-11]", 12], ["x" * 100, "1,234 MB"]])
 
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_a_table_in_a_log_keeps_every_cell_on_its_line(capsys):
     assert re.search(rf"{'x' * 100} +1,234 MB *\n", out)
 
 
-def test_other_ranks_show_nothing(capsys):
+def test_other_ranks_print_nothing(capsys):
     console.configure(rank=1)
 
     console.line("a")
@@ -74,7 +74,7 @@ def test_other_ranks_show_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_error_on_another_rank_says_whose_it_is(capsys):
+def test_error_of_another_rank_names_the_rank(capsys):
     console.configure(rank=3)
 
     console.error_lines(["the disk is full"])
@@ -82,7 +82,7 @@ def test_an_error_on_another_rank_says_whose_it_is(capsys):
     assert capsys.readouterr() == ("", "error: rank 3: the disk is full\n")
 
 
-def test_a_job_in_a_log_is_a_line_now_and_then(capsys):
+def test_progress_in_a_log_is_an_occasional_line(capsys):
     with console.progress("Tokenizing [x]", total=2_500_000, unit="MB") as advance:
         for _ in range(25):
             advance(100_000)
@@ -90,14 +90,14 @@ def test_a_job_in_a_log_is_a_line_now_and_then(capsys):
     assert capsys.readouterr().out == "Tokenizing [x]  0.1/2.5 MB\nTokenizing [x]  2.5/2.5 MB\n"
 
 
-def test_a_job_may_count_steps(capsys):
+def test_progress_may_count_steps(capsys):
     with console.progress("Evaluating", total=1) as advance:
         advance(1)
 
     assert capsys.readouterr().out == "Evaluating  1/1 steps\n"
 
 
-def test_training_in_a_log_is_a_line_every_so_many_steps_and_at_the_last(capsys):
+def test_training_in_a_log_is_a_line_per_interval_and_at_the_last_step(capsys):
     with console.TrainingProgress(7, every=3) as training:
         for step in range(1, 8):
             training.update(step, METRICS)
@@ -108,7 +108,7 @@ def test_training_in_a_log_is_a_line_every_so_many_steps_and_at_the_last(capsys)
     assert lines[-1] == "step 7/7  loss 4.812  lr 3.0e-04  norm 0.91  2,310 tok/s"
 
 
-def test_an_evaluation_is_always_a_line(capsys):
+def test_evaluation_is_always_a_line(capsys):
     with console.TrainingProgress(7, every=3) as training:
         training.update(1, METRICS)
         training.update(1, {"eval_loss": 4.5})
@@ -116,7 +116,7 @@ def test_an_evaluation_is_always_a_line(capsys):
     assert capsys.readouterr().out == "step 1/7  eval loss 4.500\n"
 
 
-def test_the_time_left_counts_from_the_first_report():
+def test_remaining_time_is_estimated_from_the_first_report():
     program = """
 import time
 from meshtrain import console
@@ -134,7 +134,7 @@ with console.TrainingProgress(4001) as training:
     assert 6 <= int(minutes) <= 20
 
 
-def test_on_a_terminal_training_is_a_bar_with_lines_above_it():
+def test_training_on_a_terminal_is_a_bar_with_lines_above():
     written = on_a_terminal("""
 from meshtrain import console
 with console.TrainingProgress(2) as training:
@@ -152,7 +152,7 @@ with console.TrainingProgress(2) as training:
     assert re.fullmatch(r"step 2/2 ━+ loss 3\.000  1,234 tok/s  eval loss 3\.500", last_frame)
 
 
-def test_on_a_terminal_a_job_is_a_bar():
+def test_progress_on_a_terminal_is_a_bar():
     written = on_a_terminal("""
 from meshtrain import console
 with console.progress("Hashing [x]", 2_000_000, unit="MB") as advance:

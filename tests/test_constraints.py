@@ -1,4 +1,4 @@
-"""constraints.txt pins everything that an installation brings, so that a fresh machine gets what was tested."""
+"""constraints.txt pins every package of an installation to the tested version."""
 
 import re
 from importlib.metadata import requires
@@ -14,7 +14,7 @@ PINNED = {canonicalize_name(line.partition("==")[0]) for line in LINES}
 
 
 def needed(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return the names of all packages that a package needs here, directly or not."""
+    """Return the names of all packages that a package needs, directly or indirectly."""
     if (name, extras) in seen:
         return set()
     seen.add((name, extras))
@@ -26,7 +26,7 @@ def needed(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str
     return names
 
 
-def test_everything_is_pinned_by_version_alone():
+def test_constraints_are_versions_only():
     assert [line for line in LINES if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9.a-z]*", line)] == []
 
 
@@ -34,7 +34,7 @@ def test_every_package_is_pinned():
     assert needed("meshtrain", frozenset({"test"}), set()) - {"meshtrain"} - PINNED == set()
 
 
-def test_what_builds_meshtrain_is_pinned():
+def test_build_requirements_are_pinned():
     assert "editables" in PINNED
     pytest.importorskip("hatchling", reason="pip built meshtrain in an environment of its own")
     assert needed("hatchling", frozenset(), set()) - PINNED == set()

@@ -1,4 +1,4 @@
-"""What the suite does with a test whose rank has crashed."""
+"""A test whose rank crashes is run again."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_crash_is_shown_with_its_stack_and_run_once_more(tmp_path: Path) -> None:
+def test_crashed_test_is_shown_with_its_stack_and_run_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "tests/crashing.py"]
     environment = {**os.environ, "BEEN_HERE": str(tmp_path / "been")}
     done = subprocess.run(
@@ -20,7 +20,7 @@ def test_a_crash_is_shown_with_its_stack_and_run_once_more(tmp_path: Path) -> No
     )
     assert "1 failed, 1 passed, 1 rerun in" in done.stdout, done.stdout
     failed, shown = done.stdout.split("= rerun test summary info =")
-    # The rank that somebody has killed is a failure as ever.
+    # A rank that is killed is a failure as usual.
     assert "ended without an answer, killed by SIGKILL" in failed
     assert "RERUN tests/crashing.py::test_that_crashes_once" in shown
     assert "ended without an answer, killed by SIGSEGV" in shown

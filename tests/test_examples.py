@@ -1,4 +1,4 @@
-"""The example programs, as their reader runs them."""
+"""The example programs run as their readers run them."""
 
 import json
 import os
@@ -40,13 +40,13 @@ def losses_of(output: str) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+) loss (\d+\.\d{6})", output)]
 
 
-def test_the_examples_are_short_enough_to_be_read() -> None:
+def test_examples_are_short() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
     assert [file.name for file in files] == ["lora_chat.py", "pipeline.py", "tensor_parallel.py"]
     assert all(len(file.read_text().splitlines()) <= 60 for file in files)
 
 
-def test_tensor_parallel(tmp_path: Path, lines: Path) -> None:
+def test_tensor_parallel_example(tmp_path: Path, lines: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path / "gpt2")
     end = tokenizer.eos_token_id
@@ -66,14 +66,14 @@ def test_tensor_parallel(tmp_path: Path, lines: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged").config.n_layer == 2
 
 
-def test_pipeline_goes_on_where_it_was(tmp_path: Path, lines: Path) -> None:
+def test_pipeline_example_resumes(tmp_path: Path, lines: Path) -> None:
     write_llama(tmp_path / "llama")
     output = run("pipeline.py", 4, "llama", "lines.txt", "out", cwd=tmp_path)
     found = losses_of(output)
     assert [step for step, _ in found] == [10, 20]
     assert found[1][1] < found[0][1]
     whole = (tmp_path / "out" / "model" / "model.safetensors").read_bytes()
-    # Without its last checkpoint, on another mesh: the same steps again.
+    # Repeat the same steps without its last checkpoint, on another mesh.
     for lost in ("checkpoints/step-20", "model"):
         subprocess.run(["rm", "-r", str(tmp_path / "out" / lost)], check=True)
     again = losses_of(run("pipeline.py", 2, "llama", "lines.txt", "out", cwd=tmp_path))
@@ -84,7 +84,7 @@ def test_pipeline_goes_on_where_it_was(tmp_path: Path, lines: Path) -> None:
     assert model.config.num_hidden_layers == 4
 
 
-def test_lora_on_chats(tmp_path: Path) -> None:
+def test_lora_example(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
     chats = [
         {

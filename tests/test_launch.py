@@ -1,4 +1,4 @@
-"""What starts runs on more than one machine; `python -m tests.chaos.slurm` runs launch/slurm.sh under a real Slurm."""
+"""Launch files for several machines; `python -m tests.chaos.slurm` runs slurm.sh under Slurm."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ VERSIONS = ("1.29", "1.31", "1.33", "1.35", "1.37")
 
 @pytest.fixture
 def service() -> dict[str, Any]:
-    """Return the Service."""
+    """Return the Service of the manifest."""
     return next(document for document in yaml.safe_load_all(KUBERNETES.read_text()) if document["kind"] == "Service")
 
 
 @pytest.fixture
 def job() -> dict[str, Any]:
-    """Return the Job."""
+    """Return the Job of the manifest."""
     return next(document for document in yaml.safe_load_all(KUBERNETES.read_text()) if document["kind"] == "Job")
 
 
@@ -36,14 +36,14 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_manifest_has_only_fields_that_kubernetes_knows(version: str) -> None:
-    """The package is 108 MB of schemas, so it is not among what the tests bring: pip install kubernetes-validate."""
+def test_manifest_is_valid_for_kubernetes(version: str) -> None:
+    """This needs kubernetes-validate, which the tests do not install because it has 108 MB."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for document in yaml.safe_load_all(KUBERNETES.read_text()):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_what_the_manifest_says_twice_is_the_same(service: dict[str, Any], job: dict[str, Any]) -> None:
+def test_repeated_values_of_the_manifest_agree(service: dict[str, Any], job: dict[str, Any]) -> None:
     template = job["spec"]["template"]
     pod, container = template["spec"], template["spec"]["containers"][0]
     said = {entry["name"]: entry.get("value") for entry in container["env"]}
@@ -57,8 +57,8 @@ def test_what_the_manifest_says_twice_is_the_same(service: dict[str, Any], job: 
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_pods_of_the_manifest_start_torchrun(job: dict[str, Any], index: int, tmp_path: Path) -> None:
-    """As the container would: its command and arguments, with programs that show or keep what they are given."""
+def test_pods_of_the_manifest_start_torchrun(job: dict[str, Any], index: int, tmp_path: Path) -> None:
+    """Run command and arguments like the container, with programs that record their arguments."""
     for name, file in (("python", tmp_path / "started"), ("meshtrain", tmp_path / "checked")):
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{file}"\n')
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""10,000 ways to damage a shipped run: `meshtrain check` accepts it, or says in one line each what is wrong."""
+"""`meshtrain check` accepts or refuses 10,000 damaged runs, with one line per problem."""
 
 import io
 import math
@@ -33,7 +33,7 @@ NUMBER = 10_000
 WORKERS = 2
 SECONDS_FOR_ALL, SECONDS_FOR_ONE = 60.0, 5.0
 BYTES_FOR_ALL = 4 * 2**30
-# What `meshtrain check` does not look at, once the file is read.
+# The keys that `meshtrain check` does not use, once the file is read.
 UNREAD = (
     *("optimizer", "learning_rate", "evaluation", "checkpoint", "logging", "watchdog", "bad_steps"),
     *("self_checks", "seed", "stop_after"),
@@ -47,7 +47,7 @@ PATHS = ("run_directory", "directory", "path", "train", "validation", "cache_dir
 
 
 class Watch:
-    """Notes what a check must not do: connect, write, start a process; and ends one that hangs."""
+    """Records forbidden events of a check (connect, write, start a process), and ends a hang."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -69,7 +69,7 @@ class Watch:
     def __enter__(self) -> None:
         self.seen = []
         self.is_on = True
-        # Of the processor; a machine that is busy with other work takes longer.
+        # The limit is CPU time, because other work on the machine takes time, too.
         signal.setitimer(signal.ITIMER_PROF, SECONDS_FOR_ONE)
         signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS_FOR_ONE)
 
@@ -81,7 +81,7 @@ class Watch:
 
 @cache
 def known_names() -> re.Pattern[str]:
-    """Return a pattern that finds a key of a run, or the place in a file."""
+    """Return a pattern that finds a key of a run, or the position in a file."""
     names = {key[-1] for kind in ("run", "plan") for key in keys_of(json_schema(kind))}
     return re.compile(
         "|".join([*sorted(map(re.escape, names)), "run\\.toml", "plan\\.toml", "command line", "tokenizer"])
@@ -89,7 +89,7 @@ def known_names() -> re.Pattern[str]:
 
 
 def faults_of(problems: tuple[str, ...]) -> list[str]:
-    """Return what is wrong with the lines that a person would read."""
+    """Return the faults of message lines that a user would read."""
     faults = [] if problems else ["no problem is told"]
     for line in problems:
         if CONTROL.search(line):
@@ -105,7 +105,7 @@ checked: dict[str, tuple[str, ...]] = {}
 
 
 def check_once(config: RunConfig, num_processes: int) -> tuple[str, ...]:
-    """Return what `meshtrain check` says of a run; the same runs are checked once."""
+    """Return the result of `meshtrain check`; equal runs are checked once."""
     read: dict[str, Any] = {name: RunConfig.model_fields[name].default for name in UNREAD}
     read["data"] = DataConfig(**{name: getattr(config.data, name) for name in READ_OF_DATA})
     text = f"{num_processes} {dump_toml(config.model_copy(update=read))}"
@@ -124,7 +124,7 @@ def check_once(config: RunConfig, num_processes: int) -> tuple[str, ...]:
 
 
 def try_case(case: Case, watch: Watch) -> tuple[str, list[str]]:
-    """Return how a damaged run ends, and what is wrong with that."""
+    """Return the result of a damaged run, and its faults."""
     for name, content in case.files().items():
         Path(name).write_bytes(content)
     try:
@@ -133,7 +133,7 @@ def try_case(case: Case, watch: Watch) -> tuple[str, list[str]]:
             problems = check_once(config, case.num_processes)
     except UserError as error:
         return "refused", [*faults_of(error.lines), *watch.seen]
-    except BaseException:  # noqa: BLE001 - that is what is looked for
+    except BaseException:  # noqa: BLE001 - the test looks for any exception
         return "crashed", [traceback.format_exc()]
     if problems:
         return "contradiction", [*faults_of(problems), *watch.seen]
@@ -141,13 +141,13 @@ def try_case(case: Case, watch: Watch) -> tuple[str, list[str]]:
 
 
 def absurdities(value: Any, key: tuple[str, ...] = ()) -> list[str]:
-    """Return the keys of an accepted run whose values nobody can mean."""
+    """Return the keys of an accepted run with values out of any sensible range."""
     if isinstance(value, dict):
         return [fault for name, below in value.items() for fault in absurdities(below, (*key, str(name)))]
     if isinstance(value, list):
         return [fault for below in value for fault in absurdities(below, key)]
     if key == ("optimizer", "max_gradient_norm") and value > 0:
-        # Infinity means that nothing is scaled down, and so does any large number.
+        # Infinity disables clipping, and so does any large number.
         return []
     is_absurd = isinstance(value, float) and not math.isfinite(value)
     is_absurd |= isinstance(value, int | float) and abs(value) > 2**63
@@ -179,11 +179,11 @@ def try_cases(root: Path, number: int) -> tuple[dict[str, int], list[str], float
 
 
 @pytest.mark.timeout(900)
-def test_ten_thousand_damaged_runs_are_accepted_or_refused_in_plain_lines(tmp_path: Path) -> None:
+def test_ten_thousand_damaged_runs_are_accepted_or_refused_with_plain_messages(tmp_path: Path) -> None:
     answers = run_on_ranks(WORKERS, try_cases, tmp_path, NUMBER, joins=False, timeout=900.0)
     faults = [fault for _, found, _ in answers for fault in found]
     assert not faults, f"{len(faults)} of {NUMBER}, such as\n" + "\n".join(faults[:10])
-    # Each kind of ending is tried often enough to tell something.
+    # Each kind of result occurs often enough to be significant.
     assert all(sum(counts[ending] for counts, _, _ in answers) > 100 for ending in ("fits", "contradiction", "refused"))
-    # Of the processor: a machine that is busy with other work takes longer.
+    # CPU time, because other work on the machine takes time, too.
     assert max(seconds for _, _, seconds in answers) < SECONDS_FOR_ALL

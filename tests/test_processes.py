@@ -1,4 +1,4 @@
-"""`meshtrain train --processes`: what is said last, and with which code it ends. Real processes, real signals."""
+"""`meshtrain train --processes` in real processes with signals: messages and exit codes."""
 
 import os
 import signal
@@ -39,28 +39,28 @@ def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=without_torchrun())
 
 
-def assert_told(error: str) -> None:
-    """Check that the mistake and nothing else was said: by rank 0, and by rank 1 if it was 5 s faster."""
+def assert_one_error(error: str) -> None:
+    """Check that the mistake is the only error; rank 1 may print it, too, if 5 s faster."""
     lines = [line.removeprefix("error: ").removeprefix("rank 1: ") for line in error.splitlines()]
     assert 1 <= len(lines) <= 2
     assert all(line.startswith(MISTAKE) for line in lines), error
 
 
-def test_a_mistake_that_the_processes_find_is_one_line_and_is_not_tried_again() -> None:
+def test_user_error_of_the_processes_is_one_line_without_a_restart() -> None:
     shown = run(*TWO, "--max-restarts", "2", "plan.mesh.tp=3")
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert_told(shown.stderr)
+    assert_one_error(shown.stderr)
 
 
-def test_torchrun_without_its_summary_ends_with_the_same_line_and_code() -> None:
+def test_launch_module_ends_with_the_same_line_and_code() -> None:
     (_, _, _, *options) = torchrun("-m", "meshtrain", "train", "run.toml", "plan.mesh.tp=3")
     shown = run(sys.executable, "-m", "meshtrain.runtime.launch", *options)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert_told(shown.stderr)
+    assert_one_error(shown.stderr)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_stops_all(number: signal.Signals, code: int) -> None:
+def test_signal_saves_and_stops_all_processes(number: signal.Signals, code: int) -> None:
     process = start(*TWO, "steps=100000", "--max-restarts", "2")
     children_after(process, 4)
     process.send_signal(number)
@@ -71,13 +71,13 @@ def test_a_signal_saves_and_stops_all(number: signal.Signals, code: int) -> None
     assert shown.endswith(f"{steps} of 100,000 steps are done; the same command resumes from there\n")
 
 
-def test_a_time_limit_ends_with_its_own_code() -> None:
+def test_time_limit_has_its_own_exit_code() -> None:
     shown = run(*TWO, "stop_after=0s", "--max-restarts", "2")
     assert (shown.returncode, shown.stderr) == (75, "")
     assert shown.stdout.count("Stopped by stop_after: ") == 1
 
 
-def test_all_start_again_when_one_is_killed_and_the_last_line_says_who_was() -> None:
+def test_killed_process_restarts_all_and_is_named_in_the_last_line() -> None:
     process = start(*TWO, "steps=100000", "--max-restarts", "1")
     workers = children_after(process, 4)
     os.kill(workers[1], signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_all_start_again_when_one_is_killed_and_the_last_line_says_who_was() -> 
     assert last == "error: rank 1 ended with SIGKILL"
 
 
-def test_a_bug_shows_its_traceback_once_and_nothing_of_the_agent() -> None:
+def test_bug_shows_its_traceback_once_without_that_of_the_agent() -> None:
     faulty = [sys.executable, str(FAULTY), "raise", "1", "2", "1", "train", "run.toml"]
     shown = run(sys.executable, "-c", f"{LAUNCH} max_restarts=0))", *faulty)
     assert shown.returncode == 1
@@ -115,13 +115,13 @@ def test_a_bug_shows_its_traceback_once_and_nothing_of_the_agent() -> None:
         (["--processes", "2", "step=3"], "command line: step: unknown key; did you mean 'steps'?"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(options: list[str], line: str) -> None:
+def test_wrong_options_are_refused_before_anything_starts(options: list[str], line: str) -> None:
     shown = run(*TRAIN, *options, CUDA_VISIBLE_DEVICES="")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.startswith(f"error: {line}")
 
 
-def test_processes_are_not_started_by_processes_of_torchrun() -> None:
+def test_processes_option_under_torchrun_is_refused() -> None:
     shown = run(*TWO, RANK="0", WORLD_SIZE="1")
     line = "error: --processes starts processes, but torchrun has started this one; leave one of them out\n"
     assert (shown.returncode, shown.stderr) == (2, line)
@@ -141,12 +141,14 @@ def test_processes_are_not_started_by_processes_of_torchrun() -> None:
         ([143, 143], signal.SIGINT, 130),
     ],
 )
-def test_the_code_of_all_follows_from_those_of_each(codes: list[int], asked: signal.Signals | None, code: int) -> None:
+def test_exit_code_of_all_follows_from_those_of_the_processes(
+    codes: list[int], asked: signal.Signals | None, code: int
+) -> None:
     assert exit_code(codes, asked) == code
 
 
 def children_after(process: subprocess.Popen[str], step: int) -> list[int]:
-    """Return the workers, when a checkpoint of this step or a later one is there."""
+    """Return the workers when a checkpoint of this step or a later one exists."""
     for _ in range(3600):
         saved = [int(path.name.removeprefix("step-")) for path in Path("out/checkpoints").glob("step-*[0-9]")]
         if max(saved, default=0) >= step:

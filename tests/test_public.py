@@ -1,4 +1,4 @@
-"""The names that a program may use, and what they say of themselves."""
+"""The public names and their docstrings."""
 
 import inspect
 import re
@@ -27,16 +27,16 @@ PUBLIC = [
     "train",
 ]
 FUNCTIONS = [name for name in PUBLIC if name[0].islower()]
-# Names that say nothing of tensors need no shapes.
+# Names without tensors need no shapes.
 WITH_TENSORS = {"generate", "clip_grad_norm"}
 
 
-def test_these_names_are_public_and_no_others() -> None:
+def test_public_names_are_exactly_these() -> None:
     assert meshtrain.__all__ == PUBLIC
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_says_what_it_takes_gives_and_refuses(name: str) -> None:
+def test_function_documents_arguments_result_and_errors(name: str) -> None:
     function = getattr(meshtrain, name)
     text = inspect.getdoc(function) or ""
     parameters = [*inspect.signature(function).parameters]
@@ -50,12 +50,12 @@ def test_a_function_says_what_it_takes_gives_and_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_name_says_where_it_comes_from(name: str) -> None:
+def test_every_name_documents_its_source(name: str) -> None:
     assert re.search(r"^Source: \S", inspect.getdoc(getattr(meshtrain, name)) or "", flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["Hook", "TrainState"])
-def test_a_class_describes_itself_and_its_methods(name: str) -> None:
+def test_class_documents_itself_and_its_methods(name: str) -> None:
     public = getattr(meshtrain, name)
     assert len((inspect.getdoc(public) or "").splitlines()) > 3
     own = [value for key, value in vars(public).items() if inspect.isfunction(value) and not key.startswith("_")]

@@ -1,4 +1,4 @@
-"""The one spawner of the test suite."""
+"""The rank spawner of the test suite."""
 
 import importlib
 import os
@@ -46,7 +46,7 @@ def crash(said: Path) -> None:
 
 
 def import_more() -> set[str]:
-    """Import what most tests use, and return what of it was not there."""
+    """Import what most tests use, and return the modules that were not loaded before."""
     before = {*sys.modules}
     for module in (
         "api.parallelize",
@@ -59,7 +59,7 @@ def import_more() -> set[str]:
     return {*sys.modules} - before
 
 
-def test_a_rank_has_imported_what_it_needs_when_it_starts() -> None:
+def test_rank_starts_with_its_imports() -> None:
     assert run_on_ranks(1, import_more) == [set()]
 
 
@@ -67,25 +67,25 @@ def test_results_come_back_in_rank_order() -> None:
     assert run_on_ranks(4, sum_of_ranks) == [6.0] * 4
 
 
-def test_an_exception_on_one_rank_reaches_the_test() -> None:
+def test_exception_on_one_rank_reaches_the_test() -> None:
     with pytest.raises(RankError, match="one is wrong") as caught:
         run_on_ranks(2, fail_on_one)
     assert isinstance(caught.value.original, ValueError)
 
 
-def test_a_killed_rank_is_reported() -> None:
+def test_killed_rank_is_reported() -> None:
     with pytest.raises(RankError, match=r"killed by SIGKILL|Connection closed|Connection reset"):
         run_on_ranks(2, die_on_one)
     with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, killed by SIGKILL$"):
         run_on_ranks(1, die_before_anything, joins=False)
 
 
-def test_a_rank_that_ends_by_itself_is_reported() -> None:
+def test_rank_that_exits_is_reported() -> None:
     with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, exit code 3$"):
         run_on_ranks(1, leave)
 
 
-def test_a_rank_that_crashes_says_where(tmp_path: Path) -> None:
+def test_crashed_rank_writes_its_stack(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, killed by SIGABRT$"):
         run_on_ranks(1, crash, tmp_path / "said")
     said = (tmp_path / "said").read_text()
@@ -93,6 +93,6 @@ def test_a_rank_that_crashes_says_where(tmp_path: Path) -> None:
     assert "in crash" in said
 
 
-def test_ranks_that_do_not_answer_are_named() -> None:
+def test_unresponsive_ranks_are_named() -> None:
     with pytest.raises(RankError, match=r"^rank 0:\nno answer from ranks \[0, 1\] within 0\.5 s$"):
         run_on_ranks(2, time.sleep, 60, joins=False, timeout=0.5)

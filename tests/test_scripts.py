@@ -1,4 +1,4 @@
-"""The scripts as a person starts them: from anywhere, in a copy of the repository whose .venv is the one at work."""
+"""The scripts as users start them: from any directory, in a copy of the repository."""
 
 import hashlib
 import os
@@ -44,7 +44,7 @@ SMALL = (
 
 
 def copy_repository(copy: Path) -> None:
-    """Copy what a person clones, with everything installed already: in the environment of these tests."""
+    """Copy the files of a clone, with the environment of these tests as the installed one."""
     for name in NEEDED:
         source = ROOT / name
         if source.is_dir():
@@ -61,17 +61,17 @@ def copy_repository(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy to start scripts from."""
+    """Return a copy of the repository from which scripts are started."""
     copy = tmp_path_factory.mktemp("clone") / "with space"
     copy_repository(copy)
     return copy
 
 
 def start(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script from the directory above its repository, without the variables of these tests."""
+    """Run a script from the directory above its repository, without variables of these tests."""
     kept = ("HOME", "LANG", "PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name in kept} | variables
-    # The code of the copy, whichever checkout is installed.
+    # The code is that of the copy, whichever checkout is installed.
     environment["PYTHONPATH"] = str(script.parents[1])
     command = [str(script), *arguments]
     return subprocess.run(command, cwd=script.parents[2], env=environment, capture_output=True, text=True)
@@ -83,12 +83,12 @@ def quickstart(repository: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_every_script_is_one(script: Path) -> None:
+def test_every_script_is_valid_and_executable(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert os.access(script, os.X_OK) == script.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_the_quickstart_trains_exports_and_generates(repository: Path) -> None:
+def test_quickstart_trains_exports_and_generates(repository: Path) -> None:
     text = write_text(repository / "text.jsonl", documents=400)
     data = (f'data.train=["{text}"]', "data.validation=0.2", f'data.cache_directory="{repository}/cache"')
     shown = quickstart(repository, *SMALL, *data)
@@ -116,7 +116,7 @@ def test_the_quickstart_trains_exports_and_generates(repository: Path) -> None:
     )
 
 
-def test_a_mistake_is_one_line_and_removes_nothing(repository: Path) -> None:
+def test_quickstart_error_is_one_line_and_removes_nothing(repository: Path) -> None:
     finished = repository / "runs" / "quickstart" / "huggingface"
     finished.mkdir(parents=True, exist_ok=True)
     shown = quickstart(repository, "steps=abc")
@@ -125,7 +125,7 @@ def test_a_mistake_is_one_line_and_removes_nothing(repository: Path) -> None:
     assert finished.is_dir()
 
 
-def test_another_unfinished_run_in_its_place_is_a_mistake(repository: Path) -> None:
+def test_quickstart_refuses_the_directory_of_another_unfinished_run(repository: Path) -> None:
     out = repository / "other"
     out.mkdir()
     (out / "run.toml").write_text("seed = 3\n")
@@ -142,7 +142,7 @@ def local(repository: Path, *arguments: str, processes: int) -> subprocess.Compl
     )
 
 
-def test_the_local_script_trains_a_run_that_lies_anywhere_and_goes_on(repository: Path) -> None:
+def test_local_script_trains_and_resumes_a_run_outside_the_repository(repository: Path) -> None:
     text = write_text(repository / "text.jsonl", documents=400)
     (repository.parent / "mine").mkdir()
     run, out = repository.parent / "mine" / "run.toml", repository.parent / "mine" / "out"
@@ -158,7 +158,7 @@ def test_the_local_script_trains_a_run_that_lies_anywhere_and_goes_on(repository
     assert ended.stdout.splitlines()[-1].startswith("Done.")
 
 
-def test_the_local_script_tells_mistakes_before_it_starts_anything(repository: Path) -> None:
+def test_local_script_reports_user_errors_before_it_starts_processes(repository: Path) -> None:
     run = "launch/runs/quickstart.toml"
     mistaken = local(repository, run, "steps=abc", processes=4)
     problem = "error: command line: steps: expected a whole number from 1, found the string 'abc'\n"

@@ -1,4 +1,4 @@
-"""Classifiers on a mesh next to the stock ones: losses, logits and gradients."""
+"""Classifiers on a mesh beside the stock models: losses, logits and gradients."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Classifier:
-    """A tiny classifier, and what it is trained for."""
+    """A tiny classifier and its training."""
 
     model_type: str
     problem: str | None = "single_label_classification"
@@ -49,7 +49,7 @@ class Classifier:
         return config
 
     def model(self) -> PreTrainedModel:
-        # The tables of positions too are in float64 then.
+        # The position tables are then in float64, too.
         model = KINDS[self.kind].from_config(self.config(), attn_implementation="eager").double()
         stream = torch.Generator().manual_seed(7)
         with torch.no_grad():
@@ -110,5 +110,5 @@ def _errors(mesh: dict[str, int], classifier: Classifier) -> dict[str, float]:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    # A gradient that is nought (softmax does not see the bias of keys) is rounding noise on both sides.
+    # Softmax ignores the bias of keys: its gradient is zero, up to rounding noise on both sides.
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-4)).item()

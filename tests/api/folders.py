@@ -1,4 +1,4 @@
-"""Hugging Face folders that a program begins with."""
+"""Hugging Face folders that the programs of the tests load."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes with an end token and no pad token, as GPT-2's."""
+    """Return a tokenizer of bytes with an end token and no pad token, like that of GPT-2."""
     letters = {letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=letters | {"<end>": len(letters)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()

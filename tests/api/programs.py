@@ -34,9 +34,9 @@ def stock_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def padded_batches(widths: tuple[int, ...] = (8, 12, 6, 10)) -> list[Batch]:
-    """Return batches as a tokenizer pads them, each of another width; rows end on the right or begin later.
+    """Return padded batches of different widths; some rows end early, others start late.
 
-    As of a program that cuts a wider batch to what it needs, they are views.
+    They are views, as in a program that truncates a wider batch.
     """
     generator = torch.Generator().manual_seed(1)
     batches = []
@@ -75,20 +75,20 @@ def train(model: Any, optimizer: Optimizer, batches: list[Batch], part: Callable
     return losses
 
 
-def whole_parameters(model: Any) -> dict[str, Tensor]:
-    """Return what lies on this rank, gathered over its own mesh, under the stock names."""
+def full_parameters(model: Any) -> dict[str, Tensor]:
+    """Return the parameters of this rank as full tensors, under the stock names."""
     pipeline = pipeline_of(model)
     ours = {name: full_tensor(parameter).detach() for name, parameter in pipeline.owned_parameters().items()}
     return join_parts(ours, pipeline.fused)
 
 
 def expected(name: str, optimize: Callable[[Any], Optimizer] = make_adam) -> tuple[list[float], dict[str, Tensor]]:
-    """Train the stock model on whole batches."""
+    """Train the stock model on full batches."""
     model = stock_model(name)
     losses = train(model, optimize(model), padded_batches(), lambda batch: batch)
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
 def parallel(model: PreTrainedModel, mesh: Mapping[str, int], **tables: Any) -> Any:
-    """Call the product."""
+    """Call `meshtrain.parallelize`."""
     return meshtrain.parallelize(model, {"mesh": dict(mesh), **tables})

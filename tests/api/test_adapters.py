@@ -1,4 +1,4 @@
-"""A user's own program with LoRA adapters of peft around a parallel model, next to the same around the stock one."""
+"""Training LoRA adapters of peft on a parallel model equals training them on the stock model."""
 
 import re
 import warnings
@@ -38,7 +38,7 @@ Answer = tuple[list[float], dict[str, Tensor], float | None]
 
 
 def adapted(name: str, **options: Any) -> PeftModel:
-    """Build a tiny model as a user does, and let peft adapt it; no adapter is zero."""
+    """Build a tiny model with peft adapters, none of which is zero."""
     model = stock_model(name)
     values = {"r": 4, "lora_alpha": 12, "target_modules": TARGETS[name], "task_type": "CAUSAL_LM"} | options
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def adapted(name: str, **options: Any) -> PeftModel:
 
 
 def train(model: Any, part: Any) -> list[float]:
-    """Train the adapters as a user does."""
+    """Train the adapters with a plain loop."""
     optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, eps=1e-4)
     if not isinstance(part, type(None)):
         meshtrain.rebind(optimizer)
@@ -75,7 +75,7 @@ def steps(model: Any, optimizer: AdamW, batches: list[Batch], part: Any) -> list
 
 
 def without_adapters(model: Any) -> float | None:
-    """Return the loss of the model as it was before; a pipeline cannot say it."""
+    """Return the loss without adapters; a pipeline cannot compute it."""
     if not isinstance(model, PeftModel):
         return None
     with torch.no_grad(), model.disable_adapter():
@@ -107,7 +107,8 @@ def on_a_mesh(name: str, plan: dict[str, Any], options: dict[str, Any], folder: 
     return losses, gather_adapters(pipeline_of(model)), without_adapters(model)
 
 
-# Model, plan, options of the adapters; by the number of ranks, for a start of them costs as much as a case.
+# Each case is model, plan and adapter options. The cases share their ranks, which are slow to
+# start.
 CASES: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     2: [
         ("gpt2-tied", {"mesh": {"tp": 2}}, {}),
@@ -132,7 +133,7 @@ def all_values(world_size: int, folder: Path) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_a_program_with_adapters(world_size: int, tmp_path: Path) -> None:
+def test_adapters_train_as_on_the_stock_model(world_size: int, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     (alone,) = run_on_ranks(1, all_in_one_process, world_size, one, joins=False)
     ranks = run_on_ranks(world_size, all_on_meshes, world_size, many, joins=False)
@@ -152,7 +153,7 @@ def test_a_program_with_adapters(world_size: int, tmp_path: Path) -> None:
 
 
 def values_of(folder: Path, name: str) -> dict[str, Tensor]:
-    """Load what was saved into the stock model, by nothing but peft."""
+    """Load the saved adapters into the stock model with peft alone."""
     return values_in(PeftModel.from_pretrained(stock_model(name), str(folder)))
 
 
@@ -163,7 +164,7 @@ def values_in(model: PeftModel) -> dict[str, Tensor]:
 
 
 def half_of_a_training(name: str, plan: dict[str, Any], folder: Path, half: str) -> list[float]:
-    """Train for two of four steps, and save; or load, and train for the others."""
+    """Train the first two of four steps and save, or load and train the other two."""
     model = meshtrain.parallelize(adapted(name), plan)
     optimizer = AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-2, eps=1e-4)
     meshtrain.rebind(optimizer)
@@ -182,7 +183,7 @@ def half_of_a_training(name: str, plan: dict[str, Any], folder: Path, half: str)
     return losses
 
 
-def test_a_checkpoint_holds_base_and_adapters_for_any_mesh(tmp_path: Path) -> None:
+def test_checkpoint_of_base_and_adapters_loads_on_any_mesh(tmp_path: Path) -> None:
     name, run = "gpt2-tied", tmp_path / "run"
     ((losses, _, _),) = run_on_ranks(1, in_one_process, name, {}, tmp_path / "one", joins=False)
     first = run_on_ranks(2, half_of_a_training, name, {"mesh": {"tp": 2}}, run, "first", joins=False)
@@ -203,7 +204,7 @@ def merge_on_meshes(folder: Path) -> None:
 
 
 def merge_in_one_process(folder: Path) -> list[str]:
-    """Return which weights of the stock model, loaded from the folders, are not those that peft merges."""
+    """Return the names of stock weights that differ from those that peft merges."""
     different = []
     for name, options in MERGED.items():
         merged = dict(adapted(name, **options).merge_and_unload().named_parameters())
@@ -217,13 +218,13 @@ def merge_in_one_process(folder: Path) -> list[str]:
     return different
 
 
-def test_merged_weights_are_those_of_peft_bit_for_bit(tmp_path: Path) -> None:
+def test_merged_weights_equal_those_of_peft_bit_for_bit(tmp_path: Path) -> None:
     run_on_ranks(2, merge_on_meshes, tmp_path, joins=False)
     assert run_on_ranks(1, merge_in_one_process, tmp_path, joins=False) == [[]]
 
 
 def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tensor]]:
-    """Return a loss and the adapters of a model from meta, as they begin."""
+    """Return the loss and the initial adapters of a model from meta."""
     lift_float32_casts()
     model = meshtrain.build_model(load_hf_config(MODELS["gpt2-tied"]), dtype=torch.float64)
     config = LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, init_lora_weights=kind)
@@ -235,7 +236,7 @@ def draw_on_meta(plan: dict[str, Any], kind: Any) -> tuple[float, dict[str, Tens
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [(True, {"tp": 2}), ("gaussian", {"pp": 2})])
-def test_adapters_from_meta_begin_alike_on_every_mesh(kind: Any, mesh: dict[str, int]) -> None:
+def test_adapters_from_meta_start_equal_on_every_mesh(kind: Any, mesh: dict[str, int]) -> None:
     ((loss, wanted),) = run_on_ranks(1, draw_on_meta, {}, kind, joins=False)
     answers = run_on_ranks(2, draw_on_meta, {"mesh": mesh}, kind, joins=False)
     assert [found for found, _ in answers] == pytest.approx([loss, loss], rel=1e-12)
@@ -248,7 +249,7 @@ def test_adapters_from_meta_begin_alike_on_every_mesh(kind: Any, mesh: dict[str,
 
 
 def load_base(folder: Path, mesh: dict[str, int]) -> tuple[float, bool]:
-    """Return the loss of an adapted model whose base comes from files, and whether its A is drawn, and its B zero."""
+    """Return the loss with a base from files, and whether A is random and B is zero."""
     lift_float32_casts()
     model = meshtrain.build_model(folder, dtype=torch.float64)
     config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
@@ -267,7 +268,7 @@ def save_base(folder: Path) -> float:
     return model(**padded_batches()[0]).loss.item()
 
 
-def test_the_base_of_an_adapted_model_comes_from_files(tmp_path: Path) -> None:
+def test_base_of_an_adapted_model_is_loaded_from_files(tmp_path: Path) -> None:
     (loss,) = run_on_ranks(1, save_base, tmp_path, joins=False)
     for found, as_drawn in run_on_ranks(2, load_base, tmp_path, {"tp": 2}, joins=False):
         assert found == pytest.approx(loss, rel=1e-12)
@@ -370,7 +371,7 @@ MESSAGES = {
 
 
 def refuse_all(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return what is said of each mistake."""
+    """Return the message of each mistake."""
     warnings.simplefilter("ignore")
     told = {}
     for what in MESSAGES:
@@ -380,15 +381,15 @@ def refuse_all(folder: Path) -> dict[str, tuple[str, ...]]:
     return told
 
 
-def test_what_cannot_be_made_parallel_is_told(tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path) -> None:
     (told,) = run_on_ranks(1, refuse_all, tmp_path, joins=False)
     for what, message in MESSAGES.items():
         assert len(told[what]) == 1
         assert message in told[what][0]
 
 
-def bring_different_adapters() -> list[str]:
-    """Return what is said where ranks differ in what no weight shows."""
+def refuse_different_adapters() -> list[str]:
+    """Return the messages for differences between ranks that no weight shows."""
     rank, told = torch.distributed.get_rank(), []
     thawed = adapted("gpt2-tied")
     thawed.get_base_model().transformer.ln_f.bias.requires_grad_(rank == 1)
@@ -399,8 +400,8 @@ def bring_different_adapters() -> list[str]:
     return told
 
 
-def test_ranks_with_different_adapters_are_told() -> None:
-    thawed, scaled = run_on_ranks(2, bring_different_adapters)[0]
+def test_different_adapters_on_ranks_are_refused() -> None:
+    thawed, scaled = run_on_ranks(2, refuse_different_adapters)[0]
     assert re.search(
         r"ranks 0 and 1 bring different models in 1 of \d+ places: transformer.ln_f.bias is float64 \(32,\) frozen, "
         r"hash (\w+) and float64 \(32,\) trained, hash \1; .*, freeze and adapt them alike",

@@ -1,4 +1,4 @@
-"""What a program gives a public function by mistake is told in one line: what was asked, what was found, what to do."""
+"""Wrong arguments of public functions are one-line errors that say what to do."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,28 +40,28 @@ A_RUN = "pass what meshtrain.load_run(path) returns"
 
 
 class NeverCalled(meshtrain.Hook):
-    """Has a method that is none."""
+    """Has a method that is not a hook method."""
 
     def on_steps(self, state: Any, metrics: Any) -> None:
         """Do nothing."""
 
 
 class TakesLess(meshtrain.Hook):
-    """Would fail at the first step."""
+    """Takes too few arguments, so would fail at the first step."""
 
     def on_step(self, state: Any) -> None:  # type: ignore[override]
         """Do nothing."""
 
 
 class Waits(meshtrain.Hook):
-    """Would never run."""
+    """Is a coroutine, so would never run."""
 
     async def on_end(self, state: Any, metrics: Any) -> None:  # type: ignore[override]
         """Do nothing."""
 
 
 class NoMethod(meshtrain.Hook):
-    """Has a value in the place of a method."""
+    """Has a value instead of a method."""
 
     on_start = None  # type: ignore[assignment]
 
@@ -70,7 +70,7 @@ Mistake = tuple[Callable[[], Any], type[MeshtrainError], str]
 
 
 def plans() -> dict[str, Mistake]:
-    """Return what is neither a plan nor a file nor an override."""
+    """Return values that are not a plan, a file or an override."""
     by_plan = {
         "None": (None, f"plan is None; {A_PLAN}"),
         "a list": ([], f"plan is a list; {A_PLAN}"),
@@ -111,7 +111,7 @@ def plans() -> dict[str, Mistake]:
 
 
 def hooks() -> dict[str, Mistake]:
-    """Return what is not a hook, or one that would not be called."""
+    """Return values that are not hooks, or hooks that would not be called."""
     given = {
         "None": (None, "hooks is None; pass a list of them, such as [hook]"),
         "one": (meshtrain.Hook(), "hooks is a Hook; pass a list of them, such as [hook]"),
@@ -140,7 +140,7 @@ def hooks() -> dict[str, Mistake]:
 
 
 def models() -> dict[str, Mistake]:
-    """Return what `parallelize`, `build_model` and `initialize` are given by mistake."""
+    """Return wrong arguments of `parallelize`, `build_model` and `initialize`."""
     stock, config = stock_model("gpt2-tied"), load_hf_config(MODELS["gpt2-tied"])
     parallelize = partial(meshtrain.parallelize, stock, {})
     build = meshtrain.build_model
@@ -191,7 +191,7 @@ def models() -> dict[str, Mistake]:
 
 
 def values(model: Any) -> dict[str, Mistake]:
-    """Return what the functions that change or read values are given by mistake."""
+    """Return wrong arguments of the functions that change or read values."""
     clip, rebind, parameters = partial(meshtrain.clip_grad_norm, model), meshtrain.rebind, [*model.parameters()]
     scheduler = torch.optim.lr_scheduler.LambdaLR(SGD(parameters), lambda step: 1.0)
     norms: dict[str, Any] = {
@@ -252,7 +252,7 @@ def values(model: Any) -> dict[str, Mistake]:
 
 
 def states(model: Any, folder: Path) -> dict[str, Mistake]:
-    """Return what no checkpoint is made of, and where none can lie."""
+    """Return values that cannot be saved as a checkpoint, and paths that cannot hold one."""
     file = folder / "file"
     file.write_text("x")
     given: dict[str, tuple[dict[str, Any], str]] = {
@@ -294,7 +294,7 @@ def states(model: Any, folder: Path) -> dict[str, Mistake]:
 
 
 def folders(model: Any, folder: Path) -> dict[str, Mistake]:
-    """Return what keeps weights from being written."""
+    """Return arguments with which weights cannot be written."""
     save, lay = meshtrain.save_pretrained, meshtrain.save_parallelized
     never = folder / "never"
     calls: dict[str, tuple[Callable[[], Any], str]] = {
@@ -333,22 +333,22 @@ def folders(model: Any, folder: Path) -> dict[str, Mistake]:
 
 
 def make_mistakes(folder: Path) -> dict[str, tuple[str, str, str, str]]:
-    """Make every mistake in one process; return name -> kinds of error and lines, both wanted and found."""
+    """Make every mistake in one process; return name -> wanted and found error kind and line."""
     model = meshtrain.parallelize(stock_model("gpt2-tied"), {"mesh": {"tp": np.int64(1)}})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     every = [plans(), hooks(), models(), values(model), states(model, folder), folders(model, folder)]
-    told = {}
+    answers = {}
     for name, (call, kind, said) in (item for mistakes in every for item in mistakes.items()):
         with pytest.raises(Exception) as error:  # noqa: PT011
             call()
-        told[name] = (kind.__name__, said, error.type.__name__, str(error.value))
+        answers[name] = (kind.__name__, said, error.type.__name__, str(error.value))
     assert sorted(path.name for path in folder.iterdir()) == ["file"]
     assert all(map(torch.equal, model.parameters(), before))
-    return told
+    return answers
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str, str]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str, str]]:
     (found,) = run_on_ranks(1, make_mistakes, tmp_path_factory.mktemp("mistakes"))
     return found
 
@@ -370,8 +370,8 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("start", [*GROUPS, ""])
-def test_a_mistake_is_told_in_one_line(told: dict[str, tuple[str, str, str, str]], start: str) -> None:
-    mistakes = {name: said for name, said in told.items() if name.startswith(start)}
+def test_wrong_argument_is_a_one_line_error(answers: dict[str, tuple[str, str, str, str]], start: str) -> None:
+    mistakes = {name: said for name, said in answers.items() if name.startswith(start)}
     assert len(mistakes) > 1
     for name, (kind, wanted, found_kind, found) in mistakes.items():
         assert (name, found_kind) == (name, kind), found
@@ -395,7 +395,7 @@ def save_with_stock_keywords(folder: Path) -> list[torch.dtype]:
     return [next(again.parameters()).dtype, again.config.dtype]
 
 
-def test_numbers_of_numpy_names_of_formats_and_stock_keywords_are_taken(tmp_path: Path) -> None:
+def test_numpy_integers_dtype_names_and_stock_keywords_are_accepted(tmp_path: Path) -> None:
     assert run_on_ranks(1, save_with_stock_keywords, tmp_path) == [[torch.float64, torch.bfloat16]]
 
 
@@ -419,13 +419,13 @@ def test_lbfgs_is_refused_where_no_rank_has_all_parameters(mesh: dict[str, int])
     )
 
 
-def test_what_another_class_has_beside_a_hook_is_left_alone() -> None:
+def test_on_methods_of_other_base_classes_are_ignored() -> None:
     class Other:
         def on_fire(self) -> None:
-            """Belong to somebody else."""
+            """Is not related to training."""
 
     class Both(meshtrain.Hook, Other):
-        def on_step(self, *told: Any) -> None:
-            """Take what comes."""
+        def on_step(self, *answers: Any) -> None:
+            """Accept any arguments."""
 
     assert len(check_hooks([Both()])) == 1

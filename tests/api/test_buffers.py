@@ -1,4 +1,4 @@
-"""What a model keeps beside its parameters stays as exact as it was."""
+"""Buffers keep their values and number formats."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +17,7 @@ def tables_after() -> dict[str, torch.Tensor]:
     return dict(meshtrain.parallelize(model, {"mesh": {"tp": 2}}).named_buffers())
 
 
-def test_rotary_frequencies_keep_their_number_format() -> None:
+def test_rotary_frequencies_keep_their_values_and_number_format() -> None:
     expected = dict(LlamaForCausalLM(LLAMA).named_buffers())
     for tables in run_on_ranks(2, tables_after):
         assert tables.keys() == expected.keys()

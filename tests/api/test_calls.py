@@ -1,4 +1,4 @@
-"""Calls of a parallel model that a program makes by habit: they give what the stock model gives, or say why not."""
+"""Unusual calls of a parallel model compute what the stock model computes, or are refused."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ from meshtrain.errors import DataError, ModelError
 from meshtrain.parallel import replicas
 from tests.api.programs import own_part, padded_batches, parallel, stock_model
 from tests.api.test_parallelize import assert_equal
-from tests.api.test_refusals import told
+from tests.api.test_refusals import message_of
 from tests.ranks import run_on_ranks
 
 MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}]
@@ -47,14 +47,14 @@ def without_count(model: Any, part: Callable[[Any], Any]) -> None:
     model(**part(FIRST), num_items_in_batch=None).loss.backward()
 
 
-def forget_in_between(model: Any, part: Callable[[Any], Any]) -> None:
+def zero_gradients_before_backward(model: Any, part: Callable[[Any], Any]) -> None:
     model(**part(FIRST)).loss.backward()
     loss = model(**part(SECOND)).loss
     model.zero_grad()
     loss.backward()
 
 
-def go_on_after_an_exception(model: Any, part: Callable[[Any], Any]) -> None:
+def continue_after_an_exception(model: Any, part: Callable[[Any], Any]) -> None:
     model(**part(FIRST)).loss.backward()
     handle = break_in_layer(model, 1)
     with pytest.raises(ValueError, match="broken"):
@@ -65,8 +65,8 @@ def go_on_after_an_exception(model: Any, part: Callable[[Any], Any]) -> None:
         model(**part(batch)).loss.backward()
 
 
-def shift_by_oneself(model: Any, part: Callable[[Any], Any]) -> None:
-    """Give labels that are shifted already, of which the data ranks have different numbers."""
+def pass_shifted_labels(model: Any, part: Callable[[Any], Any]) -> None:
+    """Pass labels that are already shifted; their number differs between data ranks."""
     shifted = torch.cat([FIRST["labels"][:, 1:], torch.full_like(FIRST["labels"][:, :1], -100)], dim=1)
     shifted[:2, 3:] = -100
     model(**part(FIRST | {"shift_labels": shifted})).loss.backward()
@@ -78,7 +78,7 @@ def ignore_another_label(model: Any, part: Callable[[Any], Any]) -> None:
 
 
 def loss_of_hidden_states(model: Any, part: Callable[[Any], Any]) -> None:
-    """Weigh the positions of all hidden states: a part of a sequence would have other weights."""
+    """Weight the positions of all hidden states: part of a sequence would give another loss."""
     batch = {name: value for name, value in part(FIRST).items() if name != "labels"}
     states = model(**batch, output_hidden_states=True).hidden_states
     weights = torch.linspace(0, 1, batch["input_ids"].shape[1], dtype=torch.float64)[None, :, None]
@@ -86,7 +86,7 @@ def loss_of_hidden_states(model: Any, part: Callable[[Any], Any]) -> None:
 
 
 def call_the_head(model: Any, part: Callable[[Any], Any]) -> None:
-    """Compute a loss by the head from hidden states, twice: its gradient is there before that of the others."""
+    """Compute a loss with the head from hidden states, twice; its gradient arrives first."""
     for batch in map(part, (FIRST, SECOND)):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = model.lm_head(model(**inputs, output_hidden_states=True).hidden_states[-1])
@@ -94,7 +94,7 @@ def call_the_head(model: Any, part: Callable[[Any], Any]) -> None:
 
 
 def gradient_of_a_gradient(model: Any, part: Callable[[Any], Any]) -> None:
-    """Penalise how much the output changes with the embeddings."""
+    """Penalize the change of the output with the embeddings."""
     embeddings = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     embeddings = part({"": embeddings})[""].requires_grad_()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -120,10 +120,10 @@ def gradients_of(program: Program, mesh: dict[str, int], *, kind: str = "gpt2-ti
 
 def habits(mesh: dict[str, int]) -> None:
     replicas.LARGE = 64
-    for program in (without_count, forget_in_between, go_on_after_an_exception):
+    for program in (without_count, zero_gradients_before_backward, continue_after_an_exception):
         gradients_of(program, mesh)
     gradients_of(without_count, mesh, recompute={"mode": "full"})
-    for program in (shift_by_oneself, ignore_another_label, loss_of_hidden_states):
+    for program in (pass_shifted_labels, ignore_another_label, loss_of_hidden_states):
         gradients_of(program, mesh)
     if "dp_shard" not in mesh:
         gradients_of(call_the_head, mesh, kind="llama-untied")
@@ -134,12 +134,12 @@ def habits(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_gradients_are_those_of_the_stock_model_whatever_a_program_does_between_passes(mesh: dict[str, int]) -> None:
+def test_gradients_of_unusual_training_loops_equal_those_of_the_stock_model(mesh: dict[str, int]) -> None:
     run_on_ranks(2, habits, mesh)
 
 
 def pack(mesh: dict[str, int]) -> None:
-    """Documents in a row, told by positions that begin anew: apart where the stock call keeps them apart."""
+    """Pack documents by restarting positions: separate where the stock call separates them."""
     batch = padded_batches()[1]
     ids = batch["input_ids"].clamp(min=3)
     packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
@@ -160,7 +160,7 @@ def pack(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}], ids=str)
-def test_packed_documents_are_kept_apart_where_the_stock_model_keeps_them_apart(mesh: dict[str, int]) -> None:
+def test_packed_documents_are_separate_where_the_stock_model_separates_them(mesh: dict[str, int]) -> None:
     run_on_ranks(2, pack, mesh)
 
 
@@ -168,65 +168,68 @@ def misuse(mesh: dict[str, int]) -> dict[str, str]:
     model = parallel(stock_model("gpt2-tied"), mesh)
     batch = own_part(model, FIRST)
     inner = {name: value for name, value in batch.items() if name != "labels"}
-    found = {"part": told(ModelError, lambda: model.transformer(**inner))}
+    found = {"part": message_of(ModelError, lambda: model.transformer(**inner))}
     if "dp_shard" in mesh:
         with torch.inference_mode():
-            found["inference mode"] = told(ModelError, lambda: model(**batch))
-        found["head"] = told(ModelError, lambda: model.lm_head(torch.zeros(1, 1, 32, dtype=torch.float64)))
-        found["embedding"] = told(ModelError, lambda: model.get_input_embeddings()(batch["input_ids"]))
+            found["inference mode"] = message_of(ModelError, lambda: model(**batch))
+        found["head"] = message_of(ModelError, lambda: model.lm_head(torch.zeros(1, 1, 32, dtype=torch.float64)))
+        found["embedding"] = message_of(ModelError, lambda: model.get_input_embeddings()(batch["input_ids"]))
     found |= differ_from_other_ranks(model, batch)
     if "dp_shard" in mesh:
         loss = model(**batch).loss
-        found["twice"] = told(ModelError, lambda: loss.backward(create_graph=True))
+        found["twice"] = message_of(ModelError, lambda: loss.backward(create_graph=True))
     if "dp_replicate" in mesh:
-        # What its forward pass sets; its constructor falls over in the tests, where torch checks every collective.
+        # Set what the forward pass of DDP sets. The constructor of DDP fails under
+        # TORCH_DISTRIBUTED_DEBUG.
         DistributedDataParallel._active_ddp_module = model
-        found["wrapped"] = told(ModelError, lambda: model(**batch))
+        found["wrapped"] = message_of(ModelError, lambda: model(**batch))
         DistributedDataParallel._active_ddp_module = None
         hooked = stock_model("gpt2-tied")
         hooked.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
-        found["hooked"] = told(ModelError, lambda: parallel(hooked, mesh))
+        found["hooked"] = message_of(ModelError, lambda: parallel(hooked, mesh))
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        found["in the pass"] = told(ModelError, model(**batch).loss.backward)
+        found["in the pass"] = message_of(ModelError, model(**batch).loss.backward)
         model.lm_head.weight._post_accumulate_grad_hooks.clear()
-        found["gradient"] = told(ModelError, lambda: torch.autograd.grad(model(**batch).loss, [*model.parameters()]))
+        found["gradient"] = message_of(
+            ModelError, lambda: torch.autograd.grad(model(**batch).loss, [*model.parameters()])
+        )
     if "tp" in mesh:
         is_split = parallel(stock_model("gpt2-tied"), mesh, tensor={"sequence_parallel": True})
         wishes = {"output_hidden_states": True, "return_dict": False}
-        found["tuple of states"] = told(ModelError, lambda: is_split(**batch, **wishes))
-        found["attentions"] = told(ModelError, lambda: model(**batch, output_attentions=True))
+        found["tuple of states"] = message_of(ModelError, lambda: is_split(**batch, **wishes))
+        found["attentions"] = message_of(ModelError, lambda: model(**batch, output_attentions=True))
     else:
-        found["tuple"] = told(ModelError, lambda: model(**batch, return_dict=False))
+        found["tuple"] = message_of(ModelError, lambda: model(**batch, return_dict=False))
         answers = parallel(question_model(), mesh)
         spans = {"start_positions": torch.arange(len(batch["labels"])), "end_positions": batch["labels"].argmax(1)}
-        found["spans"] = told(ModelError, lambda: answers(batch["input_ids"], **spans))
+        found["spans"] = message_of(ModelError, lambda: answers(batch["input_ids"], **spans))
         model.loss_function = lambda logits, *_, **__: logits.square().mean()
-        found["own loss"] = told(ModelError, lambda: model(**batch))
+        found["own loss"] = message_of(ModelError, lambda: model(**batch))
         del model._loss_function
     handle = break_in_layer(model, 1)
     losses = [model(**batch).loss, model(**batch).loss]
     handle.remove()
     with pytest.raises(ValueError, match="broken"):
         losses[0].backward()
-    found["backward"] = told(ModelError, losses[1].backward)
+    found["backward"] = message_of(ModelError, losses[1].backward)
     model.zero_grad()
     found |= cast_a_part(model, batch) if "dp_replicate" not in mesh else {}
     return found
 
 
 def differ_from_other_ranks(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
-    """Do on rank 1 otherwise than on rank 0."""
+    """Call the model differently on ranks 0 and 1."""
     rank, found = torch.distributed.get_rank(), {}
     without = {name: value for name, value in batch.items() if name != "labels"}
     if model.num_data_ranks == 1:
         with torch.no_grad():
             rolled = {name: value.roll(rank, 0) for name, value in batch.items()}
-            found["shuffled"] = told(DataError, lambda: model(**rolled))
+            found["shuffled"] = message_of(DataError, lambda: model(**rolled))
     else:
-        found["labels"] = told(ModelError, lambda: model(**(without if rank else batch)))
+        found["labels"] = message_of(ModelError, lambda: model(**(without if rank else batch)))
     norm = model.transformer.ln_f.bias
     norm.requires_grad_(rank == 0)
-    found["frozen"] = told(ModelError, lambda: model(**batch))
+    found["frozen"] = message_of(ModelError, lambda: model(**batch))
     norm.requires_grad_()
     return found
 
@@ -237,7 +240,7 @@ def question_model() -> Any:
 
 
 def shifted_at_home(mesh: dict[str, int]) -> None:
-    """BART's decoder computes its loss by itself and shifts nothing; no word of it may be left out of the count."""
+    """Compute the loss of BART's decoder, which shifts no labels, so every label must count."""
     torch.manual_seed(0)
     sizes = {"decoder_layers": 1, "d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
     stock = BartForCausalLM(BartConfig(vocab_size=98, max_position_embeddings=64, dropout=0.0, **sizes)).double()
@@ -247,7 +250,7 @@ def shifted_at_home(mesh: dict[str, int]) -> None:
     torch.testing.assert_close(model(**own_part(model, batch)).loss, stock(**batch).loss, rtol=1e-12, atol=0)
 
 
-def test_the_labels_of_a_model_that_shifts_none_are_all_counted() -> None:
+def test_all_labels_count_if_the_model_does_not_shift_them() -> None:
     run_on_ranks(2, shifted_at_home, {"dp_replicate": 2})
 
 
@@ -257,7 +260,7 @@ def cast_a_part(model: Any, batch: dict[str, Tensor]) -> dict[str, str]:
     model.transformer.h.type(torch.float32)
     model.transformer.h.type(torch.float64)
     model(**batch).loss.backward()
-    return {"cast": told(ModelError, optimizer.step)}
+    return {"cast": message_of(ModelError, optimizer.step)}
 
 
 WANTED = {
@@ -284,7 +287,7 @@ WANTED = {
 }
 
 
-def test_what_would_be_wrong_in_silence_is_refused() -> None:
+def test_calls_with_silently_wrong_results_are_refused() -> None:
     told_of = set()
     for mesh in MESHES:
         for found in run_on_ranks(2, misuse, mesh):
@@ -300,11 +303,11 @@ def draw_after_a_failure() -> None:
     wanted = torch.rand(3)
     torch.manual_seed(5)
     with pytest.raises(IndexError):
-        model(torch.full((1, 70), 3))  # there are 64 positions
+        model(torch.full((1, 70), 3))  # the model has 64 positions
     assert torch.equal(torch.rand(3), wanted)
     stock = stock_model("gpt2-tied")
     torch.testing.assert_close(model(**FIRST).loss, stock(**FIRST).loss, rtol=1e-12, atol=0)
 
 
-def test_a_forward_pass_that_fails_gives_the_generators_back() -> None:
+def test_failed_forward_pass_restores_the_random_generators() -> None:
     run_on_ranks(2, draw_after_a_failure)

@@ -1,4 +1,4 @@
-"""Classifiers train under tensor parallelism as the stock ones do."""
+"""Classifiers under tensor parallelism train like the stock models."""
 
 import math
 from typing import Any
@@ -22,20 +22,20 @@ def prove(mesh: dict[str, int], classifiers: list[Classifier]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_sequence_classifiers_train_as_the_stock_ones(mesh: dict[str, int]) -> None:
+def test_sequence_classifiers_train_like_the_stock_models(mesh: dict[str, int]) -> None:
     prove(mesh, [Classifier(family, problem) for family in FAMILIES for problem in PROBLEMS])
 
 
-def test_other_heads_and_families_do_too() -> None:
+def test_other_heads_and_families_train_like_the_stock_models() -> None:
     others = [*(Classifier(family, None, "token") for family in FAMILIES), Classifier("gpt2", None, "question")]
-    # Rules that are derived: from the model's own plan, and from a family's.
+    # These rules are derived from the model's own plan and from that of a family.
     others += [Classifier("mistral"), Classifier("opt"), Classifier("mixtral")]
     prove({"tp": 2}, others)
     is_split: dict[str, Any] = {"sequence_parallel": True}
     prove({"tp": 2}, [Classifier("gpt2", tensor=is_split), Classifier("llama", tensor=is_split)])
 
 
-def test_a_classifier_is_not_cut_into_stages() -> None:
+def test_classifier_over_pp_is_refused() -> None:
     with pytest.raises(RankError) as failed:
         run_on_ranks(2, errors_on, {"pp": 2}, [Classifier("llama")])
     assert isinstance(failed.value.original, PlanError)

@@ -1,4 +1,4 @@
-"""A user's model writes as before, whatever mesh it lies on."""
+"""Models on any mesh generate the text of the stock model."""
 
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ def stock() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2)
 
 
-def write(mesh: dict[str, int] | None) -> list[Tensor]:
-    """Write in several ways."""
+def generate_texts(mesh: dict[str, int] | None) -> list[Tensor]:
+    """Generate in several modes."""
     model: Any = stock() if mesh is None else meshtrain.parallelize(stock(), {"mesh": mesh})
     if mesh is None:
         model.eval()
@@ -44,29 +44,29 @@ def write(mesh: dict[str, int] | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_a_parallel_model_writes_as_the_stock_one(mesh: dict[str, int]) -> None:
-    expected = write(None)
+def test_parallel_model_generates_the_text_of_the_stock_model(mesh: dict[str, int]) -> None:
+    expected = generate_texts(None)
     world_size = 2 ** len(mesh)
-    for texts in run_on_ranks(world_size, write, mesh):
+    for texts in run_on_ranks(world_size, generate_texts, mesh):
         for text, wanted in zip(texts, expected, strict=True):
             assert torch.equal(text, wanted)
     assert len(set(expected[0].flatten().tolist())) > 8
 
 
-def write_from_nothing() -> None:
+def generate_without_values() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2)
     meshtrain.generate(meshtrain.parallelize(model, {"mesh": {"pp": 2}}), PROMPT, **OPTIONS)
 
 
-def test_a_model_without_values_cannot_write() -> None:
+def test_generate_refuses_a_model_without_values() -> None:
     with pytest.raises(AssertionError) as failed:
-        run_on_ranks(2, write_from_nothing)
+        run_on_ranks(2, generate_without_values)
     assert isinstance(failed.value.original, ModelError)  # type: ignore[attr-defined]
     assert "have no values yet" in str(failed.value)
 
 
-def ask_for_too_much() -> list[str]:
+def refuse_prompts_and_options() -> list[str]:
     model = meshtrain.parallelize(stock(), {"mesh": {"pp": 2}})
     said = []
     for prompt, options in ((PROMPT.double(), {}), (PROMPT[0], {}), (PROMPT, {"guidance_scale": 1.5})):
@@ -76,8 +76,8 @@ def ask_for_too_much() -> list[str]:
     return said
 
 
-def test_what_only_one_stage_would_notice_is_refused_on_all() -> None:
-    for said in run_on_ranks(2, ask_for_too_much):
+def test_unsupported_prompts_and_options_are_refused_on_all_stages() -> None:
+    for said in run_on_ranks(2, refuse_prompts_and_options):
         assert said == [
             "generate: the prompts are (2, 4) float64; give token ids (batch, seq), whole numbers",
             "generate: the prompts are (4,) int64; give token ids (batch, seq), whole numbers",
@@ -86,8 +86,8 @@ def test_what_only_one_stage_would_notice_is_refused_on_all() -> None:
         ]
 
 
-def keep_on_writing(folder: Path) -> None:
-    """Take how to write from the files of a model that is built on meta, as stock `from_pretrained` does."""
+def generate_from_files(folder: Path) -> None:
+    """Load the generation config with a model from meta, as stock `from_pretrained` does."""
     wanted = AutoModelForCausalLM.from_pretrained(folder / "stock").generate(PROMPT, attention_mask=MASK)
     for number, mesh in enumerate(({"tp": 2}, {"pp": 2})):
         model = meshtrain.parallelize(meshtrain.build_model(folder / "stock"), {"mesh": mesh})
@@ -98,7 +98,7 @@ def keep_on_writing(folder: Path) -> None:
         again = meshtrain.parallelize(meshtrain.build_model(folder / f"parts-{number}"), {"mesh": mesh})
         meshtrain.load_weights(again, folder / f"parts-{number}")
         assert torch.equal(meshtrain.generate(again, PROMPT, attention_mask=MASK), wanted)
-    # A model that was built of a configuration takes it from the files, unless it was told already.
+    # A model built from a configuration takes it from the files, unless the program has set it.
     for told in (False, True):
         model = meshtrain.parallelize(meshtrain.build_model(GPT2), {"mesh": {"tp": 2}})
         if told:
@@ -108,20 +108,20 @@ def keep_on_writing(folder: Path) -> None:
         assert torch.equal(text, wanted) is not told
 
 
-def test_how_to_write_comes_with_the_files(tmp_path: Path) -> None:
+def test_generation_config_is_loaded_and_saved_with_the_weights(tmp_path: Path) -> None:
     model = stock()
     model.generation_config = GenerationConfig(
         max_new_tokens=7, num_beams=2, pad_token_id=0, eos_token_id=[2, *range(40, 50)], repetition_penalty=1.5
     )
     model.save_pretrained(tmp_path / "stock")
-    run_on_ranks(2, keep_on_writing, tmp_path)
+    run_on_ranks(2, generate_from_files, tmp_path)
     for number in range(2):
         written = GenerationConfig.from_pretrained(tmp_path / f"whole-{number}").to_diff_dict()
         assert written == GenerationConfig.from_pretrained(tmp_path / "stock").to_diff_dict()
 
 
-def write_in_a_run(mesh: tuple[int, int, int, int]) -> Tensor:
-    """Write with the pipeline of a run, as its hooks have it; its logits stay in parts over tp."""
+def generate_in_a_run(mesh: tuple[int, int, int, int]) -> Tensor:
+    """Generate with the pipeline of a run as its hooks hold it; logits stay sharded over tp."""
     case = Case("gpt2-odd", mesh)
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
@@ -129,13 +129,13 @@ def write_in_a_run(mesh: tuple[int, int, int, int]) -> Tensor:
     return meshtrain.generate(pipeline, PROMPT, num_beams=3, **OPTIONS)
 
 
-def write_alone() -> Tensor:
+def generate_in_one_process() -> Tensor:
     model = build_stock(load_hf_config(MODELS["gpt2-odd"]))
     load_stock(model, stock_weights("gpt2-odd"))
     return model.eval().generate(PROMPT, num_beams=3, **OPTIONS)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1)], ids=str)
-def test_the_model_of_a_run_writes_as_the_stock_one(mesh: tuple[int, int, int, int]) -> None:
-    wanted = run_on_ranks(1, write_alone)[0]
-    assert all(torch.equal(text, wanted) for text in run_on_ranks(2, write_in_a_run, mesh))
+def test_model_of_a_run_generates_the_text_of_the_stock_model(mesh: tuple[int, int, int, int]) -> None:
+    wanted = run_on_ranks(1, generate_in_one_process)[0]
+    assert all(torch.equal(text, wanted) for text in run_on_ranks(2, generate_in_a_run, mesh))

@@ -1,4 +1,4 @@
-"""What a program has changed in a stock model: computed with, or refused, but never left behind in silence."""
+"""Changes of a program to a stock model take effect or are refused, and are never lost silently."""
 
 import types
 from functools import partial
@@ -14,7 +14,7 @@ import meshtrain
 from meshtrain.errors import ModelError
 from meshtrain.parallel.cut.hooks import hooks_disabled
 from tests.api.programs import own_part, padded_batches, parallel, stock_model
-from tests.api.test_refusals import told
+from tests.api.test_refusals import message_of
 from tests.ranks import run_on_ranks
 
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2})
@@ -106,14 +106,14 @@ def compute(folder: Path) -> None:
             torch.testing.assert_close(again(**padded_batches()[0]).loss, wanted, rtol=1e-12, atol=0)
 
 
-def test_what_a_program_has_changed_is_computed_with_on_every_mesh(tmp_path: Path) -> None:
+def test_changes_of_a_program_take_effect_on_every_mesh(tmp_path: Path) -> None:
     run_on_ranks(2, compute, tmp_path)
 
 
 def refuse() -> dict[str, str]:
-    found = {make.__name__: told(ModelError, partial(parallel, make(), {"pp": 2})) for make in REFUSED}
+    found = {make.__name__: message_of(ModelError, partial(parallel, make(), {"pp": 2})) for make in REFUSED}
     for make in (with_a_projection, with_a_hook_on_a_projection):
-        found[make.__name__] = told(ModelError, partial(parallel, make(), {"dp_replicate": 2}))
+        found[make.__name__] = message_of(ModelError, partial(parallel, make(), {"dp_replicate": 2}))
     return found
 
 
@@ -130,7 +130,7 @@ REFUSED = {
 }
 
 
-def test_what_would_be_left_behind_is_refused() -> None:
+def test_changes_that_a_mesh_would_lose_are_refused() -> None:
     wanted = {make.__name__: message for make, message in REFUSED.items()}
     for name, what in (("with_a_projection", "a forward of yours"), ("with_a_hook_on_a_projection", "a hook")):
         wanted[name] = (
@@ -143,21 +143,21 @@ def test_what_would_be_left_behind_is_refused() -> None:
 def refuse_ties() -> list[str]:
     model = tied_by_hand()
     model.config.tie_word_embeddings = False
-    messages = [told(ModelError, partial(parallel, model, mesh)) for mesh in MESHES]
-    # Nothing has happened to it.
+    messages = [message_of(ModelError, partial(parallel, model, mesh)) for mesh in MESHES]
+    # The refused model is unchanged.
     model.config.tie_word_embeddings = True
     wanted = tied_by_hand()(**padded_batches()[0]).loss
     torch.testing.assert_close(loss_of(parallel(model, {"tp": 2})), wanted, rtol=1e-12, atol=0)
     return messages
 
 
-def test_ties_that_nobody_has_declared_are_refused() -> None:
+def test_undeclared_ties_are_refused() -> None:
     messages = run_on_ranks(2, refuse_ties)[0]
     assert all(message.startswith("lm_head.weight and model.embed_tokens.weight are one p") for message in messages)
 
 
 class Recorder:
-    """What programs watch layers with: an object, of which the hook is a method."""
+    """Watches layers with a method as the hook, as many programs do."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -171,13 +171,13 @@ class Recorder:
 
 
 def watch() -> list[int]:
-    """Return how often the hooks on the first and the last layer were called here, and whether both of each were."""
+    """Count the calls of hooks on the first and the last layer on this rank."""
     model: Any = stock_model("llama-untied")
     recorders = [Recorder(), Recorder()]
     for layer, recorder in zip((0, -1), recorders, strict=True):
         model.model.layers[layer].register_forward_hook(recorder.see)
         model.model.layers[layer].register_forward_hook(partial(recorder.see_of, "layer"))
-    # A hook that knows its module must know that which is there now.
+    # A hook that knows its module must get the module that is there now.
     mlp = model.model.layers[1].mlp
     mlp.register_forward_hook(partial(lambda known, module, args, output: None if known is module else 0 / 0, mlp))
     pipeline = parallel(model, {"pp": 2}, pipeline={"schedule": "1F1B"})
@@ -189,7 +189,10 @@ def watch() -> list[int]:
 
 
 def look_at_hidden_states() -> None:
-    """transformers puts its own hooks on at the first call that asks for hidden states: here before, there after."""
+    """Let transformers add its own hooks, which it does when hidden states are first requested.
+
+    This happens before `parallelize` in one case and after it in the other.
+    """
     batch = padded_batches()[0]
     for mesh in ({"pp": 2}, {"tp": 2}):
         for is_before in (True, False):
@@ -204,11 +207,11 @@ def look_at_hidden_states() -> None:
     assert len(model(**batch).hidden_states) == model.config.num_hidden_layers + 1
 
 
-def test_hooks_of_transformers_stay_on() -> None:
+def test_hooks_of_transformers_are_kept() -> None:
     run_on_ranks(2, look_at_hidden_states)
 
 
-def test_hooks_of_a_program_are_called_where_the_layer_lies() -> None:
+def test_hooks_of_a_program_run_on_the_rank_of_their_layer() -> None:
     assert run_on_ranks(2, watch) == [[8, 0], [0, 8]]
 
 
@@ -225,5 +228,5 @@ def set_on_a_pipeline() -> None:
     assert model.generate(padded_batches()[0]["input_ids"][:2]).shape == (2, 11)
 
 
-def test_what_is_set_on_a_pipeline_counts_or_is_refused() -> None:
+def test_attributes_set_on_a_pipeline_take_effect_or_are_refused() -> None:
     run_on_ranks(2, set_on_a_pipeline)

@@ -1,4 +1,4 @@
-"""A user's own program: the stock loop around a parallel model computes what it computes around the stock one."""
+"""The stock training loop computes the same around a parallel model as around the stock model."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ import meshtrain
 from meshtrain.parallel import replicas
 from tests.api.programs import (
     expected,
+    full_parameters,
     make_adam,
     own_part,
     padded_batches,
     parallel,
     stock_model,
     train,
-    whole_parameters,
 )
 from tests.ranks import run_on_ranks
 
@@ -58,7 +58,7 @@ def run_programs(cases: list[Case]) -> list[tuple[list[float], dict[str, Tensor]
         model = parallel(stock, mesh, **tables)
         meshtrain.rebind(optimizer)
         losses = train(model, optimizer, padded_batches(), lambda batch, model=model: own_part(model, batch))
-        answers.append((losses, whole_parameters(model)))
+        answers.append((losses, full_parameters(model)))
     return answers
 
 
@@ -67,7 +67,7 @@ def train_stock(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_the_stock_loop_computes_the_same_on_every_mesh(world_size: int) -> None:
+def test_stock_loop_computes_the_same_on_every_mesh(world_size: int) -> None:
     cases = CASES[world_size]
     wanted = run_on_ranks(1, train_stock, [name for name, _, _ in cases])[0]
     answers = run_on_ranks(world_size, run_programs, cases)
@@ -81,7 +81,7 @@ def test_the_stock_loop_computes_the_same_on_every_mesh(world_size: int) -> None
 
 
 def look_at_outputs(mesh: dict[str, int]) -> None:
-    """Whole logits, every field of the output and every gradient, right after `backward`."""
+    """Compare full logits, every output field and every gradient, directly after `backward`."""
     stock, model = stock_model("gpt2-odd"), parallel(stock_model("gpt2-odd"), mesh)
     batch = padded_batches()[0]
     wanted = stock(**batch, output_hidden_states=True)
@@ -92,7 +92,7 @@ def look_at_outputs(mesh: dict[str, int]) -> None:
     if rows:
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-12)
         torch.testing.assert_close(found.hidden_states[2], wanted.hidden_states[2], rtol=0, atol=1e-12)
-    # A loss of the user's own, of logits alone, in two backward passes.
+    # A custom loss of the logits alone, in two backward passes.
     for output in (wanted, found):
         output.loss.backward()
     again = model(part["input_ids"]).logits.square().sum()
@@ -119,12 +119,12 @@ def look_at_outputs(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=str)
-def test_outputs_and_gradients_are_those_of_the_stock_model_after_every_backward_pass(mesh: dict[str, int]) -> None:
+def test_outputs_and_gradients_equal_the_stock_model_after_every_backward_pass(mesh: dict[str, int]) -> None:
     run_on_ranks(2, look_at_outputs, mesh)
 
 
 def own_loop(model: Any, optimizer: Any, part: Any) -> list[float]:
-    """Accumulate over widths never seen before, evaluate in between, freeze and thaw, clip; return all numbers."""
+    """Accumulate over new widths, evaluate, freeze, unfreeze, clip; return all numbers."""
     is_stock = isinstance(model, PreTrainedModel)
     numbers = []
     for step, batch in enumerate(padded_batches((8, 12, 6, 10, 8, 14))):
@@ -132,10 +132,10 @@ def own_loop(model: Any, optimizer: Any, part: Any) -> list[float]:
             optimizer.zero_grad()
         if step in (2, 4):
             for name, parameter in model.named_parameters():
-                # A tied weight under the one name that the stock model has for it.
+                # A tied weight is frozen by the one name that the stock model has for it.
                 if "embed_tokens" in name or "layers.0." in name:
                     parameter.requires_grad_(step == 4)
-        # One data rank has no token that trains.
+        # One data rank has no trained token.
         batch["labels"][:4] = -100
         loss = model(**batch).loss if is_stock else model.forward_backward(part(batch))
         if is_stock:
@@ -159,14 +159,14 @@ def run_own_loops(cases: list[Case]) -> None:
         for is_parallel in (False, True):
             stock = model = stock_model(name)
             optimizer = make_adam(model)
-            # The optimizer has a past.
+            # The optimizer already has state.
             train(model, optimizer, padded_batches()[:1], lambda batch: batch)
             optimizer.zero_grad()
             if is_parallel:
                 model = parallel(stock, mesh, **tables)
                 meshtrain.rebind(optimizer)
             numbers = own_loop(model, optimizer, lambda batch, model=model: own_part(model, batch))
-            results.append((numbers, whole_parameters(model) if is_parallel else dict(stock.named_parameters())))
+            results.append((numbers, full_parameters(model) if is_parallel else dict(stock.named_parameters())))
         (wanted, parameters), (found, others) = results
         assert found == pytest.approx(wanted, rel=1e-12, abs=0), (name, mesh)
         assert_equal(others, {key: value.detach() for key, value in parameters.items()})
@@ -183,12 +183,12 @@ V_SHAPED = {"pipeline": {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}}
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_a_loop_of_ones_own_computes_the_same_over_a_pipeline(cases: list[Case]) -> None:
+def test_custom_loop_computes_the_same_over_a_pipeline(cases: list[Case]) -> None:
     run_on_ranks(2 * len(cases[0][1]), run_own_loops, cases)
 
 
 def drop_over_a_pipeline() -> list[float]:
-    """Train with dropout, each rank with draws of its own, then once more from the start; return the losses."""
+    """Train twice with dropout while each rank draws numbers of its own; return the losses."""
     losses = []
     for _ in range(2):
         stock = stock_model("gpt2-tied")
@@ -205,7 +205,7 @@ def drop_over_a_pipeline() -> list[float]:
     return losses
 
 
-def test_dropout_over_a_pipeline_is_a_function_of_seed_and_step() -> None:
+def test_dropout_over_a_pipeline_depends_on_seed_and_step_alone() -> None:
     (losses, others) = run_on_ranks(2, drop_over_a_pipeline)
     assert losses == others
     assert losses[:2] == losses[2:]

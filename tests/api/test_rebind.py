@@ -1,4 +1,4 @@
-"""Optimizers from before the model became a parallel one."""
+"""Optimizers that were built before the model became parallel."""
 
 import re
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from meshtrain.parallel.local_parameter import LocalParameter
 from meshtrain.parallel.pipeline import full_tensor
 from tests.api.programs import (
     expected,
+    full_parameters,
     make_adam,
     own_part,
     padded_batches,
     parallel,
     stock_model,
     train,
-    whole_parameters,
 )
 from tests.api.test_parallelize import assert_equal
 from tests.ranks import run_on_ranks
@@ -48,8 +48,10 @@ def adagrad(model: Any) -> Optimizer:
 OPTIMIZERS = (momentum, fused, adagrad)
 
 
-def warm(optimize: Callable[[Any], Optimizer], mesh: dict[str, int] | None, name: str) -> tuple[list[float], Any]:
-    """Train two steps on one device, become parallel (or not), go on, with a scheduler from the beginning."""
+def train_with_state(
+    optimize: Callable[[Any], Optimizer], mesh: dict[str, int] | None, name: str
+) -> tuple[list[float], Any]:
+    """Train two steps on one device, parallelize if there is a mesh, and continue."""
     model: Any = stock_model(name)
     optimizer = optimize(model)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -61,26 +63,26 @@ def warm(optimize: Callable[[Any], Optimizer], mesh: dict[str, int] | None, name
         meshtrain.rebind(optimizer)
     scheduler.step()
     losses = train(model, optimizer, batches[2:], lambda batch: own_part(model, batch) if mesh else batch)
-    return losses, whole_parameters(model) if mesh else dict(model.named_parameters())
+    return losses, full_parameters(model) if mesh else dict(model.named_parameters())
 
 
-def warm_all(mesh: dict[str, int] | None, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
+def train_all_with_state(mesh: dict[str, int] | None, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     return [
         (losses, {key: value.detach() for key, value in found.items()})
-        for losses, found in (warm(optimize, mesh, name) for optimize in OPTIMIZERS)
+        for losses, found in (train_with_state(optimize, mesh, name) for optimize in OPTIMIZERS)
     ]
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}], ids=str)
-def test_an_optimizer_with_a_past_and_its_scheduler_go_on(mesh: dict[str, int]) -> None:
-    wanted = run_on_ranks(1, warm_all, None, "gpt2-odd")[0]
-    for rank in run_on_ranks(2, warm_all, mesh, "gpt2-odd"):
+def test_optimizer_with_state_and_its_scheduler_continue(mesh: dict[str, int]) -> None:
+    wanted = run_on_ranks(1, train_all_with_state, None, "gpt2-odd")[0]
+    for rank in run_on_ranks(2, train_all_with_state, mesh, "gpt2-odd"):
         for (losses, parameters), (want_losses, want_parameters) in zip(rank, wanted, strict=True):
             assert losses == pytest.approx(want_losses, rel=1e-12, abs=0)
             assert_equal(parameters, want_parameters)
 
 
-def forget() -> str:
+def step_without_rebind() -> str:
     model = stock_model("gpt2-tied")
     optimizer = fused(model)
     model = parallel(model, {"tp": 2})
@@ -90,15 +92,15 @@ def forget() -> str:
     return str(error.value)
 
 
-def test_an_optimizer_that_was_forgotten_is_an_error_at_its_first_step() -> None:
-    assert run_on_ranks(2, forget)[0] == (
+def test_optimizer_that_was_not_rebound_fails_at_its_first_step() -> None:
+    assert run_on_ranks(2, step_without_rebind)[0] == (
         "this AdamW holds 52 parameters from before meshtrain.parallelize (transformer.wte.weight), which train "
         "nothing; call meshtrain.rebind(optimizer) after it"
     )
 
 
 def make_between() -> str:
-    """Step with an optimizer that was made between a forward and its backward pass, and with one from afterwards."""
+    """Step with an optimizer built between forward and backward, and with one built afterwards."""
     plan = {"mesh": {"dp_shard": 2}, "shard": {"reshard_after_forward": "never"}}
     model = meshtrain.parallelize(stock_model("gpt2-tied"), plan)
     loss = model(**padded_batches()[0]).loss
@@ -110,7 +112,7 @@ def make_between() -> str:
     return str(error.value)
 
 
-def test_an_optimizer_that_was_made_from_gathered_parameters_is_an_error_at_its_first_step() -> None:
+def test_optimizer_of_gathered_parameters_fails_at_its_first_step() -> None:
     for said in run_on_ranks(2, make_between):
         assert re.search(
             r"this AdamW was made between a forward pass and its backward pass, and holds \d+ parameters as they were "
@@ -126,7 +128,7 @@ def half_scaler() -> torch.amp.GradScaler:
 
 
 def carry_gradients(mesh: dict[str, int]) -> None:
-    """Have a gradient from before, and add to it; or other ones on each rank."""
+    """Add to gradients from before `parallelize`, or bring different ones on each rank."""
     stock, model = stock_model("gpt2-tied"), stock_model("gpt2-tied")
     first, second, *_ = padded_batches()
     for each in (stock, model):
@@ -151,7 +153,7 @@ def carry_gradients(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}], ids=str)
-def test_gradients_from_before_are_kept(mesh: dict[str, int]) -> None:
+def test_gradients_from_before_parallelize_are_kept(mesh: dict[str, int]) -> None:
     run_on_ranks(2, carry_gradients, mesh)
 
 
@@ -169,11 +171,11 @@ def bind_after() -> None:
         with pytest.raises(ModelError) as refused:
             call()
         assert advice in str(refused.value)
-    # Each element by itself, it sees enough.
+    # An optimizer that works element by element may hold local parts.
     torch.nn.utils.clip_grad_value_(held, 1.0)
     want, _ = expected("gpt2-tied", lambda model: AdamW(model.parameters(), lr=1e-2, eps=1e-4))
     assert losses == pytest.approx(want, rel=1e-12, abs=0)
-    # One that looks at whole matrices keeps the DTensors.
+    # An optimizer that works on full matrices keeps the DTensors.
     factored = Adafactor(model.parameters())
     meshtrain.rebind(factored)
     assert factored.param_groups[0]["params"] == [*model.parameters()]
@@ -182,12 +184,12 @@ def bind_after() -> None:
         meshtrain.rebind(strange)
 
 
-def test_an_optimizer_that_was_made_afterwards_works_on_local_parts() -> None:
+def test_optimizer_built_after_parallelize_works_on_local_parts() -> None:
     run_on_ranks(2, bind_after)
 
 
 def bind_late(mesh: dict[str, int]) -> None:
-    """Make an optimizer afterwards, and bind it when it remembers something already, as whole DTensors."""
+    """Build an optimizer after `parallelize`, and rebind it when it already has DTensor state."""
     for optimize, steps in ((adagrad, 0), (make_adam, 1), (momentum, 2)):
         model = parallel(stock_model("gpt2-tied"), mesh)
         optimizer = optimize(model)
@@ -200,11 +202,11 @@ def bind_late(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
-def test_an_optimizer_that_remembers_whole_dtensors_goes_on(mesh: dict[str, int]) -> None:
+def test_optimizer_with_dtensor_state_continues(mesh: dict[str, int]) -> None:
     run_on_ranks(2, bind_late, mesh)
 
 
-def remember_strangely() -> str:
+def rebind_with_odd_state() -> str:
     model = stock_model("gpt2-tied")
     optimizer = SGD(model.parameters(), lr=1.0)
     optimizer.state[model.lm_head.weight]["rows"] = torch.zeros(model.config.vocab_size)
@@ -214,8 +216,8 @@ def remember_strangely() -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_cut_as_the_parameter_is_refused() -> None:
-    assert run_on_ranks(2, remember_strangely)[0] == (
+def test_state_that_cannot_be_sharded_like_its_parameter_is_refused() -> None:
+    assert run_on_ranks(2, rebind_with_odd_state)[0] == (
         "the optimizer remembers 'rows' of transformer.wte.weight in the shape (98,), which cannot be cut as the "
         "parameter is ((98, 32)); make the optimizer after meshtrain.parallelize"
     )

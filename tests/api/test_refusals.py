@@ -1,4 +1,4 @@
-"""What a program may not do with a parallel model, and what it is told to do instead."""
+"""Calls that a parallel model refuses, and the advice in the messages."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from tests.parity import MODELS, VOCABULARY
 from tests.ranks import run_on_ranks
 
 
-def told(kind: type[MeshtrainError], call: Callable[[], Any]) -> str:
+def message_of(kind: type[MeshtrainError], call: Callable[[], Any]) -> str:
     with pytest.raises(kind) as error:
         call()
     return str(error.value)
@@ -33,32 +33,32 @@ def misuse_tensor_parallel() -> dict[str, str]:
     model = parallel(stock_model("gpt2-tied"), {"tp": 2})
     rank = torch.distributed.get_rank()
     batch = padded_batches()[0]
-    # Where it is already, nothing is asked.
+    # The model already has this device and format, so nothing is refused.
     assert model.to("cpu").double().cpu() is model
     assert model.to(dtype=torch.float64) is model
     model.load_state_dict(model.state_dict())
     shuffled = {name: value.roll(rank, 0) for name, value in batch.items()}
     return {
-        "twice": told(ModelError, lambda: parallel(model, {"tp": 2})),
-        "copied": told(ModelError, lambda: copy.deepcopy(model)),
-        "resized": told(ModelError, lambda: model.resize_token_embeddings(120)),
-        "moved": told(ModelError, lambda: model.to("meta")),
-        "cast": told(ModelError, lambda: model.bfloat16()),
-        "cast by to": told(ModelError, lambda: model.to(torch.float32)),
-        "shuffled": told(DataError, lambda: model(**shuffled)).replace(f"rank {rank}", "rank R"),
-        "drawn": told(ModelError, lambda: parallel(stock_model("gpt2-tied", seed=rank), {"tp": 2})),
-        "not ours": told(ModelError, lambda: meshtrain.clip_grad_norm(stock_model("gpt2-tied"), 1.0)),
-        "no transformer": told(ModelError, lambda: parallel(nn.Linear(2, 2), {"tp": 2})),
-        "half": told(ModelError, lambda: parallel(stock_model("gpt2-tied").half(), {"tp": 2})),
-        "mixed": told(ModelError, lambda: parallel(mixed(), {"tp": 2})),
-        "half on meta": told(ModelError, lambda: parallel(half_on_meta(), {"tp": 2})),
-        "other mesh": told(
+        "twice": message_of(ModelError, lambda: parallel(model, {"tp": 2})),
+        "copied": message_of(ModelError, lambda: copy.deepcopy(model)),
+        "resized": message_of(ModelError, lambda: model.resize_token_embeddings(120)),
+        "moved": message_of(ModelError, lambda: model.to("meta")),
+        "cast": message_of(ModelError, lambda: model.bfloat16()),
+        "cast by to": message_of(ModelError, lambda: model.to(torch.float32)),
+        "shuffled": message_of(DataError, lambda: model(**shuffled)).replace(f"rank {rank}", "rank R"),
+        "drawn": message_of(ModelError, lambda: parallel(stock_model("gpt2-tied", seed=rank), {"tp": 2})),
+        "not ours": message_of(ModelError, lambda: meshtrain.clip_grad_norm(stock_model("gpt2-tied"), 1.0)),
+        "no transformer": message_of(ModelError, lambda: parallel(nn.Linear(2, 2), {"tp": 2})),
+        "half": message_of(ModelError, lambda: parallel(stock_model("gpt2-tied").half(), {"tp": 2})),
+        "mixed": message_of(ModelError, lambda: parallel(mixed(), {"tp": 2})),
+        "half on meta": message_of(ModelError, lambda: parallel(half_on_meta(), {"tp": 2})),
+        "other mesh": message_of(
             PlanError,
             lambda: meshtrain.parallelize(
                 stock_model("gpt2-tied"), {"mesh": {"tp": 1}}, meshtrain.build_mesh({"mesh": {"tp": 2}})
             ),
         ),
-        "foreign mesh": told(
+        "foreign mesh": message_of(
             PlanError,
             lambda: meshtrain.parallelize(
                 stock_model("gpt2-tied"),
@@ -66,8 +66,8 @@ def misuse_tensor_parallel() -> dict[str, str]:
                 torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
             ),
         ),
-        "too many": told(PlanError, lambda: parallel(stock_model("gpt2-tied"), {"tp": 4})),
-        "whole": told(ModelError, lambda: model.load_state_dict(stock_model("gpt2-tied").state_dict())),
+        "too many": message_of(PlanError, lambda: parallel(stock_model("gpt2-tied"), {"tp": 4})),
+        "whole": message_of(ModelError, lambda: model.load_state_dict(stock_model("gpt2-tied").state_dict())),
     }
 
 
@@ -107,7 +107,7 @@ WANTED = {
 }
 
 
-def test_a_tensor_parallel_model_refuses_what_would_break_it() -> None:
+def test_tensor_parallel_model_refuses_calls_that_would_break_it() -> None:
     for found in run_on_ranks(2, misuse_tensor_parallel):
         assert found.keys() == WANTED.keys()
         for what, message in found.items():
@@ -118,8 +118,8 @@ def adapted(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
-def refuse_and_go_on() -> None:
-    """What is refused for the plan, or on another rank, is as it was: the program may go on with it, or ask again."""
+def refuse_and_retry() -> None:
+    """Check that a refused model, also if another rank caused it, is unchanged and usable."""
     rank = torch.distributed.get_rank()
     for make in (stock_model, lambda name, **more: adapted(stock_model(name, **more))):
         for plan, others, kind in (
@@ -130,7 +130,7 @@ def refuse_and_go_on() -> None:
             model = make("gpt2-tied", seed=others)
             before, values = dict(model.named_parameters()), {k: v.clone() for k, v in model.state_dict().items()}
             buffers = dict(model.named_buffers())
-            told(kind, partial(meshtrain.parallelize, model, plan))
+            message_of(kind, partial(meshtrain.parallelize, model, plan))
             after = dict(model.named_parameters())
             assert after.keys() == before.keys()
             assert all(after[name] is before[name] for name in before)
@@ -140,12 +140,12 @@ def refuse_and_go_on() -> None:
     again = stock_model("gpt2-tied")
     batch = padded_batches()[0]
     wanted = again(**batch).loss
-    told(PlanError, lambda: parallel(again, {"tp": 4}))
+    message_of(PlanError, lambda: parallel(again, {"tp": 4}))
     torch.testing.assert_close(parallel(again, {"tp": 2})(**batch).loss, wanted, rtol=1e-12, atol=0)
 
 
-def test_what_is_refused_leaves_the_model_as_it_was() -> None:
-    run_on_ranks(2, refuse_and_go_on)
+def test_refused_parallelize_leaves_the_model_unchanged() -> None:
+    run_on_ranks(2, refuse_and_retry)
 
 
 def misuse_pipeline() -> dict[str, str]:
@@ -173,18 +173,18 @@ def misuse_pipeline() -> dict[str, str]:
         "tensor": batch["input_ids"],
         "None": None,
     }
-    found = {what: told(DataError, partial(model.forward_backward, value)) for what, value in given.items()}
-    assert found == {what: told(DataError, partial(model.evaluate, value)) for what, value in given.items()}
+    found = {what: message_of(DataError, partial(model.forward_backward, value)) for what, value in given.items()}
+    assert found == {what: message_of(DataError, partial(model.evaluate, value)) for what, value in given.items()}
     with torch.no_grad():
-        found["no gradients"] = told(ModelError, lambda: model.forward_backward(batch))
-    found["called"] = told(ModelError, lambda: model(**batch))
-    found["copied"] = told(ModelError, lambda: copy.deepcopy(model))
-    found["pickled"] = told(ModelError, lambda: pickle.dumps(model))
+        found["no gradients"] = message_of(ModelError, lambda: model.forward_backward(batch))
+    found["called"] = message_of(ModelError, lambda: model(**batch))
+    found["copied"] = message_of(ModelError, lambda: copy.deepcopy(model))
+    found["pickled"] = message_of(ModelError, lambda: pickle.dumps(model))
     for name in ("forward", "to", "state_dict", "num_parameters"):
         assert not hasattr(model, name)
-        found[name] = told(ModelError, partial(getattr, model, name))
+        found[name] = message_of(ModelError, partial(getattr, model, name))
     assert not hasattr(model, "__array__")
-    # What changes nothing may be said.
+    # Values that change nothing may be passed.
     loss = model.evaluate(batch)
     silent = batch | {"use_cache": False, "position_ids": None, "labels": batch["labels"].int()}
     assert torch.equal(model.evaluate(silent), loss)
@@ -193,11 +193,11 @@ def misuse_pipeline() -> dict[str, str]:
     assert not any(parameter.grad.any() for parameter in model.parameters())
     for parameter in model.parameters():
         parameter.requires_grad = False
-    found["frozen"] = told(ModelError, lambda: model.forward_backward(batch))
+    found["frozen"] = message_of(ModelError, lambda: model.forward_backward(batch))
     return found
 
 
-def test_a_pipeline_refuses_what_it_cannot_run() -> None:
+def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
     trains = (
         "loss = model.forward_backward(batch) trains on a whole batch, model.evaluate(batch) computes its loss alone"
     )
@@ -252,7 +252,7 @@ def test_a_pipeline_refuses_what_it_cannot_run() -> None:
 
 
 def misuse_on_one_rank() -> list[str]:
-    """Give a wrong batch to one rank of four, pp x dp; all are told the same. Then one fails halfway."""
+    """Pass a wrong batch on one of four ranks (pp x dp); return the messages of all."""
     model = parallel(stock_model("gpt2-tied"), {"pp": 2, "dp_replicate": 2})
     rank = torch.distributed.get_rank()
     batch = own_part(model, padded_batches()[0])
@@ -263,16 +263,16 @@ def misuse_on_one_rank() -> list[str]:
         batch | {"input_ids": None},
     ]
     said = [
-        told(DataError, partial(model.forward_backward, other if rank == place else batch))
+        message_of(DataError, partial(model.forward_backward, other if rank == place else batch))
         for place, other in enumerate(wrong, start=1)
     ]
     for rows in ({"input_ids": long, "labels": long}, batch | {"position_ids": torch.arange(60, 68).expand(4, 8)}):
-        said.append(told(DataError, partial(model.evaluate, rows)))
+        said.append(message_of(DataError, partial(model.evaluate, rows)))
     model.forward_backward(batch)
     return said
 
 
-def test_what_is_wrong_on_one_rank_is_said_on_all() -> None:
+def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
     takes = "the ranks of a pipeline take input_ids and labels, and compute the loss themselves"
     shorter = "give shorter rows (truncation=True, max_length=... of the tokenizer)"
     for said in run_on_ranks(4, misuse_on_one_rank):
@@ -297,11 +297,12 @@ def parallelize_differently() -> list[str]:
     ]
     model = stock_model("gpt2-tied")
     return [
-        told(PlanError, partial(meshtrain.parallelize, model, given, micro_batch_size=rows)) for given, rows in others
+        message_of(PlanError, partial(meshtrain.parallelize, model, given, micro_batch_size=rows))
+        for given, rows in others
     ]
 
 
-def test_ranks_make_a_model_parallel_in_one_way() -> None:
+def test_different_arguments_on_ranks_are_refused() -> None:
     same = "all ranks make this call together, give all of them the same"
     for said in run_on_ranks(2, parallelize_differently):
         assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
@@ -309,12 +310,12 @@ def test_ranks_make_a_model_parallel_in_one_way() -> None:
         assert said[2].startswith("parallelize: tensor.styles is ...")
         assert "transformer.h.*.0': 'replicate'} on rank 0 and ..." in said[2]
         assert said[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
-        # The long table is shown from a little before the place where it differs.
+        # The message shows a long table from shortly before its first difference.
         assert len(said[2]) < 300
 
 
 def fail_halfway() -> list[str]:
-    """Let the first stage fail in its second microbatch; return what is said there afterwards."""
+    """Let the first stage fail in its second microbatch; return the messages of later calls."""
     model = parallel(stock_model("gpt2-tied"), {"pp": 2})
     first, second, *_ = padded_batches()
     model.forward_backward(first)
@@ -325,12 +326,12 @@ def fail_halfway() -> list[str]:
     torch.manual_seed(5)
     if not model.has_last_stage:
         model._pipeline.stages[0].model.register_forward_pre_hook(FailsTheSecondTime())
-    # The other rank waits for this one, until this one has ended.
+    # The other rank waits for this one until this one has ended.
     with pytest.raises(RuntimeError):
         model.forward_backward(second)
     assert torch.equal(torch.rand(3), wanted)
     assert torch.equal(tied.grad, gradient)
-    return [told(ModelError, partial(use, second)) for use in (model.forward_backward, model.evaluate)]
+    return [message_of(ModelError, partial(use, second)) for use in (model.forward_backward, model.evaluate)]
 
 
 class FailsTheSecondTime:
@@ -343,7 +344,7 @@ class FailsTheSecondTime:
             raise ValueError("broken")
 
 
-def test_a_pipeline_that_has_failed_halfway_says_so_and_leaves_the_program_as_it_was() -> None:
+def test_failed_pipeline_refuses_further_calls_and_leaves_the_program_unchanged() -> None:
     for said in run_on_ranks(2, fail_halfway, joins=False):
         assert said == 2 * [
             "an earlier forward_backward has ended halfway with an exception (RuntimeError): the stages on other ranks "
@@ -362,7 +363,7 @@ def use_too_early() -> list[str]:
     for mesh, batch in (({"tp": 2}, padded_batches()[0]), ({"pp": 2}, padded_batches()[0])):
         model = parallel(meshtrain.build_model(config, dtype=torch.float64), mesh)
         use = model.forward_backward if "pp" in mesh else partial(call, model)
-        messages.append(told(ModelError, partial(use, batch)))
+        messages.append(message_of(ModelError, partial(use, batch)))
         meshtrain.initialize(model, seed=3)
         use(batch)
     return messages
@@ -374,12 +375,12 @@ NO_VALUES = (
 )
 
 
-def test_a_model_from_meta_must_be_given_values_first() -> None:
+def test_model_from_meta_needs_values_before_its_first_pass() -> None:
     for found in run_on_ranks(2, use_too_early):
         assert found == [NO_VALUES] * 2
 
 
-def test_the_parallel_model_knows_its_handle() -> None:
+def test_parallel_model_has_a_handle() -> None:
     assert run_on_ranks(1, _handle) == [("GPT2LMHeadModel", True)]
 
 
@@ -388,8 +389,8 @@ def _handle() -> tuple[str, bool]:
     return type(model).__name__, handle_of(model).has_values
 
 
-def bring_different_values(folder: Path) -> list[str]:
-    """Give each rank a seed of its own, a folder, a folder that only one has; return what is said."""
+def refuse_different_values(folder: Path) -> list[str]:
+    """Pass each rank its own seed and folder, and a folder of one rank; return the messages."""
     model = parallel(meshtrain.build_model(load_hf_config(MODELS["gpt2-tied"])), {"tp": 2})
     rank = torch.distributed.get_rank()
     if rank == 0:
@@ -398,17 +399,17 @@ def bring_different_values(folder: Path) -> list[str]:
     (folder / "1").symlink_to(folder / "0") if rank == 1 else None
     torch.distributed.barrier()
     return [
-        told(ModelError, lambda: meshtrain.initialize(model, seed=rank)),
-        told(ModelError, lambda: meshtrain.load_weights(model, folder / str(rank))),
-        told(ModelError, lambda: meshtrain.load_weights(model, folder / ("0", "missing")[rank])),
-        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0", enlarge_vocabulary=rank == 1)),
-        told(ModelError, lambda: meshtrain.load_weights(model, folder / "0" / "config.json")),
+        message_of(ModelError, lambda: meshtrain.initialize(model, seed=rank)),
+        message_of(ModelError, lambda: meshtrain.load_weights(model, folder / str(rank))),
+        message_of(ModelError, lambda: meshtrain.load_weights(model, folder / ("0", "missing")[rank])),
+        message_of(ModelError, lambda: meshtrain.load_weights(model, folder / "0", enlarge_vocabulary=rank == 1)),
+        message_of(ModelError, lambda: meshtrain.load_weights(model, folder / "0" / "config.json")),
     ]
 
 
-def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
+def test_different_seeds_or_folders_on_ranks_are_refused(tmp_path: Path) -> None:
     same = "all ranks make this call together, give all of them the same"
-    for said in run_on_ranks(2, bring_different_values, tmp_path):
+    for said in run_on_ranks(2, refuse_different_values, tmp_path):
         assert said == [
             f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",
             f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
@@ -419,7 +420,7 @@ def test_ranks_fill_a_model_from_one_source(tmp_path: Path) -> None:
 
 
 def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:
-    """Train, evaluate and predict on a token that the model has no row for; return what is said."""
+    """Train, evaluate and predict on a token id beyond the vocabulary; return the messages."""
     model = meshtrain.parallelize(stock_model("llama-tied"), {"mesh": mesh})
     ids = torch.tensor([[3, VOCABULARY]] * 2)
     batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
@@ -433,7 +434,7 @@ def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
-def test_tokens_that_the_model_does_not_know_are_refused(mesh: dict[str, int]) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(mesh: dict[str, int]) -> None:
     for answers in run_on_ranks(2, give_unknown_tokens, mesh, joins=False):
         for said in answers:
             assert said.startswith(f"input_ids has tokens from 3 to {VOCABULARY}, but the model knows 0 to ")

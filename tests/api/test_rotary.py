@@ -1,4 +1,4 @@
-"""Models whose rotary frequencies depend on the length of the sequence: a mesh computes what one process computes."""
+"""Models with length-dependent rotary frequencies compute the same on a mesh as in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 import meshtrain
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.errors import ModelError
-from tests.api.programs import Batch, make_adam, own_part, parallel, whole_parameters
+from tests.api.programs import Batch, full_parameters, make_adam, own_part, parallel
 from tests.casts import lift_float32_casts
 from tests.parity import DYNAMIC, LONGROPE
 from tests.ranks import run_on_ranks
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# More than 10 tokens have other frequencies.
+# Sequences of more than 10 tokens have other frequencies.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "longrope": lambda: Phi3Config(
         **SIZES, max_position_embeddings=40, original_max_position_embeddings=10, rope_parameters=dict(LONGROPE)
@@ -45,7 +45,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
 
 
 def stock_model(kind: str, *, seen: int = 0) -> Any:
-    """Build a model that has computed a sequence of so many tokens already."""
+    """Build a model that has already computed a sequence of `seen` tokens."""
     lift_float32_casts()
     torch.manual_seed(0)
     model = CLASSES[kind](CONFIGS[kind]()).double()
@@ -66,7 +66,7 @@ def batch_of(width: int) -> Batch:
 
 
 def documents() -> Batch:
-    """Return rows of two short documents each; only the first is one of 12 tokens."""
+    """Return rows of two short documents; only the first row contains one of 12 tokens."""
     ids = torch.randint(3, 61, (ROWS, BETWEEN), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(5), torch.arange(BETWEEN - 5)]).expand(ROWS, -1).clone()
     positions[0] = torch.arange(BETWEEN)
@@ -77,16 +77,16 @@ BATCHES = [batch_of(BETWEEN), batch_of(SHORT), batch_of(LONGEST), batch_of(BETWE
 
 
 def own_rows(model: Any, batch: Batch) -> Batch:
-    """Return the rows of this data rank as its own program pads them: no wider than its longest."""
+    """Return the rows of this data rank, padded to its own longest row."""
     rows = own_part(model, batch)
     width = int(rows["attention_mask"].sum(1).max()) if "attention_mask" in rows else BETWEEN
     return {name: value[:, :width] for name, value in rows.items()}
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Return the loss of a batch; with gradients where they are wanted."""
+    """Return the loss of a batch, and backpropagate if gradients are enabled."""
     if isinstance(model, PreTrainedModel):
-        # With a cache transformers does not look for documents in the positions.
+        # With a cache, transformers does not derive documents from positions.
         loss: Tensor = model(**batch, use_cache=False).loss
         if torch.is_grad_enabled():
             loss.backward()
@@ -96,7 +96,7 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
 
 
 def use(model: Any, part: Callable[[Batch], Batch], generate: Callable[..., Tensor]) -> list[Any]:
-    """Train on batches of all lengths in turn, evaluate and write; return the losses and the texts."""
+    """Train on batches of all lengths, evaluate and generate; return the losses and the texts."""
     optimizer, found = make_adam(model), []
     for batch in BATCHES:
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ def use_all(cases: list[Case]) -> list[tuple[list[Any], dict[str, Tensor]]]:
             lambda batch, model=model: own_rows(model, batch),
             lambda ids, model=model, **options: meshtrain.generate(model, ids, **options),
         )
-        answers.append((found, whole_parameters(model)))
+        answers.append((found, full_parameters(model)))
     return answers
 
 
@@ -168,13 +168,13 @@ def test_every_mesh_computes_what_one_process_computes(world_size: int, expected
                 assert (value - wanted).abs().max() <= 1e-12 * wanted.abs().max(), (case, name)
 
 
-def test_the_sequences_before_matter(expected: dict[tuple[str, int], Any]) -> None:
-    """Otherwise this file proves nothing of them."""
+def test_earlier_sequences_change_the_loss(expected: dict[tuple[str, int], Any]) -> None:
+    """If they were equal, the other tests of this file would prove nothing."""
     assert abs(expected["dynamic", 0][0][0] / expected["dynamic", 20][0][0] - 1) > 1e-5
 
 
-def load_anew(folder: Path) -> None:
-    """Compare with a model that is read anew, which has seen nothing."""
+def load_weights_again(folder: Path) -> None:
+    """Compare with a freshly loaded model, which has not seen any sequence."""
     stock_model("dynamic").save_pretrained(folder)
     dist.barrier()
     wanted = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -187,24 +187,24 @@ def load_anew(folder: Path) -> None:
         assert found == pytest.approx(losses, rel=1e-12, abs=0)
 
 
-def test_weights_that_are_loaded_begin_with_short_frequencies(tmp_path: Path) -> None:
-    run_on_ranks(2, load_anew, tmp_path)
+def test_loaded_weights_start_with_short_frequencies(tmp_path: Path) -> None:
+    run_on_ranks(2, load_weights_again, tmp_path)
 
 
-def go_on(mesh: dict[str, int], directory: Path, seen: int, steps: range) -> list[float]:
-    """Go on from the newest checkpoint, in a model that has seen something else; save after the last step."""
+def resume(mesh: dict[str, int], directory: Path, seen: int, steps: range) -> list[float]:
+    """Resume in a model that has seen other sequences; save after the last step."""
     model = parallel(stock_model("dynamic", seen=seen), mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
     meshtrain.rebind(optimizer)
     state = meshtrain.load_checkpoint(directory, meshtrain.TrainState(model, optimizer), missing_ok=True)
     assert state.step == steps[0]
-    losses = descend(model, optimizer, steps, lambda batch: own_part(model, batch))
+    losses = train(model, optimizer, steps, lambda batch: own_part(model, batch))
     state.step = steps[-1] + 1
     meshtrain.save_checkpoint(directory, state)
     return losses
 
 
-def descend(model: Any, optimizer: SGD, steps: range, part: Callable[[Batch], Batch]) -> list[float]:
+def train(model: Any, optimizer: SGD, steps: range, part: Callable[[Batch], Batch]) -> list[float]:
     losses = []
     for width in (LONGEST, BETWEEN, BETWEEN, LONGEST + 2, BETWEEN)[steps.start : steps.stop]:
         losses.append(loss_of(model, part(batch_of(width))).item())
@@ -213,23 +213,23 @@ def descend(model: Any, optimizer: SGD, steps: range, part: Callable[[Batch], Ba
     return losses
 
 
-def descend_alone() -> list[float]:
+def train_in_one_process() -> list[float]:
     model = stock_model("dynamic")
-    return descend(model, SGD(model.parameters(), lr=0.1), range(5), lambda batch: batch)
+    return train(model, SGD(model.parameters(), lr=0.1), range(5), lambda batch: batch)
 
 
-def test_a_checkpoint_knows_the_longest_sequence(tmp_path: Path) -> None:
-    (wanted,) = run_on_ranks(1, descend_alone)
+def test_checkpoint_stores_the_longest_sequence(tmp_path: Path) -> None:
+    (wanted,) = run_on_ranks(1, train_in_one_process)
     parts = [
-        run_on_ranks(2, go_on, {"tp": 2}, tmp_path, 0, range(1)),
-        run_on_ranks(2, go_on, {"pp": 2}, tmp_path, 20, range(1, 2)),
-        run_on_ranks(2, go_on, {"dp_shard": 2}, tmp_path, 0, range(2, 4)),
-        run_on_ranks(1, go_on, {"tp": 1}, tmp_path, 20, range(4, 5)),
+        run_on_ranks(2, resume, {"tp": 2}, tmp_path, 0, range(1)),
+        run_on_ranks(2, resume, {"pp": 2}, tmp_path, 20, range(1, 2)),
+        run_on_ranks(2, resume, {"dp_shard": 2}, tmp_path, 0, range(2, 4)),
+        run_on_ranks(1, resume, {"tp": 1}, tmp_path, 20, range(4, 5)),
     ]
     assert [loss for ranks in parts for loss in ranks[0]] == pytest.approx(wanted, rel=1e-12, abs=0)
 
 
-def look_alone(directory: Path) -> None:
+def evaluate_on_one_rank(directory: Path) -> None:
     model, wanted = parallel(stock_model("dynamic"), {"dp_replicate": 2}), stock_model("dynamic", seen=24)
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -240,16 +240,16 @@ def look_alone(directory: Path) -> None:
     assert found == pytest.approx(loss_of(wanted, batch_of(BETWEEN)).item(), rel=1e-12, abs=0)
 
 
-def test_what_one_data_rank_has_computed_alone_all_have_seen(tmp_path: Path) -> None:
-    run_on_ranks(2, look_alone, tmp_path)
+def test_longest_sequence_of_one_data_rank_reaches_all_ranks(tmp_path: Path) -> None:
+    run_on_ranks(2, evaluate_on_one_rank, tmp_path)
 
 
-def bring_other_lengths() -> str:
+def refuse_different_lengths() -> str:
     with pytest.raises(ModelError) as refused:
         parallel(stock_model("dynamic", seen=20 * dist.get_rank()), {"pp": 2})
     return str(refused.value)
 
 
-def test_ranks_that_have_seen_other_sequences_are_told() -> None:
-    for said in run_on_ranks(2, bring_other_lengths):
+def test_different_longest_sequences_on_ranks_are_refused() -> None:
+    for said in run_on_ranks(2, refuse_different_lengths):
         assert "the longest sequence of its rotary frequencies is 0 tokens and 20 tokens" in said

@@ -1,4 +1,4 @@
-"""Weights out of a user's own parallel model."""
+"""Saving the weights of a program's own parallel model."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def save_gpt2(folder: Path) -> None:
     again.save_pretrained(folder / "again")
 
 
-def test_a_users_model_is_saved_as_the_stock_one_would_be(tmp_path: Path) -> None:
+def test_parallel_model_is_saved_like_the_stock_model(tmp_path: Path) -> None:
     run_on_ranks(2, save_gpt2, tmp_path, joins=False)
     merge(tmp_path / "parts", tmp_path / "merged")
     stock = gpt2()
@@ -51,7 +51,7 @@ def test_a_users_model_is_saved_as_the_stock_one_would_be(tmp_path: Path) -> Non
 
 
 def save_after_casts(folder: Path, plan: dict[str, Any]) -> list[str]:
-    """Save a model whose configuration says bfloat16, in what its values are in; return what is refused."""
+    """Save a model of a bfloat16 configuration after casts; return the messages."""
     model = GPT2LMHeadModel.from_pretrained(folder / "bfloat16")
     assert model.config.dtype == torch.bfloat16
     trained = meshtrain.parallelize(model, {**plan, "precision": {"parameters": "float32", "compute": "float32"}})
@@ -70,7 +70,7 @@ def save_after_casts(folder: Path, plan: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
-def test_the_original_format_is_that_of_the_values(tmp_path: Path, mesh: dict[str, int]) -> None:
+def test_saved_files_have_the_number_format_of_the_original_values(tmp_path: Path, mesh: dict[str, int]) -> None:
     gpt2().save_pretrained(tmp_path / "bfloat16")
     GPT2LMHeadModel.from_pretrained(tmp_path / "bfloat16").float().save_pretrained(tmp_path / "float32")
     answers = run_on_ranks(2, save_after_casts, tmp_path, {"mesh": mesh}, joins=False)
@@ -88,7 +88,7 @@ def test_the_original_format_is_that_of_the_values(tmp_path: Path, mesh: dict[st
 
 
 def load_with_tokenizer(folder: Path) -> str:
-    """Load what `save_parallelized` wrote into a model that came from nowhere; return what cannot be loaded so."""
+    """Load the output of `save_parallelized` into a new model; return the message of a refusal."""
     plan = {"mesh": {"tp": 2}}
     model = meshtrain.parallelize(LlamaForCausalLM.from_pretrained(folder / "stock"), plan)
     model.save_parallelized(folder / "parts")
@@ -100,7 +100,7 @@ def load_with_tokenizer(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_the_tokenizer_beside_loaded_weights_is_saved_with_them(tmp_path: Path) -> None:
+def test_tokenizer_of_the_loaded_folder_is_saved_with_the_weights(tmp_path: Path) -> None:
     write_llama(tmp_path / "stock")
     answers = run_on_ranks(2, load_with_tokenizer, tmp_path, joins=False)
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "stock" / "tokenizer.json").read_bytes()
@@ -124,14 +124,14 @@ def save_classifier(folder: Path) -> None:
     meshtrain.save_pretrained(model, folder / "second")
 
 
-def test_another_head_is_saved_too_and_loaded_again(tmp_path: Path) -> None:
+def test_classifier_is_saved_and_loaded_again(tmp_path: Path) -> None:
     run_on_ranks(2, save_classifier, tmp_path, joins=False)
     classifier().save_pretrained(tmp_path / "stock")
     for name in ("first", "second"):
         assert_same(tmp_path / name, tmp_path / "stock")
 
 
-def test_a_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
+def test_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
     for save in (meshtrain.save_pretrained, meshtrain.save_parallelized):
         with pytest.raises(
             ModelError, match=r"a GPT2LMHeadModel is not a parallel model; give what meshtrain.parallelize"
@@ -139,7 +139,7 @@ def test_a_model_that_is_not_parallel_is_refused(tmp_path: Path) -> None:
             save(gpt2(), tmp_path / "out")
 
 
-def ask_for_different_formats(folder: Path) -> str:
+def refuse_different_formats(folder: Path) -> str:
     model = parallel(stock_model("llama-untied"), {"tp": 2})
     dtype = torch.float32 if torch.distributed.get_rank() else torch.bfloat16
     with pytest.raises(CheckpointError) as error:
@@ -147,8 +147,8 @@ def ask_for_different_formats(folder: Path) -> str:
     return str(error.value)
 
 
-def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
-    for told in run_on_ranks(2, ask_for_different_formats, tmp_path / "saved"):
+def test_different_formats_on_ranks_are_refused(tmp_path: Path) -> None:
+    for told in run_on_ranks(2, refuse_different_formats, tmp_path / "saved"):
         assert told == (
             "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together, "
             "give all of them the same"

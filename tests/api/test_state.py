@@ -1,4 +1,4 @@
-"""A program with a loop of its own stops and goes on, on another mesh."""
+"""A program with its own loop stops, and resumes on another mesh."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ PLAN = {"precision": {"parameters": "float64", "compute": "float64", "reduce": "
 
 
 def build(seed: int | None) -> GPT2LMHeadModel:
-    """Return the stock model; without a seed on meta."""
+    """Return the stock model, on meta if there is no seed."""
     if seed is None:
         return meshtrain.build_model(CONFIG, dtype=torch.float64)
     torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def train(model: Any, state: meshtrain.TrainState, scheduler: StepLR, last_step:
 
 
 def program(mesh: dict[str, int], directory: Path, seed: int | None, last_step: int) -> list[float]:
-    """Start, or go on, to `last_step`; save there."""
+    """Train from the newest checkpoint, if any, to `last_step` and save."""
     lift_float32_casts()
     model = meshtrain.parallelize(build(seed), {"mesh": mesh, **PLAN})
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -72,14 +72,14 @@ def program(mesh: dict[str, int], directory: Path, seed: int | None, last_step: 
     losses = train(model, state, scheduler, last_step)
     state.values = {"scheduler": scheduler.state_dict()}
     if "pp" not in mesh:
-        # Parameters are gathered for it, and not used up by a backward pass.
+        # The gathered parameters are freed after use, also without a backward pass.
         with torch.no_grad():
             model(input_ids=batch(0))
     assert meshtrain.save_checkpoint(directory, state, keep=1) == directory / f"step-{last_step}"
     return losses
 
 
-def alone() -> list[float]:
+def train_in_one_process() -> list[float]:
     lift_float32_casts()
     model = build(0)
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -87,8 +87,8 @@ def alone() -> list[float]:
     return train(model, state, StepLR(optimizer, step_size=2, gamma=0.5), 8)
 
 
-def test_a_loop_of_ones_own_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    (wanted,) = run_on_ranks(1, alone)
+def test_custom_loop_resumes_on_another_mesh(tmp_path: Path) -> None:
+    (wanted,) = run_on_ranks(1, train_in_one_process)
     parts = [
         run_on_ranks(2, program, {"tp": 2}, tmp_path, 0, 2),
         run_on_ranks(2, program, {"dp_shard": 2}, tmp_path, None, 4),
@@ -106,7 +106,7 @@ def test_a_loop_of_ones_own_goes_on_on_another_mesh(tmp_path: Path) -> None:
 
 
 def with_dropout(directory: Path, *stops: int) -> list[float]:
-    """Train to each step in a program of its own."""
+    """Train to each of the steps in a new model."""
     losses = []
     for last_step in stops:
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ def with_dropout(directory: Path, *stops: int) -> list[float]:
     return losses
 
 
-def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_resumed_training_draws_the_same_dropout_masks(tmp_path: Path) -> None:
     whole, other = run_on_ranks(2, with_dropout, tmp_path / "whole", 4)
     stopped, _ = run_on_ranks(2, with_dropout, tmp_path / "stopped", 2, 4)
     assert whole == other == stopped
@@ -140,7 +140,7 @@ def refusals(directory: Path) -> None:
         meshtrain.load_checkpoint(directory, meshtrain.TrainState(model))
 
 
-def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+def test_stock_models_and_models_without_values_are_not_saved(tmp_path: Path) -> None:
     run_on_ranks(1, refusals, tmp_path)
 
 
@@ -169,7 +169,7 @@ def state_of(config: PretrainedConfig) -> meshtrain.TrainState:
 
 
 def load_another(directory: Path) -> list[str]:
-    """Every tensor would fit, and compute something else."""
+    """Load checkpoints of models with equal tensor shapes and different computations."""
     meshtrain.save_checkpoint(directory, state_of(LlamaConfig(**LLAMA)))
     said = []
     for other in OTHERS:
@@ -180,13 +180,13 @@ def load_another(directory: Path) -> list[str]:
     with pytest.raises(CheckpointError) as refused:
         meshtrain.load_weights(state.model, directory / "step-1")
     said.append(str(refused.value).replace(str(directory), ""))
-    # This makes no other model of it.
+    # These settings do not make it another model.
     free = state_of(LlamaConfig(**LLAMA, attention_dropout=0.1, use_cache=False, eos_token_id=7))
     assert meshtrain.load_checkpoint(directory, free).step == 1
     return said
 
 
-def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_fit(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(tmp_path: Path) -> None:
     heads, theta, kind, weights = run_on_ranks(2, load_another, tmp_path)[0]
     advice = "build the model as it was, or load the weights alone with meshtrain.load_weights"
     assert f"/step-1: config.num_attention_heads is 4 there and 8 here; {advice}" in heads
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_fit(tmp_pat
     )
 
 
-def go_back(directory: Path) -> str:
+def save_an_earlier_step(directory: Path) -> str:
     state = state_of(LlamaConfig(**LLAMA))
     for step in (100, 200):
         state.step = step
@@ -208,7 +208,7 @@ def go_back(directory: Path) -> str:
     state.step = 150
     with pytest.raises(CheckpointError) as refused:
         meshtrain.save_checkpoint(directory, state)
-    # What no restart would take is in nobody's way.
+    # A damaged later checkpoint, from which no restart would resume, is no obstacle.
     if dist.get_rank() == 0:
         next((directory / "step-200").glob("*.distcp")).write_bytes(b"")
     dist.barrier()
@@ -216,8 +216,8 @@ def go_back(directory: Path) -> str:
     return str(refused.value).replace(str(directory), "")
 
 
-def test_a_future_that_was_given_up_is_not_gone_on_with(tmp_path: Path) -> None:
-    assert run_on_ranks(2, go_back, tmp_path)[0] == (
+def test_save_beside_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
+    assert run_on_ranks(2, save_an_earlier_step, tmp_path)[0] == (
         "step 150 is to be saved, but /step-200 is later, and a restart would continue from there; remove later "
         "checkpoints, or save into another directory"
     )

@@ -1,4 +1,4 @@
-"""Dropout and the generators of a program; labels that are few; scripts under torchrun."""
+"""Dropout and the generators of a program, sparse labels, and scripts under torchrun."""
 
 import os
 import re
@@ -22,7 +22,7 @@ DROPPED = GPT2Config(
 
 
 def drop() -> tuple[list[float], float]:
-    """Train with dropout, each rank with draws of its own in between; return losses and the norm of a replica."""
+    """Train with dropout while each rank draws numbers; return losses and a gradient norm."""
     torch.manual_seed(0)
     model = parallel(GPT2LMHeadModel(DROPPED).train(), {"tp": 2}, tensor={"sequence_parallel": True})
     torch.manual_seed(torch.distributed.get_rank())
@@ -37,15 +37,15 @@ def drop() -> tuple[list[float], float]:
     return losses, model.transformer.ln_f.weight.grad.norm().item()
 
 
-def test_ranks_drop_alike_whatever_the_program_draws_meanwhile() -> None:
+def test_dropout_does_not_depend_on_numbers_that_the_program_draws() -> None:
     (losses, norm), other = run_on_ranks(2, drop)
     assert (losses, norm) == other
-    # Other draws every time.
+    # The masks differ from step to step.
     assert len({*losses}) == 3
 
 
 def count_few() -> tuple[float, float]:
-    """One data rank has no label that counts at all."""
+    """Train with one data rank that has no label that counts."""
     batch = padded_batches()[0]
     batch["labels"][4:] = -100
     stock, model = stock_model("llama-untied"), parallel(stock_model("llama-untied"), {"dp_replicate": 2})
@@ -58,13 +58,13 @@ def count_few() -> tuple[float, float]:
     return want.item(), found.item()
 
 
-def test_a_data_rank_without_a_label_adds_nothing() -> None:
+def test_data_rank_without_labels_adds_nothing() -> None:
     for want, found in run_on_ranks(2, count_few):
         assert found == pytest.approx(want, rel=1e-12)
 
 
-def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
-    """It has no process group of its own, no guard around its lines, and an optimizer from before."""
+def test_readme_program_runs(tmp_path: Path) -> None:
+    """Run it under torchrun; it has no process group, no guard, and builds its optimizer first."""
     root = Path(meshtrain.__file__).parents[1]
     program = re.findall(r"```python\n(import meshtrain.*?)```", (root / "README.md").read_text(), flags=re.DOTALL)[0]
     assert len(program.splitlines()) <= 15

@@ -1,4 +1,4 @@
-"""The tutorial of OSLO on GPT-2, line for line: text, training, saving, loading on other meshes, merging."""
+"""The GPT-2 tutorial of OSLO, line by line: generate, train, save, load on other meshes, merge."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 import meshtrain
 from meshtrain import cli
 from tests.api.folders import byte_tokenizer
-from tests.api.programs import parallel, whole_parameters
+from tests.api.programs import full_parameters, parallel
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 
@@ -21,7 +21,7 @@ LINES = [f"{'word ' * (1 + number % 5)}number {number} of the tutorial, which is
 STEPS, BATCH_SIZE, SEQ_LEN = 8, 4, 64
 
 
-def write(model: Any, tokenizer: PreTrainedTokenizerFast) -> str:
+def generate_text(model: Any, tokenizer: PreTrainedTokenizerFast) -> str:
     tokens = tokenizer(PROMPT, return_tensors="pt")
     return str(tokenizer.decode(model.generate(**tokens, num_beams=3, max_new_tokens=20)[0]))
 
@@ -41,22 +41,22 @@ def train(model: Any, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTok
     return losses
 
 
-def follow(folder: Path, out: Path, tp: int) -> tuple[str, str, list[float], str, dict[str, Tensor]]:
+def run_tutorial(folder: Path, out: Path, tp: int) -> tuple[str, str, list[float], str, dict[str, Tensor]]:
     lift_float32_casts()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
     optimizer = Adam(model.parameters(), lr=1e-3, eps=1e-4)
-    before = write(model, tokenizer)
+    before = generate_text(model, tokenizer)
     if tp > 1:
         model = parallel(model, {"tp": tp})
         meshtrain.rebind(optimizer)
-    after = write(model, tokenizer)
+    after = generate_text(model, tokenizer)
     losses = train(model, optimizer, tokenizer)
     if tp == 1:
-        return before, after, losses, write(model, tokenizer), {}
+        return before, after, losses, generate_text(model, tokenizer), {}
     model.save_parallelized(save_directory=out / "parallel_ckpt")
-    return before, after, losses, write(model, tokenizer), whole_parameters(model)
+    return before, after, losses, generate_text(model, tokenizer), full_parameters(model)
 
 
 def load_again(folder: Path, tp: int) -> tuple[str, dict[str, Tensor]]:
@@ -64,7 +64,7 @@ def load_again(folder: Path, tp: int) -> tuple[str, dict[str, Tensor]]:
     model = parallel(meshtrain.build_model(folder, dtype=torch.float64).eval(), {"tp": tp})
     meshtrain.load_weights(model, folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "huggingface")
-    return write(model, tokenizer), whole_parameters(model)
+    return generate_text(model, tokenizer), full_parameters(model)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_the_tutorial_of_oslo(gpt2: Path, tmp_path: Path, tp: int) -> None:
-    ((stock_text, _, stock_losses, stock_end, _),) = run_on_ranks(1, follow, gpt2, tmp_path, 1)
-    ranks = run_on_ranks(tp, follow, gpt2, tmp_path, tp)
+def test_oslo_tutorial_computes_the_same_on_a_mesh(gpt2: Path, tmp_path: Path, tp: int) -> None:
+    ((stock_text, _, stock_losses, stock_end, _),) = run_on_ranks(1, run_tutorial, gpt2, tmp_path, 1)
+    ranks = run_on_ranks(tp, run_tutorial, gpt2, tmp_path, tp)
     for before, after, losses, end, _ in ranks:
         assert before == after == stock_text
         assert losses == pytest.approx(stock_losses, rel=1e-12, abs=0)

@@ -1,6 +1,7 @@
-"""Hand-written PyTorch loops over the same stock model: the limit that a trainer is measured against.
+"""Hand-written PyTorch loops over the stock model: the speed limit for a trainer.
 
-Each is what a careful engineer writes for this one layout and nothing else: no checkpoints, no metrics, no plan.
+Each is what a careful engineer writes for this one layout and nothing else: no checkpoints, no
+metrics, no plan.
 """
 
 from collections.abc import Callable
@@ -162,7 +163,10 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def two_rank_tp() -> Step:
-    """Megatron's cut with plain tensors: two all-reduces per layer and direction, vocabulary-parallel ends."""
+    """Megatron's cut with plain tensors.
+
+    There are two all-reduces per layer and direction, and vocabulary-parallel ends.
+    """
     model: Any = stock_model()
     rank, size = dist.get_rank(), dist.get_world_size()
 

@@ -1,10 +1,11 @@
-"""Seconds and bytes to save and load a checkpoint, next to plain DCP and to the disk itself.
+"""Measure seconds and bytes to save and load a checkpoint, beside plain DCP and the disk itself.
 
-    python -m tests.benchmarks.checkpoints [--repeat 3] [--directory DIR]
+python -m tests.benchmarks.checkpoints [--repeat 3] [--directory DIR]
 
-Two ranks hold a sharded Llama of the throughput benchmark with AdamW's moments; the contenders take turns, and the best
-of each counts, because the speed of a shared disk varies by a factor. `stall` is how long training stands still for a
-save in the background, `verify` the reading and hashing of all files before they are loaded.
+Two ranks hold a sharded Llama of the throughput benchmark with AdamW's moments. The contenders take
+turns and the best run of each counts, because the speed of a shared disk varies by a factor.
+`stall` is how long a save in the background interrupts training. `verify` reads and hashes all
+files before they are loaded.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from tests.ranks import run_on_ranks
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds until all ranks are done."""
+    """Return the seconds until all ranks have finished."""
     dist.barrier()
     begin = time.perf_counter()
     work()
@@ -43,7 +44,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def seconds_of_slowest(work: Callable[[], object]) -> float:
-    """Return the seconds until the slowest rank goes on, without meeting the others for it."""
+    """Return the seconds until the slowest rank continues, without a barrier."""
     dist.barrier()
     begin = time.perf_counter()
     work()
@@ -53,7 +54,7 @@ def seconds_of_slowest(work: Callable[[], object]) -> float:
 
 
 def raw_write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's bytes, and wait for the disk."""
+    """Write this rank's bytes and sync them to the disk."""
     with path.open("wb") as file:
         for tensor in tensors.values():
             file.write(memoryview(local_tensor(tensor).detach().contiguous().view(torch.uint8).numpy()).cast("B"))
@@ -61,7 +62,7 @@ def raw_write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def manifest(step: int) -> Manifest:
-    """Describe a checkpoint that nobody will resume."""
+    """Return the manifest of a checkpoint that is never resumed."""
     names = ("plan_hash", "model_type", "architecture", "data_identity")
     return Manifest(step=step, seed=0, global_batch_size=8, mesh={}, **dict.fromkeys(names, ""))
 
@@ -76,7 +77,7 @@ def measure(directory: str, repeat: int, small: bool) -> dict[str, float]:
     # Plain DCP removes nothing either.
     saver = Saver(root / "ours", Retention(newest=1000), in_background=False)
     background = Saver(root / "background", Retention(newest=1000), in_background=True)
-    # Its host memory is kept from here on.
+    # The saver keeps its host memory from here on.
     background.save(tensors, manifest(0), None)
 
     def count(name: str, work: Callable[[], object]) -> None:

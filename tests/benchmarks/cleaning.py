@@ -1,10 +1,10 @@
-"""Cleaning: documents per second of one core, next to the same with plain ftfy, and the same text in the end.
+"""Measure documents per second of cleaning on one core, beside plain ftfy, with equal results.
 
-    python -m tests.benchmarks.cleaning [--documents 4000] [--repeat 3]
+python -m tests.benchmarks.cleaning [--documents 4000] [--repeat 3]
 
-The documents are Python sources of this machine: mostly ASCII, like most of the English web, with some lines that ftfy
-has to look at. Both sides mend the text, identify the language of the first 2000 characters and count words; they take
-turns, and the best time of each counts.
+The documents are Python sources of this machine. They are mostly ASCII, like most of the English
+web, and have some lines that ftfy must examine. Both sides repair the text, identify the language
+of the first 2000 characters and count words. They take turns, and the best time of each counts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WORDS = CleanConfig(languages=["en"])
 
 
 def main() -> None:
-    """Let both sides take turns."""
+    """Run both sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def cleaned(texts: list[str], fix: object) -> tuple[float, list[tuple[str, str | None]]]:
-    """Return the seconds of work, and what became of every document."""
+    """Return the seconds and the result of every document."""
     clean.fix_text = fix  # type: ignore[assignment]
     drop_reason = clean.build_filter(WORDS)
     documents = [Document(text=text, id="") for text in texts]

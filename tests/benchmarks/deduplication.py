@@ -1,21 +1,26 @@
-"""Near duplicates: recall, precision and documents per second, next to datatrove's own pipeline and to rensa.
+"""Measure recall, precision and speed of deduplication, beside datatrove's pipeline and rensa.
 
-    python -m tests.benchmarks.deduplication [--documents 100000] [--injected 10000] [--similarity 0.8] [--repeat 2]
+python -m tests.benchmarks.deduplication [--documents 100000] [--injected 10000] [--similarity 0.8]
+[--repeat 2]
 
-The documents are pieces of the Python sources of this machine; the injected ones are copies of them in which words are
-replaced, inserted and deleted. What is similar is computed exactly, for all pairs: copies that were there before count.
+The documents are pieces of the Python sources of this machine. The injected ones are copies in
+which words are replaced, inserted and deleted. The similar pairs are computed exactly, for all
+pairs: copies that existed before count, too.
 
-- recall: of all pairs at least as similar as asked, the part of which not both documents are left.
-- precision of pairs: a tool removes a document because of one that stays; the part of these pairs that is as similar as
-  asked.
-- wrong: removed documents to which no document that stays is as similar as asked.
-- missed: documents that stay although an earlier one that stays is as similar as asked.
-- decided/s: documents per second until it is known which of them go; docs/s: until the others are written, too.
+- recall: the fraction of all pairs at least as similar as asked, of which not both documents are
+kept.
+- precision of pairs: a tool removes a document because of a kept one; the fraction of these pairs
+that is as similar as asked.
+- wrong: removed documents to which no kept document is as similar as asked.
+- missed: kept documents to which an earlier kept document is as similar as asked.
+- decided/s: documents per second until the removed documents are known; docs/s: until the others
+are written, too.
 
-All take part with two processes, from the same gzipped JSON lines; datatrove and meshtrain also write what stays and
-what goes. datatrove has its default buckets (14 of 8 hashes) and words between white space, as its default tokenizer
-needs spaCy; and bytes to hash, as xxhash 4 takes no text any more. rensa has 128 permutations, 16 bands, the words of
-meshtrain, and its estimate of the similarity as a check. They take turns, and the fastest turn of each counts.
+All contenders use two processes and the same gzipped JSON lines; datatrove and meshtrain also write
+the kept and the removed documents. datatrove has its default buckets (14 of 8 hashes), words split
+at white space, since its default tokenizer needs spaCy, and bytes to hash, since xxhash 4 does not
+accept text. rensa has 128 permutations, 16 bands, the words of meshtrain, and its estimate of the
+similarity as a check. They take turns, and the fastest turn of each counts.
 """
 
 import argparse
@@ -40,7 +45,11 @@ from tests.benchmarks.duplicates_corpus import (
 
 
 def judged(removals: Removals, truth: Pairs, similarity: float, num_documents: int) -> list[str]:
-    """Return recall, recall up to 0.1 above the similarity, precision; and how many are removed, wrong, and missed."""
+    """Return recall, recall near the similarity, precision, and counts.
+
+    Recall near the similarity is that of pairs up to 0.1 above it. The counts are of the documents
+    that are removed, wrongly removed, and missed.
+    """
     stays = np.ones(num_documents, bool)
     stays[list(removals)] = False
     similar = truth.similarity >= similarity
@@ -65,7 +74,7 @@ def print_row(name: str, values: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Build the corpus, find the truth, let the contenders take turns."""
+    """Build the corpus, find the similar pairs, run the contenders in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--injected", type=int, default=10_000)
@@ -77,7 +86,7 @@ def main() -> None:
     size, injected, repeat = (
         (300, 100, 1) if arguments.small else (arguments.documents, arguments.injected, arguments.repeat)
     )
-    # Of one package after the other: as many from everywhere.
+    # Packages follow each other: take the same share of every one.
     pieces = list(islice(python_documents(), 20 * size))
     texts = with_near_duplicates(random.Random(0).sample(pieces, min(size, len(pieces))), injected)
     with tempfile.TemporaryDirectory() as name:
@@ -88,7 +97,7 @@ def main() -> None:
 
 
 def find_truth(texts: list[str], similarity: float) -> Pairs:
-    """Compare all with all, and say how much there was to do."""
+    """Return the similar pairs of all documents, and print how many there are."""
     begin = time.perf_counter()
     truth = similar_pairs(texts, similarity)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
@@ -97,13 +106,13 @@ def find_truth(texts: list[str], similarity: float) -> Pairs:
     return truth
 
 
-def take_turns(place: Path, similarity: float, tools: list[str], repeat: int) -> dict[str, Outcome]:
+def take_turns(directory: Path, similarity: float, tools: list[str], repeat: int) -> dict[str, Outcome]:
     """Return the fastest outcome of each contender."""
     best: dict[str, Outcome] = {}
     for _ in range(repeat):
         for tool in tools:
-            outcome = CONTENDERS[tool](place / "source", place / tool, similarity)
-            shutil.rmtree(place / tool, ignore_errors=True)
+            outcome = CONTENDERS[tool](directory / "source", directory / tool, similarity)
+            shutil.rmtree(directory / tool, ignore_errors=True)
             best[tool] = min(best.get(tool, outcome), outcome, key=lambda one: sum(one.stage_seconds.values()))
     return best
 

@@ -40,14 +40,14 @@ class Outcome(NamedTuple):
 
 
 class WhiteSpaceWords(WordTokenizer):
-    """Words are what stands between white space."""
+    """Splits words at white space."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return the words."""
         return text.split()
 
     def sent_tokenize(self, text: str) -> list[str]:
-        """Return sentences; nobody asks."""
+        """Do nothing; sentences are not used."""
         raise NotImplementedError
 
     span_tokenize = sent_tokenize
@@ -72,7 +72,7 @@ def run_stages(stages: list[ShardPass], logs: Path) -> dict[str, float]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Throw away what these processes write to standard error: the log of datatrove, which is in files too."""
+    """Discard the standard error of these processes: datatrove also writes its log to files."""
     before = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -83,20 +83,20 @@ def silenced() -> Iterator[None]:
         os.close(before)
 
 
-def meshtrain_outcome(source: Path, place: Path, similarity: float) -> Outcome:
+def meshtrain_outcome(source: Path, folder: Path, similarity: float) -> Outcome:
     """Deduplicate with meshtrain."""
     config = DeduplicateConfig(similarity=similarity)
-    folders = [place / name for name in ("target", "dropped", "work")]
-    seconds = run_stages(deduplication_passes(source, *folders, config, PROCESSES), place / "logs")
-    groups = map(json.loads, (place / "dropped" / "groups.jsonl").read_text().splitlines())
+    folders = [folder / name for name in ("target", "dropped", "work")]
+    seconds = run_stages(deduplication_passes(source, *folders, config, PROCESSES), folder / "logs")
+    groups = map(json.loads, (folder / "dropped" / "groups.jsonl").read_text().splitlines())
     removals = {int(removed["id"]): int(group["kept"]) for group in groups for removed in group["removed"]}
     return Outcome(removals, seconds)
 
 
-def datatrove_outcome(source: Path, place: Path, similarity: float) -> Outcome:
-    """Deduplicate with datatrove; its buckets decide alone, whatever similarity is asked."""
+def datatrove_outcome(source: Path, folder: Path, similarity: float) -> Outcome:
+    """Deduplicate with datatrove, whose buckets alone decide, regardless of `similarity`."""
     config = MinhashConfig()
-    signatures, pairs, clusters, target, dropped = (str(place / name) for name in "spctd")
+    signatures, pairs, clusters, target, dropped = (str(folder / name) for name in "spctd")
 
     def reader() -> PipelineStep:
         return JsonlReader(str(source))
@@ -110,7 +110,7 @@ def datatrove_outcome(source: Path, place: Path, similarity: float) -> Outcome:
         ShardPass("cluster", [MinhashDedupCluster(pairs, clusters, config, save_cluster_id=True)], 1),
         ShardPass("remove", [reader(), remover, JsonlWriter(target)], PROCESSES),
     ]
-    seconds = run_stages(stages, place / "logs")
+    seconds = run_stages(stages, folder / "logs")
     stays = {cluster: document for document, cluster in _clusters(Path(target)) if cluster >= 0}
     return Outcome({document: stays[cluster] for document, cluster in _clusters(Path(dropped))}, seconds)
 
@@ -123,7 +123,7 @@ def _clusters(directory: Path) -> Iterator[tuple[int, int]]:
                 yield int(record["id"]), record["metadata"]["minhash_cluster_id"]
 
 
-def rensa_outcome(source: Path, place: Path, similarity: float) -> Outcome:
+def rensa_outcome(source: Path, folder: Path, similarity: float) -> Outcome:
     """Deduplicate with rensa: signatures in two processes, the index in one."""
     begin = time.perf_counter()
     index = RMinHashLSH(similarity, NUM_HASHES, 16)

@@ -34,10 +34,11 @@ class Pairs(NamedTuple):
 
 
 def python_documents() -> Iterator[str]:
-    """Yield the Python sources of the machine, cut before statements at the margin into pieces of 1,000 characters.
+    """Yield the Python sources of the machine, cut before unindented statements.
 
-    The rest of a file joins its last piece; a statement that makes a piece longer than 8,000 characters is cut there.
-    Pieces of less than 50 words are left out.
+    A piece has at least 1,000 characters; a shorter rest of a file is omitted. A statement that
+    would make a piece longer than 8,000 characters is cut there. Pieces of less than 50 words are
+    omitted.
     """
     places = dict.fromkeys((sysconfig.get_path("stdlib"), *site.getsitepackages(), "/usr/lib/python3"))
     for path in (path for place in places for path in sorted(Path(place).rglob("*.py"))):
@@ -60,7 +61,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def with_near_duplicates(documents: list[str], number: int) -> list[str]:
-    """Return the documents and changed copies of some, in random order; their similarities fill the range 0.5 to 1."""
+    """Return documents and changed copies of some, shuffled; similarities range from 0.5 to 1."""
     source = random.Random(0)
     vocabulary = sorted({word for text in documents[:1000] for word in WORD.findall(text)})
     changed = [_changed(source.choice(documents), source, vocabulary) for _ in range(number)]
@@ -71,7 +72,8 @@ def with_near_duplicates(documents: list[str], number: int) -> list[str]:
 
 def _changed(text: str, source: random.Random, vocabulary: list[str]) -> str:
     wanted = source.uniform(0.5, 1)
-    # Of two sets of equal size with the similarity s, 2s / (1 + s) of each is common; an n-gram outlives n words.
+    # Two sets of equal size with similarity s share 2s / (1 + s) of each; an n-gram is kept if its
+    # n words are.
     rate = 1 - (2 * wanted / (1 + wanted)) ** (1 / NGRAM)
 
     def change(match: re.Match[str]) -> str:
@@ -84,7 +86,7 @@ def _changed(text: str, source: random.Random, vocabulary: list[str]) -> str:
 
 
 def write_corpus(directory: Path, texts: Sequence[str]) -> None:
-    """Write shards of JSON lines; the `id` of a document is its place in the corpus."""
+    """Write shards of JSON lines; the `id` of a document is its position in the corpus."""
     directory.mkdir()
     borders = np.linspace(0, len(texts), NUM_SHARDS + 1, dtype=int).tolist()
     for number, (begin, end) in enumerate(pairwise(borders)):
@@ -104,10 +106,11 @@ def _hashed_shingles(text: str) -> NDArray[np.uint64]:
 
 
 def similar_pairs(texts: Sequence[str], least: float) -> Pairs:
-    """Return all pairs of texts whose Jaccard similarity is at least `least`, by no part of what is measured.
+    """Return all pairs of texts with a Jaccard similarity of at least `least`, with separate code.
 
-    Two sets that similar share one of the rarest shingles of each: of all but the `ceil(least * size) - 1` most common
-    ones. So only those that share such a one are compared (Chaudhuri, Ganti, Kaushik 2006; Bayardo, Ma, Srikant 2007).
+    Two sets this similar share one of the rarest shingles of each: of all but the `ceil(least *
+    size) - 1` most common ones. So only sets that share such a shingle are compared (Chaudhuri,
+    Ganti, Kaushik 2006; Bayardo, Ma, Srikant 2007).
     """
     with get_context("fork").Pool(2) as pool:
         sets = pool.map(_hashed_shingles, texts, chunksize=200)

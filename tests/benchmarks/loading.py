@@ -1,7 +1,8 @@
-"""What it costs to find and read samples, and how long training waits for them.
+"""Measure the cost of finding and reading samples, and how long training waits for batches.
 
-`python -m tests.benchmarks.loading`: random access in a mixture of 10^12 samples and in a token file of 10^12 tokens
-(sparse: it takes no room), and the waits of short runs of every kind of data. `--small` for a quick look.
+`python -m tests.benchmarks.loading` measures random access in a mixture of 10^12 samples and in a
+token file of 10^12 tokens (sparse: it takes no disk space), and the waits of short runs of every
+kind of data. `--small` makes it quick.
 """
 
 import subprocess
@@ -65,16 +66,16 @@ def _sparse(directory: Path, num_tokens: int) -> TokenFile:
 
 
 def show_waits(steps: int, kinds: Sequence[str]) -> None:
-    """Train a tiny model on every kind of data, and show how long its steps waited for their batches."""
+    """Train a tiny model on every kind of data, and print how long its steps waited for batches."""
     print(f"waits for data in runs of {steps} steps, after the first:")
     for kind in kinds:
         with tempfile.TemporaryDirectory() as directory:
-            place = Path(directory)
-            run = run_of(place, kind, "out", (1, 1, 1, 1), steps=steps, evaluation=EvaluationConfig())
-            (place / "run.toml").write_text(dump_toml(run.model_copy(update={"self_checks": False})))
-            command = [sys.executable, "-m", "meshtrain", "train", str(place / "run.toml")]
+            folder = Path(directory)
+            run = run_of(folder, kind, "out", (1, 1, 1, 1), steps=steps, evaluation=EvaluationConfig())
+            (folder / "run.toml").write_text(dump_toml(run.model_copy(update={"self_checks": False})))
+            command = [sys.executable, "-m", "meshtrain", "train", str(folder / "run.toml")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            later = steps_of(place / "out")[1:]
+            later = steps_of(folder / "out")[1:]
         waits = [step["data_seconds"] for step in later]
         share = sum(waits) / sum(step["seconds"] for step in later)
         print(
@@ -84,7 +85,7 @@ def show_waits(steps: int, kinds: Sequence[str]) -> None:
 
 
 def main(*, small: bool) -> None:
-    """Show everything."""
+    """Print all measurements."""
     show_access(10**9 if small else 10**12)
     show_waits(STEPS_WHEN_SMALL if small else STEPS, KINDS[-1:] if small else KINDS)
 

@@ -1,12 +1,13 @@
-"""Seconds and memory until 2 ranks hold a pretrained model in shards, next to what others do.
+"""Measure seconds and memory until 2 ranks hold a pretrained model in shards, beside other loaders.
 
-    python -m tests.benchmarks.loading_weights [--repeat 4] [--directory /tmp]
+python -m tests.benchmarks.loading_weights [--repeat 4] [--directory /tmp]
 
-A Llama of 1.345 billion float32 parameters (5.4 GB in 6 files) is written first and removed at the end. All contenders
-are started by torchrun and take turns, with the files in the page cache. A contender is done when every parameter of
-the rank has been multiplied in place, as a first step of training would: maps of a file are read only then. The worse
-rank counts. CPU seconds say more than seconds where others use the machine. Memory is resident (VmHWM), and of it what
-belongs to the process alone (RssAnon).
+A Llama of 1.345 billion float32 parameters (5.4 GB in 6 files) is written first and removed at the
+end. All contenders are started by torchrun and take turns, with the files in the page cache. A
+contender is done when every parameter of the rank has been multiplied in place, like in a first
+step of training, because memory-mapped files are read only then. The slower rank counts. CPU
+seconds are more reliable where others use the machine. Memory is resident (VmHWM), and the part of
+it that belongs to the process alone (RssAnon).
 """
 
 import argparse
@@ -37,14 +38,14 @@ RANKS = 2
 
 
 class AnonymousPeak(threading.Thread):
-    """Looks again and again how much memory belongs to this process alone."""
+    """Samples repeatedly how much memory belongs to this process alone."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak = 0
 
     def run(self) -> None:
-        """Look until the process ends."""
+        """Sample until the process ends."""
         while True:
             self.peak = max(self.peak, status_bytes("RssAnon"))
             time.sleep(0.01)
@@ -57,7 +58,7 @@ def status_bytes(field: str) -> int:
 
 
 def load_with_meshtrain(folder: Path, **degrees: int) -> Iterable[Any]:
-    """Load as a program of a user does."""
+    """Load like a user's program."""
     import meshtrain
 
     model = meshtrain.parallelize(meshtrain.build_model(folder), {"mesh": degrees})
@@ -75,8 +76,8 @@ def load_with_transformers(folder: Path, **sizes: int) -> Iterable[Any]:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).parameters()
 
 
-def load_whole_and_shard(folder: Path) -> Iterable[Any]:
-    """Load the whole model on every rank, and shard it then."""
+def load_full_and_shard(folder: Path) -> Iterable[Any]:
+    """Load the full model on every rank, then shard it."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -90,7 +91,7 @@ def load_whole_and_shard(folder: Path) -> Iterable[Any]:
 
 
 def load_with_accelerate(folder: Path) -> Iterable[Any]:
-    """Load a whole copy: without an accelerator, its FSDP plugin makes replicas (facts of 1.15)."""
+    """Load full copies: without an accelerator, its FSDP plugin makes replicas (facts of 1.15)."""
     import torch
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, LlamaForCausalLM
@@ -105,13 +106,13 @@ CONTENDERS = {
     "meshtrain dp_shard=2": lambda folder: load_with_meshtrain(folder, dp_shard=2),
     "transformers tp_size=2": lambda folder: load_with_transformers(folder, tp_size=2),
     "transformers fsdp_size=2": lambda folder: load_with_transformers(folder, fsdp_size=2),
-    "whole, then fully_shard": load_whole_and_shard,
+    "whole, then fully_shard": load_full_and_shard,
     "accelerate (whole copies)": load_with_accelerate,
 }
 
 
 def load_on_this_rank(name: str, folder: Path, started: float, answers: Path) -> None:
-    """Load and touch, and write down how it went."""
+    """Load the weights, use them once, and write down seconds and memory."""
     anonymous = AnonymousPeak()
     anonymous.start()
     import torch.distributed as dist
@@ -137,12 +138,13 @@ def load_on_this_rank(name: str, folder: Path, started: float, answers: Path) ->
 
 
 def start(name: str, folder: Path) -> dict[str, float]:
-    """Start the ranks; return the worst of them."""
+    """Start the ranks, and return the maximum of each measurement."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m"]
     with tempfile.TemporaryDirectory() as answers:
         rank = ["tests.benchmarks.loading_weights", "--rank", name, str(folder), str(time.time()), answers]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        # All as pip installs them: a checkout whose compiled modules may not be kept is compiled at every start.
+        # All modules as pip installs them: a checkout that may not keep bytecode compiles it at
+        # every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         done = subprocess.run([*torchrun, *rank], env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -167,19 +169,19 @@ def write_model(folder: Path, shape: dict[str, Any]) -> int:
         if sum(parameters[other].nbytes for other in files[-1]) + parameter.nbytes > FILE_BYTES:
             files.append([])
         files[-1].append(name)
-    places = {}
+    file_of_name = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         values = {name: torch.full(parameters[name].shape, 0.01, dtype=torch.float32) for name in names}
         save_file(values, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": sum(p.nbytes for p in parameters.values())}, "weight_map": places}
+        file_of_name.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": sum(p.nbytes for p in parameters.values())}, "weight_map": file_of_name}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return max(parameter.nbytes for parameter in parameters.values())
 
 
 def compare(names: list[str], folder: Path, largest: int, repeat: int) -> None:
-    """Let the contenders take turns, and print the best of each."""
+    """Run the contenders in turn, and print the best of each."""
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(repeat):
         for name in names:

@@ -1,9 +1,9 @@
-"""Seconds from the command to the end of the first step, on 2 ranks, next to the hand-written loops.
+"""Measure seconds from the command to the end of the first step on 2 ranks, beside bare loops.
 
-    python -m tests.benchmarks.startup [--repeat 3]
+python -m tests.benchmarks.startup [--repeat 3]
 
-Both are started by torchrun and take turns. The tokens are prepared before (a run does that once); the hand-written
-loops need none. The model is that of the throughput benchmark.
+Both are started by torchrun and take turns. The tokens are prepared before, which a run does once;
+the hand-written loops need none. The model is that of the throughput benchmark.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TWO_RANKS = [layout for layout in LAYOUTS if layout != "1 rank"]
 
 
 def bare_first_step(layout: str, done: Path) -> None:
-    """Do one step of a hand-written loop under torchrun, and leave a file behind."""
+    """Do one step of a hand-written loop under torchrun, and write its seconds to a file."""
     dist.init_process_group("gloo")
     step = LAYOUTS[layout][0]()
     tokens = torch.randint(0, CONFIG["vocab_size"], (8, 513))
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compare(directory: Path, repeat: int) -> None:
-    """Let both sides take turns."""
+    """Run both sides in turn."""
     config = "{ " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in CONFIG.items()) + " }"
     run = directory / "run.toml"
     run.write_text(RUN.format(config=config))

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a size that says nothing about speed."""
+"""The benchmarks run at a small size that does not measure speed."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.benchmarks.tokenizing import installed
 
 
 def run_benchmark(*arguments: str) -> list[list[str]]:
-    # Not in these processes: with the checks that the test suite switches on, DistributedDataParallel crashes (2.13).
+    # In processes without the checks that the test suite enables, with which DDP crashes (2.13).
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     command = [sys.executable, "-m", *arguments, "--small"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -19,22 +19,22 @@ def run_benchmark(*arguments: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_both_sides_of_the_throughput_benchmark_train_in_every_layout() -> None:
+def test_throughput_benchmark_trains_both_sides_in_every_layout() -> None:
     _, *rows = run_benchmark("tests.benchmarks.throughput", "--steps", "1")
     assert [" ".join(row[:2]) for row in rows] == list(LAYOUTS)
     assert all(float(row[-1]) > 0 for row in rows)
 
 
-def test_the_tokenizing_benchmark_measures_every_contender() -> None:
+def test_tokenizing_benchmark_measures_every_contender() -> None:
     lines = run_benchmark("tests.benchmarks.tokenizing")
     rows = {row[0]: row for row in lines if row and row[0] in installed()}
     assert {"bare", "meshtrain"} <= rows.keys() == set(installed())
-    # All write the same number of tokens.
+    # All contenders write the same number of tokens.
     assert len({row[-1] for row in rows.values()}) == 1
     assert [row[:4] for row in lines[-2:]] == [["peak", "memory", "of", "meshtrain"]] * 2
 
 
-def test_the_loading_benchmark_finds_reads_and_waits() -> None:
+def test_loading_benchmark_measures_access_and_waits() -> None:
     lines = [" ".join(row) for row in run_benchmark("tests.benchmarks.loading")]
     for begin in (
         "found in one source",
@@ -45,14 +45,14 @@ def test_the_loading_benchmark_finds_reads_and_waits() -> None:
         assert any(line.startswith(begin) for line in lines), lines
 
 
-def test_the_benchmark_of_loading_weights_measures_time_and_memory() -> None:
+def test_weight_loading_benchmark_measures_time_and_memory() -> None:
     _, tp, shard, *bounds = run_benchmark("tests.benchmarks.loading_weights")
     assert [" ".join(row[:2]) for row in (tp, shard)] == ["meshtrain tp=2", "meshtrain dp_shard=2"]
     assert all(float(number) > 0 for row in (tp, shard) for number in row[2:])
     assert [row[-1] for row in bounds] == ["within", "within"]
 
 
-def test_the_checkpoint_benchmark_measures_every_contender() -> None:
+def test_checkpoint_benchmark_measures_every_contender() -> None:
     _, *rows, hashing, stall = run_benchmark("tests.benchmarks.checkpoints", "--repeat", "1")
     names = [" ".join(word for word in row if word.isalpha()) for row in rows]
     save, load = (
@@ -63,19 +63,19 @@ def test_the_checkpoint_benchmark_measures_every_contender() -> None:
     assert (hashing[:2], stall[:2]) == (["hashing", "and"], ["training", "stands"])
 
 
-def test_the_deduplication_benchmark_compares_with_the_exact_truth() -> None:
+def test_deduplication_benchmark_compares_with_the_exact_pairs() -> None:
     *_, header, ours, datatrove, rensa = run_benchmark("tests.benchmarks.deduplication")
     assert header == ["decided/s", "docs/s", "recall", "-0.9", "precision", "removed", "wrong", "missed"]
     assert [row[0] for row in (ours, datatrove, rensa)] == ["meshtrain", "datatrove", "rensa"]
     found = dict(zip(header, ours[1:], strict=True))
-    # The recall of so few pairs says little; that none is wrongly removed is certain.
+    # The recall of so few pairs is not reliable, but no document may be wrongly removed.
     assert (found["precision"], found["wrong"]) == ("1.0000", "0")
     assert int(found["removed"]) > 20
 
 
-def test_the_truth_of_the_deduplication_benchmark_is_what_comparing_all_pairs_finds() -> None:
+def test_exact_pairs_of_the_deduplication_benchmark_equal_those_of_comparing_all() -> None:
     texts = with_near_duplicates(list(islice(python_documents(), 150)), 100)
-    # Copies, and many of them, are pairs like others.
+    # Copies count as pairs, also many of one document.
     texts += texts[:20] * 3
     sets = [set(plain_shingles(text)) for text in texts]
     pairs = combinations(range(len(texts)), 2)
@@ -85,7 +85,7 @@ def test_the_truth_of_the_deduplication_benchmark_is_what_comparing_all_pairs_fi
     assert list(zip(*(values.tolist() for values in similar_pairs(texts, 0.7)), strict=True)) == expected
 
 
-def test_the_cleaning_benchmark_compares_the_same_results() -> None:
+def test_cleaning_benchmark_compares_equal_results() -> None:
     _, ours, ftfy, ratio = run_benchmark("tests.benchmarks.cleaning")
     assert (ours[0], ftfy[0]) == ("meshtrain", "ftfy")
     assert ratio[2:] == ["same", "True"]

@@ -1,8 +1,9 @@
-"""Tokens per second of meshtrain's step next to a hand-written loop, in one run, as a ratio.
+"""Measure tokens per second of meshtrain's step relative to a hand-written loop.
 
-    python -m tests.benchmarks.throughput [--steps 6] [--layout "tp 2"]
+python -m tests.benchmarks.throughput [--steps 6] [--layout "tp 2"]
 
-Both sides live in the same processes and take turns, step by step, so that a slow moment of the machine hits both.
+Both sides live in the same processes and take turns, step by step, so that a slow moment of the
+machine affects both.
 """
 
 import argparse
@@ -32,7 +33,7 @@ GLOBAL_BATCH, SEQUENCE = 8, 512
 
 
 def build_step_context(degrees: dict[str, int]) -> StepContext:
-    """Build what meshtrain trains with under a layout."""
+    """Build the step context with which meshtrain trains in a layout."""
     config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
     model = build_model(config, dtype=torch.float32)
     plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
@@ -69,7 +70,7 @@ def meshtrain_step(degrees: dict[str, int]) -> Step:
 
 
 def take_turns(layout: str, steps: int, small: bool) -> list[tuple[float, float]]:
-    """Return the seconds of each pair of steps (bare, meshtrain), after one pair to warm up."""
+    """Return the seconds of each pair of steps (bare, meshtrain), after one pair of warm-up."""
     CONFIG.update(SMALL if small else {})
     build_bare, degrees = LAYOUTS[layout]
     sides = [build_bare(), meshtrain_step(degrees)]
@@ -78,7 +79,7 @@ def take_turns(layout: str, steps: int, small: bool) -> list[tuple[float, float]
     for number in range(steps + 1):
         tokens = torch.randint(0, CONFIG["vocab_size"], (GLOBAL_BATCH, SEQUENCE + 1), generator=stream)
         seconds = [0.0, 0.0]
-        # Who goes first changes: the second finds its caches full of the first.
+        # The order alternates, because the second step finds the caches filled by the first.
         for side in (0, 1) if number % 2 else (1, 0):
             dist.barrier()
             begin = time.perf_counter()

@@ -1,9 +1,10 @@
-"""How fast text becomes tokens, beside what others do: `python -m tests.benchmarks.tokenizing`.
+"""Measure the speed of tokenization, beside others: `python -m tests.benchmarks.tokenizing`.
 
-Python sources of this machine, as JSON lines in two files, become uint16 on the disk with an end token per document, by
-two processes each. All contenders run in turn, again and again; each run is a process of its own and its time counts
-from behind the imports. `bare` is a loop of json.loads and encode_batch_fast, one process per file: the limit. The
-memory is the peak of the process that leads and of the largest of its children.
+Python sources of this machine, as JSON lines in two files, become uint16 on the disk with an end
+token per document, with two processes each. All contenders run in turn, repeatedly. Each run is a
+process of its own, and its time counts from the end of its imports. `bare` is a loop of json.loads
+and encode_batch_fast with one process per file: the limit. The memory is the peak of the main
+process and of the largest of its children.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def write_corpus(directory: Path, num_bytes: int) -> None:
 
 
 def python_sources() -> Iterator[str]:
-    """Yield the Python sources of the standard library and all that is installed, again from the start if need be."""
+    """Yield the Python sources of the standard library and of all packages, repeated if need be."""
     paths = {path for name in ("stdlib", "purelib") for path in Path(sysconfig.get_path(name)).rglob("*.py")}
     while True:
         for path in sorted(paths):
@@ -66,7 +67,7 @@ def python_sources() -> Iterator[str]:
 
 
 def train(directory: Path) -> None:
-    """Train the tokenizer that all use."""
+    """Train the tokenizer that all contenders use."""
     files = tuple(find_files([str(directory / "0.jsonl")], key="data.train"))
     tokenizer = train_tokenizer([Corpus(files, ("",))], VOCAB_SIZE, Cache(directory / "cache"))
     (directory / "tokenizer").mkdir()
@@ -97,7 +98,7 @@ def _bare_file(files: list[Path], tokenizer: Path, out: Path) -> None:
 
 
 def meshtrain(files: list[Path], tokenizer: Path, out: Path) -> None:
-    """Tokenize as `meshtrain tokenize` and the start of a training do."""
+    """Tokenize like `meshtrain tokenize` and the start of a training."""
     found = tuple(find_files([str(file) for file in files], key="data.train"))
     corpus = Corpus(found, tuple(map(str, files)))
     job = Job(corpus, find_tokenizer(str(tokenizer), Cache(out / "cache")), "Tokenizing", num_workers=PROCESSES)
@@ -138,7 +139,7 @@ def datatrove(files: list[Path], tokenizer: Path, out: Path) -> None:
         workers=PROCESSES,
         logging_dir=str(out / "logs"),
         skip_completed=False,
-        # Not its forkserver: the seconds of what that starts are nobody's.
+        # Fork: the CPU seconds of children of a fork server are not counted.
         start_method="fork",
     ).run()
     merger = DocumentTokenizerMerger(str(out / "parts"), str(out / "merged"), save_filename="tokens", shuffle=False)
@@ -154,7 +155,7 @@ CONTENDERS: dict[str, Callable[[list[Path], Path, Path], None]] = {
 
 
 def installed() -> list[str]:
-    """Return the contenders that are there."""
+    """Return the contenders that are installed."""
     missing = [name for name in ("datasets", "datatrove") if find_spec(name) is None]
     for name in missing:
         console.warning(f"{name} is not installed, and not measured")
@@ -162,7 +163,7 @@ def installed() -> list[str]:
 
 
 def measure_here(name: str, files: list[Path], tokenizer: Path) -> None:
-    """Run a contender in this process, and print what it took as JSON."""
+    """Run a contender in this process, and print the measurements as JSON."""
     if name == "datasets":
         import datasets  # noqa: F401
     if name == "datatrove":
@@ -189,13 +190,13 @@ def measure_here(name: str, files: list[Path], tokenizer: Path) -> None:
 
 
 def spent() -> float:
-    """Return the seconds of all cores that this process and its ended children have spent."""
+    """Return the CPU seconds of this process and its ended children."""
     spent_by = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in spent_by)
 
 
 def written(name: str, out: Path) -> int:
-    """Count the tokens that a contender wrote."""
+    """Return the number of tokens that a contender wrote."""
     patterns = {"bare": "*.bin", "meshtrain": "train/tokens.bin", "datasets": "tokens.bin", "datatrove": "merged/*.ds"}
     return sum(path.stat().st_size for path in out.glob(patterns[name])) // 2
 
@@ -228,16 +229,18 @@ def main() -> None:
         measure_here(name, list(map(Path, files)), Path(tokenizer))
         return
     num_bytes = int(3e6 if options.small else options.megabytes * MB)
-    with tempfile.TemporaryDirectory() as place:
-        write_corpus(Path(place), num_bytes)
-        # Not here: a process that is started begins with the peak memory of the one that starts it.
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", "train", place], check=True)
-        compare(Path(place), 1 if options.small else options.repeat, options.contenders or installed())
+    with tempfile.TemporaryDirectory() as directory_of_texts:
+        write_corpus(Path(directory_of_texts), num_bytes)
+        # In a new process: a process starts with the peak memory of its parent.
+        subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.tokenizing", "--run", "train", directory_of_texts], check=True
+        )
+        compare(Path(directory_of_texts), 1 if options.small else options.repeat, options.contenders or installed())
 
 
-def compare(place: Path, repeat: int, contenders: list[str]) -> None:
-    """Print a table of all contenders, and the memory of meshtrain for one and four times the text."""
-    files, tokenizer = sorted(place.glob("*.jsonl")), place / "tokenizer" / "tokenizer.json"
+def compare(directory_of_texts: Path, repeat: int, contenders: list[str]) -> None:
+    """Print all contenders, and the memory of meshtrain for one and four times the text."""
+    files, tokenizer = sorted(directory_of_texts.glob("*.jsonl")), directory_of_texts / "tokenizer" / "tokenizer.json"
     num_bytes = sum(len(json.loads(line)["text"].encode()) for file in files for line in file.open())
     runs: dict[str, list[dict]] = {name: [] for name in contenders}
     for _ in range(repeat):

@@ -1,10 +1,10 @@
-"""Damage the files of checkpoints at random, and count what is found.
+"""Damage the files of checkpoints at random, and count how many damages are found.
 
-    python -m tests.chaos.damage [--times 200] [--seed 0]
+python -m tests.chaos.damage [--times 200] [--seed 0]
 
-Two ranks save two checkpoints of a small run; then, again and again, one file of the newer is damaged: a flipped bit, a
-truncation, a deletion, or the same file of the other step. Each damage must be named, and the older checkpoint taken.
-Plain DCP loads the same damage next to it, for comparison.
+Two ranks save two checkpoints of a small run. Then, repeatedly, one file of the newer one is
+damaged: a flipped bit, a truncation, a deletion, or the same file of the other step. Each damage
+must be named, and the older checkpoint loaded. Plain DCP loads the same damage for comparison.
 """
 
 import argparse
@@ -68,14 +68,14 @@ def save_two(root: Path) -> None:
 
 
 def dcp_notices(checkpoint: Path, expected: Path) -> bool:
-    """Whether DCP itself raises, or leaves what it loads as it was saved."""
+    """Return whether DCP raises, or loads the saved values in spite of the damage."""
     tensors, wanted = {}, {}
     for directory, into in ((checkpoint, tensors), (expected, wanted)):
         entries = tensor_entries(read_metadata(expected))
         into.update({key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()})
         try:
             dcp.load(into, checkpoint_id=directory, no_dist=True)
-        except BaseException:  # noqa: BLE001 - it has noticed; what DCP raises is no Exception
+        except BaseException:  # noqa: BLE001 - any exception of DCP counts, also a BaseException
             return True
     return all(torch.equal(tensors[key], wanted[key]) for key in wanted)
 
@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     stream = random.Random(options.seed)
     found, fallen_back, by_dcp, tried = Counter(), Counter(), Counter(), Counter()
-    # DCP shows a traceback for each damage that it notices.
+    # DCP prints a traceback for each damage that it detects.
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as temporary:
         whole = Path(temporary) / "whole"
@@ -103,7 +103,7 @@ def main() -> None:
             name = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
             tried[kind] += 1
             found[kind] += any(f"step-20/{name}" in str(problem) for problem in find_damage(root / "step-20"))
-            with redirect_stdout(StringIO()):  # every damage is told
+            with redirect_stdout(StringIO()):  # every damage is shown
                 fallen_back[kind] += newest_intact_checkpoint(root) == root / "step-10"
             by_dcp[kind] += dcp_notices(root / "step-20", whole / "step-20")
             shutil.rmtree(root)

@@ -1,10 +1,11 @@
-"""Fill the disk in the middle of a save: a small tmpfs, a real run, a real error.
+"""Fill the disk in the middle of a save, with a small tmpfs and a real run.
 
-    python -m tests.chaos.disk [--times 5]
+python -m tests.chaos.disk [--times 5]
 
-Needs the right to mount (root). The run saves at every step into a tmpfs that has room for a few checkpoints only; more
-and more of it is taken by another file. The run must end with exit code 2 and a line that names the disk, and the
-newest checkpoint must be whole and load: the same command goes on once there is room.
+Needs the right to mount (root). The run saves at every step into a tmpfs with space for a few
+checkpoints only; another file takes more and more of it. The run must end with exit code 2 and a
+line that names the disk. The newest checkpoint must be complete and load: the same command resumes
+once there is space.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def small_disk(directory: Path, megabytes: int) -> Iterator[Path]:
 
 
 def may_mount() -> bool:
-    """Whether this person may mount here."""
+    """Return whether this user may mount here."""
     with tempfile.TemporaryDirectory() as directory:
         command = ["mount", "-t", "tmpfs", "tmpfs", directory]
         if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
@@ -48,7 +49,7 @@ def may_mount() -> bool:
 
 
 def fill_and_resume(directory: Path, *, taken: int, in_background: bool) -> str:
-    """Run into a full disk, make room, go on; return what was said."""
+    """Run into a full disk, make space and resume; return the error line."""
     with small_disk(directory / "disk", 8) as disk:
         changes = {"steps": 8, "checkpoint": CheckpointConfig(every=1, keep=50, in_background=in_background)}
         config = build_run(directory / "run", "gpt2", build_plan((1, 1, 1, 1)), **changes)
@@ -73,7 +74,7 @@ def fill_and_resume(directory: Path, *, taken: int, in_background: bool) -> str:
 
 
 def main() -> None:
-    """Print what each full disk led to."""
+    """Print the result of each full disk."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5)
     options = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Two machines, one is lost, the run goes on with the other: `python -m tests.chaos.elastic [TIMES]`.
+"""Lose one of two machines and continue with the other: `python -m tests.chaos.elastic [TIMES]`.
 
-Two torchrun agents on this machine stand for two machines. The losses are compared with those of an undisturbed run.
+Two torchrun agents on this machine stand for two machines. The losses are compared with those of an
+undisturbed run.
 """
 
 import os
@@ -18,14 +19,14 @@ from meshtrain.config.run import CheckpointConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import children_of
 from tests.training.runs import build_plan, build_run, steps_of
-from tests.training.test_resume import go, wait_for, without_torchrun
+from tests.training.test_resume import train_run, wait_for, without_torchrun
 
 STEPS = 60
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
 
 
 def agent(port: int, run: Path, log: Path, share: str) -> subprocess.Popen:
-    """Start torchrun as on one of one to two machines."""
+    """Start torchrun as on one machine of one to two."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
@@ -37,17 +38,17 @@ def agent(port: int, run: Path, log: Path, share: str) -> subprocess.Popen:
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens."""
+    """Return whether a process listens on this port."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0
 
 
 def lose_a_machine(directory: Path, *, share: str = "1") -> float:
-    """Kill the second agent and its worker; return the seconds until the other has trained a step alone."""
+    """Kill the second agent and its worker; return the seconds to a step of the other alone."""
     plan = build_plan((1, 1, 2, 1))
     changes = {"steps": STEPS, "checkpoint": CheckpointConfig(every=10)}
     whole = build_run(directory / "whole", "gpt2", plan, **changes)
-    go(whole)
+    train_run(whole)
     elastic = build_run(
         directory / "elastic", "gpt2", plan.model_copy(update={"mesh": MeshPlan(dp_shard=-1)}), **changes
     )
@@ -56,7 +57,7 @@ def lose_a_machine(directory: Path, *, share: str = "1") -> float:
         port = server.getsockname()[1]
     out = Path(elastic.run_directory)
     first = agent(port, directory / "run.toml", directory / "first.log", share)
-    # The first must host the rendezvous: torchrun cannot lose the machine that does.
+    # The first agent must host the rendezvous: torchrun cannot lose the machine that does.
     while not is_open(port):
         time.sleep(0.1)
     second = agent(port, directory / "run.toml", directory / "second.log", share)

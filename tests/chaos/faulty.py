@@ -1,8 +1,8 @@
-"""meshtrain, with something that goes wrong: `torchrun faulty.py FAULT RANK STEP MICROBATCH train run.toml`.
+"""meshtrain with a fault: `torchrun faulty.py FAULT RANK STEP MICROBATCH train run.toml`.
 
-FAULT is what the rank does before the forward pass of the microbatch (counted from 0) of the step (counted from 1):
-`raise`, `sleep`, `freeze` (SIGSTOP), `kill`, `leave` (end without a word); or before all microbatches: `mistake` (of
-the user, that only this rank finds). The fault strikes once: with a restart by torchrun the second life goes well.
+FAULT is what the rank does before the forward pass of the microbatch (from 0) of the step (from
+1): `raise`, `sleep`, `freeze` (SIGSTOP), `kill`, `leave` (end silently); or, before all
+microbatches, `mistake` (a UserError on one rank). It strikes once: a restart of torchrun succeeds.
 """
 
 import os
@@ -22,7 +22,7 @@ FAULT, RANK, STEP, MICROBATCH = sys.argv[1], *map(int, sys.argv[2:5])
 
 
 def strike() -> None:
-    """Do what goes wrong."""
+    """Do what FAULT names."""
     sys.stderr.write(f"FAULT {FAULT} at {time.time()}\n")
     if FAULT == "raise":
         raise ValueError("the fault of the test")
@@ -36,7 +36,7 @@ def strike() -> None:
 
 
 def faulty_step(context: Any, step: int, *args: Any) -> Any:
-    """Lay the fault, then run the step."""
+    """Set the fault up, then run the step."""
     if (rank_from_environment(), step + 1) == (RANK, STEP) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if FAULT == "mistake":
             sys.stderr.write(f"FAULT {FAULT} at {time.time()}\n")

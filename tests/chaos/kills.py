@@ -1,10 +1,11 @@
-"""Kill a random rank of a 4-rank run at a random moment, again and again: does it end as if nothing had happened?
+"""Kill random ranks of a 4-rank run at random moments, and compare with an undisturbed run.
 
-    python -m tests.chaos.kills [--kills 100] [--seed 0]
+python -m tests.chaos.kills [--kills 100] [--seed 0]
 
-torchrun restarts the ranks (`--max-restarts`), each time they go on from the newest checkpoint. Every other kill waits
-for a save to begin and strikes in the middle of it; half of the runs save in the background. In the end the weights,
-AdamW's moments and the metrics of every step must be, bit for bit, those of the run that was never killed.
+torchrun restarts the ranks (`--max-restarts`); each time they resume from the newest checkpoint.
+Every other kill waits for a save to begin and strikes in the middle of it; half of the runs save in
+the background. In the end the weights, AdamW's moments and the metrics of every step must equal,
+bit for bit, those of the run that was never killed.
 """
 
 import argparse
@@ -33,7 +34,7 @@ SECONDS_PER_KILL = 120.0
 
 @dataclass
 class Killer:
-    """Strikes at random.
+    """Kills ranks at random.
 
     Attributes:
         stream: of the choices.
@@ -92,7 +93,7 @@ def start(config: RunConfig, log: Path) -> subprocess.Popen:
 
 
 def same(whole: RunConfig, killed: RunConfig) -> bool:
-    """Whether two runs ended with the same bits and told of the same steps."""
+    """Return whether two runs ended with the same bits and metrics."""
     values = [
         [{name: step[name] for name in COMPARED} for step in steps_of(Path(run.run_directory))]
         for run in (whole, killed)
@@ -103,7 +104,7 @@ def same(whole: RunConfig, killed: RunConfig) -> bool:
 
 
 def kill_until_done(directory: Path, number: int, killer: Killer, kills: int) -> tuple[int, bool]:
-    """Run once with as many kills as fit, and return how many there were and whether it ended as it should."""
+    """Run with as many kills as fit; return their number, and whether the run succeeded."""
     killed = build(directory, f"killed-{number}", in_background=number % 2 == 1)
     log = directory / f"killed-{number}.log"
     process, done = start(killed, log), 0

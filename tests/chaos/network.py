@@ -1,8 +1,8 @@
-"""Two hosts; one is cut off, preempted and killed, and comes back each time: `python -m tests.chaos.network`.
+"""Cut off, preempt and kill one of two hosts, and start it again: `python -m tests.chaos.network`.
 
-Needs root and iproute2. Two network namespaces with an address each stand for two hosts, joined by a veth pair. Both
-have the same hostname, which is that of the loopback in both: nobody reaches anybody through it. The first holds the
-rendezvous, and so is the one that may not be lost.
+Needs root and iproute2. Two network namespaces with an address each stand for two hosts, joined by
+a veth pair. Both have the same hostname, which resolves to the loopback in both, so neither reaches
+the other by name. The first hosts the rendezvous, and so is the one that must not be lost.
 """
 
 import os
@@ -23,7 +23,7 @@ from meshtrain.config.run import CheckpointConfig, LoggingConfig, OptimizerConfi
 from meshtrain.config.toml import dump_toml
 from tests.chaos.recording import read_samples
 from tests.training.runs import build_plan, build_run, steps_of
-from tests.training.test_resume import go, without_torchrun
+from tests.training.test_resume import train_run, without_torchrun
 
 STEPS = 240
 SECONDS_PER_STEP = 0.4
@@ -34,7 +34,7 @@ RECORDING = Path(__file__).with_name("recording.py")
 
 
 def missing() -> list[str]:
-    """Return what this machine lacks."""
+    """Return the names of missing programs and rights."""
     return [name for name in ("ip",) if shutil.which(name) is None] + (["root"] if os.getuid() != 0 else [])
 
 
@@ -46,7 +46,7 @@ def ip(*arguments: str) -> str:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> float:
-    """Wait for something, and return for how many seconds."""
+    """Wait for a condition, and return the seconds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + SECONDS, f"{what}: not within {SECONDS:.0f} s"
@@ -73,7 +73,7 @@ class Host:
 
     @property
     def log(self) -> Path:
-        """Of the torchrun that was started last."""
+        """Return the log of the torchrun that was started last."""
         return self.run.with_name(f"host-{self.number}-{self.life}.log")
 
     def start(self) -> None:
@@ -95,11 +95,11 @@ class Host:
             self.agent = subprocess.Popen(command, stdout=file, stderr=file, env={**without_torchrun(), **own})
 
     def pids(self) -> list[int]:
-        """Return all processes that run on it."""
+        """Return all processes of this host."""
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
     def kill(self) -> None:
-        """End everything that runs on it at once."""
+        """Kill all processes of this host at once."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
         if self.agent is not None:
@@ -116,7 +116,7 @@ class Host:
 
 @contextmanager
 def network(*hosts: Host) -> Iterator[None]:
-    """Give the hosts their namespaces, and a link between them."""
+    """Create the namespaces of the hosts and a link between them."""
     try:
         for host in hosts:
             ip("netns", "add", host.name)
@@ -140,17 +140,17 @@ def newest(config: RunConfig) -> int:
 
 
 def resumed(host: Host) -> list[int]:
-    """Return the steps that the run went on from, as this host's first process saw it."""
+    """Return the steps from which the run resumed, as seen by this host's first process."""
     return [int(step) for step in re.findall(r"Resumed from .*: step (\d+) done", host.shown())]
 
 
 def stops(host: Host) -> list[str]:
-    """Return what its processes said when they ended."""
+    """Return the lines with which its processes stopped."""
     return [line for line in host.shown().splitlines() if re.match(r"rank \d+ stops: ", line)]
 
 
 def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
-    """Lose the second host, see that the first goes on alone, and let it come back."""
+    """Lose the second host, check that the first continues alone, and start the second again."""
     lives, said = len(resumed(first)), {host: len(stops(host)) for host in (first, second)}
     began = time.monotonic()
     if how == "cut":
@@ -178,7 +178,7 @@ def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
     second.plug("up")
 
     def is_back() -> bool:
-        # While its link was cut, torchrun has waited, or given up: that depends on what it was about to do.
+        # While its link was cut, torchrun has waited or ended, depending on its activity.
         if second.agent is None or second.agent.poll() is not None:
             print("host 2: its torchrun has ended, and is started again")
             second.start()
@@ -191,27 +191,27 @@ def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
 
 
 def elapsed(began: float) -> str:
-    """Return the seconds since then."""
+    """Return the seconds since `began` as text."""
     return f"{time.monotonic() - began:.1f} s"
 
 
 def main() -> None:
-    """Lose a host three times, and compare with what happens when nobody does."""
+    """Lose a host three times, and compare with an undisturbed run."""
     if lacking := missing():
         print(f"skipped: there is no {', '.join(lacking)}; needs root, and apt-get install iproute2")
         return
-    # What was set up is taken down then, too.
+    # The finally blocks run on SIGTERM, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "record").mkdir()
         plan = build_plan((1, 1, 1, 1))
         often, seldom = CheckpointConfig(every=10), LoggingConfig(every=100)
-        # With a higher one rounding grows to 1e-2 in so many steps, between any two meshes.
+        # With a higher one, rounding grows to 1e-2 in so many steps between any two meshes.
         optimizer = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
         changes = {"steps": STEPS, "checkpoint": often, "logging": seldom, "optimizer": optimizer}
         whole = build_run(directory / "whole", "gpt2", plan, **changes)
-        expected = go(whole)
+        expected = train_run(whole)
         follows = plan.model_copy(update={"mesh": MeshPlan(pp=2, dp_shard=-1)})
         config = build_run(directory / "chaos", "gpt2", follows, **changes)
         (directory / "run.toml").write_text(dump_toml(config))

@@ -1,7 +1,7 @@
-"""meshtrain, and every process writes down what each step is given: `torchrun recording.py train run.toml`.
+"""meshtrain that records the batches of each step: `torchrun recording.py train run.toml`.
 
-Into RECORD, a directory; with PAUSE every step takes so many seconds more, so that there is time to disturb it.
-`read_samples` puts together what they wrote.
+Every process writes into the directory RECORD. With PAUSE every step takes so many seconds longer,
+so that there is time to disturb it. `read_samples` joins the files.
 """
 
 import json
@@ -18,11 +18,11 @@ from meshtrain.runtime.environment import rank_from_environment, world_size_from
 from meshtrain.training import loop
 
 Samples = dict[int, tuple[list[int], list[list[int]]]]
-"""step, counted from 0 -> sample ids and rows of tokens of the whole global batch, as `samples_seen` returns them"""
+"""step, from 0 -> sample ids and token rows of the full global batch, as `samples_seen` returns"""
 
 
 def recording_step(context: Any, step: int, batch: dict[str, Tensor], sample_ids: np.ndarray) -> Any:
-    """Run the step, and write down when it has ended what it was given."""
+    """Run the step, and record its batch when it has ended."""
     time.sleep(float(os.environ.get("PAUSE", "0")))
     result = true_step(context, step, batch, sample_ids)
     mesh = context.pipeline.mesh
@@ -35,14 +35,14 @@ def recording_step(context: Any, step: int, batch: dict[str, Tensor], sample_ids
 
 
 def read_samples(directory: Path) -> tuple[Samples, int]:
-    """Return what every step was given the last time that it was done, and how many steps were done more than once."""
+    """Return the samples of every step's last run, and how many steps ran more than once."""
     lines = [line for path in directory.glob("*.jsonl") for line in path.read_text().splitlines()]
     by_step: dict[int, list[dict[str, Any]]] = {}
     for entry in sorted(map(json.loads, lines), key=lambda entry: entry["time"]):
         by_step.setdefault(entry["step"], []).append(entry)
     samples, repeated = {}, 0
     for step, entries in sorted(by_step.items()):
-        # Processes that stopped at once may be of a mesh that did not end this step.
+        # Processes that stopped at once may belong to a mesh that did not finish this step.
         rows = {entry["place"]: entry for entry in entries if entry["processes"] == entries[-1]["processes"]}
         assert all(entry["ids"] == entries[-1]["ids"] for entry in rows.values())
         samples[step] = (entries[-1]["ids"], [row for place in sorted(rows) for row in rows[place]["tokens"]])

@@ -1,10 +1,11 @@
-"""Save on one mesh, load on another, save there, load on the first: are all the bits the same?
+"""Save on one mesh, load and save on another, load on the first, and compare all bits.
 
-    python -m tests.chaos.reshard [--pairs 30] [--seed 0]
+python -m tests.chaos.reshard [--pairs 30] [--seed 0]
 
-Pairs of meshes of up to 8 ranks are drawn: pp, dp_replicate, dp_shard and tp all changed at once where they can be,
-tied and untied models, V-shaped and interleaved schedules. Weights, AdamW's moments and its step counts are compared as
-files: what the second mesh saves must equal what the first one did, and what comes home too.
+Pairs of meshes of up to 8 ranks are drawn: pp, dp_replicate, dp_shard and tp all change at once
+where possible, with tied and untied models, V-shaped and interleaved schedules. Weights, AdamW's
+moments and step counts are compared as files: both the save of the second mesh and that of the
+return must equal the first.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def draw_case(model: str, stream: random.Random, most_ranks: int) -> Case:
 
 
 def save(pipeline: Pipeline, context: StepContext, root: Path) -> None:
-    """Save everything."""
+    """Save weights and optimizer state."""
     tensors = saved_tensors(pipeline, context.optimizer)
     save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=None, retention=Retention(newest=1))
 
@@ -69,7 +70,7 @@ def travel(case: Case, origin: Path, root: Path) -> None:
 
 
 def round_trip(first: Case, second: Case, directory: Path) -> tuple[int, int]:
-    """Return how many tensors are the same bits after both legs, and how many there are."""
+    """Return the number of tensors with equal bits after both loads, and the number of all."""
     home, away, back = (directory / name for name in ("home", "away", "back"))
     run_on_ranks(first.world_size, begin, first, home)
     run_on_ranks(second.world_size, travel, second, home, away)

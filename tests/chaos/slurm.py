@@ -1,7 +1,8 @@
-"""launch/slurm.sh under a real Slurm: `python -m tests.chaos.slurm`. Needs root, slurm-wlm and munge.
+"""launch/slurm.sh under a real Slurm: `python -m tests.chaos.slurm`.
 
-The controller, the daemon of one node and munge run from a temporary directory, beside whatever else is there. Three
-jobs train the same run: one that nobody disturbs, one that is requeued, one that its time limit reaches.
+Needs root, slurm-wlm and munge. The controller, the daemon of one node and munge run from a
+temporary directory, independent of others on the machine. Three jobs train the same run: one
+undisturbed, one that is requeued, one that reaches its time limit.
 """
 
 import os
@@ -59,12 +60,12 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60
 
 
 def missing() -> list[str]:
-    """Return what this machine lacks."""
+    """Return the names of missing programs and rights."""
     return [name for name in NEEDED if shutil.which(name) is None] + (["root"] if os.getuid() != 0 else [])
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.create_server(("localhost", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -77,14 +78,14 @@ def call(*command: str) -> str:
 
 
 def slurm_version() -> tuple[int, ...]:
-    """Return year and month."""
+    """Return its year and month."""
     found = re.search(r"(\d+)\.(\d+)", call("slurmd", "-V"))
     assert found
     return int(found[1]), int(found[2])
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> float:
-    """Wait for something, and return for how many seconds."""
+    """Wait for a condition, and return the seconds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + seconds, f"{what}: not within {seconds:.0f} s"
@@ -100,7 +101,7 @@ def cluster(directory: Path) -> Iterator[None]:
     host, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
     settings = {"host": host, "cpus": cpus, "controller_port": free_port(), "node_port": free_port()}
     (directory / "slurm.conf").write_text(CONFIGURATION.format(directory=directory, **settings))
-    # Nothing of it is used; before Slurm 23.02 it could not be switched off.
+    # No accounting is used; before Slurm 23.02 it could not be disabled.
     plugin = "disabled" if slurm_version() >= (23, 2) else "cgroup/v1"
     (directory / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
     (directory / "munge.key").write_bytes(os.urandom(128))
@@ -120,7 +121,7 @@ def cluster(directory: Path) -> Iterator[None]:
         wait_until((directory / "munge.socket").exists, "munged", 20)
         start("slurmctld", "-D")
         start("slurmd", "-D", "-N", host)
-        # Any earlier it waits in vain for an answer.
+        # Any earlier request waits in vain for an answer.
         wait_until(lambda: "Running as primary" in (directory / "slurmctld.log").read_text(), "slurmctld", 20)
         wait_until(lambda: "idle" in call("sinfo", "-h", "-o", "%t"), "the node", 30)
         try:
@@ -155,12 +156,12 @@ class Job:
         ).stdout.strip()
 
     def value(self, name: str) -> str:
-        """Return what Slurm knows of it."""
+        """Return a field of the job, as Slurm shows it."""
         found = re.search(rf"\b{name}=(\S+)", call("scontrol", "show", "job", self.number))
         return found[1] if found else ""
 
     def wait_for(self, text: str, times: int = 1) -> float:
-        """Wait until something stands in its log."""
+        """Wait until its log contains a text."""
 
         def is_there() -> bool:
             assert self.value("JobState") not in FAILED, f"{self.value('JobState')}: {self.shown()}"
@@ -173,17 +174,17 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait(self) -> None:
-        """Wait until it is done, and fail if it failed."""
+        """Wait until it has finished, and fail if it failed."""
         wait_until(lambda: self.value("JobState") in ("COMPLETED", *FAILED), "the end of the job")
         assert (self.value("JobState"), self.value("ExitCode")) == ("COMPLETED", "0:0"), self.shown()
 
     def resumed_steps(self) -> list[str]:
-        """Return the steps that it went on from."""
+        """Return the steps from which it resumed."""
         return re.findall(r"^Resumed from .*: step (\d+) done$", self.shown(), re.M)
 
 
 def requeue(job: Job) -> None:
-    """Requeue a job that has trained for a while."""
+    """Requeue a job that has trained for some time."""
     wait_until((job.out / CHECKPOINTS_NAME / "step-20").exists, "a checkpoint")
     begin = time.monotonic()
     call("scontrol", "requeue", job.number)
@@ -201,7 +202,7 @@ def requeue(job: Job) -> None:
 
 
 def compare(name: str, whole: RunConfig, config: RunConfig, job: Job, expected: Job) -> None:
-    """Compare a disturbed job with one that was left alone, and say how many things are the same."""
+    """Compare a disturbed job with the undisturbed one, and print how much is equal."""
     samples, repeated = read_samples(job.record)
     assert samples == read_samples(expected.record)[0]
     assert sorted(samples) == list(range(STEPS))
@@ -216,13 +217,13 @@ def main() -> None:
     if lacking := missing():
         print(f"skipped: there is no {', '.join(lacking)}; needs root, and apt-get install slurm-wlm munge")
         return
-    # What was set up is taken down then, too.
+    # The finally blocks run on SIGTERM, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         directory = Path(name)
         repository = directory / "repository"
         copy_repository(repository)
-        # It is what `-m meshtrain` starts in this copy, and it writes down the samples.
+        # `-m meshtrain` in this copy records the samples.
         shutil.copy(Path(__file__).with_name("recording.py"), repository / "meshtrain" / "__main__.py")
         stack.enter_context(cluster(directory / "slurm"))
 
@@ -240,7 +241,7 @@ def main() -> None:
         job.wait()
         compare("requeued", whole, config, job, alone)
         config = build("limited")
-        # Slurm looks at the limits twice a minute, so that the signal may come at once.
+        # Slurm checks the limits twice a minute, so the signal may come at once.
         job = Job(repository, config, "--time=2", "--signal=B:USR1@40")
         job.wait_for("== Time is up")
         wait_until(lambda: job.value("JobState") == "PENDING", "in the queue again")

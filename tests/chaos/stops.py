@@ -1,6 +1,6 @@
-"""One process fails in one of many ways: who says what, and how long until the last one has ended.
+"""Let one process fail in many ways; measure who reports it and how long until all have ended.
 
-`python -m tests.chaos.stops [TIMES]` shows a line for each.
+`python -m tests.chaos.stops [TIMES]` prints a line for each.
 """
 
 import json
@@ -25,21 +25,21 @@ from tests.training.test_resume import without_torchrun
 FAULTS = ("raise", "mistake", "kill", "leave", "sleep", "freeze")
 PATIENT = WatchdogConfig()
 FAULTY = Path(__file__).with_name("faulty.py")
-# With a larger factor a busy machine, whose steps take half a second, has a limit of more than the 3 s.
+# With a larger factor, the limit of a busy machine, whose steps take half a second, exceeds 3 s.
 QUICK = WatchdogConfig(first_step_seconds=60.0, minimum_seconds=3.0, factor=2.0)
 SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended.
+    """The end of a run with a fault.
 
     Attributes:
         seconds: from the fault to the end of the last worker that can end by itself.
         error: all of standard error.
         exit_codes: rank -> exit code, as torchrun tells it.
-        failure: what failure.json holds, if it is there.
-        locks: files of locks that are left.
+        failure: content of failure.json, if it exists.
+        locks: number of lock files that are left.
     """
 
     seconds: float
@@ -49,16 +49,16 @@ class Outcome:
     locks: int
 
     def stops(self) -> list[str]:
-        """Return the lines that say why a rank stops."""
+        """Return the lines with the reason why a rank stops."""
         return [line for line in self.error.splitlines() if re.match(r"rank \d+ stops: ", line)]
 
     def mistakes(self) -> list[str]:
-        """Return the lines that say what the user can mend."""
+        """Return the lines with errors of the user."""
         return [line for line in self.error.splitlines() if line.startswith("error:")]
 
 
 def write_run(directory: Path, mesh: Mesh = (2, 1, 1, 1), **changes: Any) -> Path:
-    """Write the file of a run in float32, whose process may be found stuck after 3 s."""
+    """Write the file of a run in float32, whose watchdog reports a hang after 3 s."""
     plan = build_plan(mesh).model_copy(update={"precision": PrecisionPlan()})
     changes = {"steps": 12, "watchdog": QUICK, **changes}
     path = directory / "run.toml"
@@ -80,7 +80,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; one that is frozen cannot."""
+    """Return whether a process has not ended; a frozen one cannot end."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
@@ -126,7 +126,7 @@ def strike(directory: Path, fault: str, *, rank: int = 1, and_terminate: int | N
 
 
 def main(times: int) -> None:
-    """Show a line for each fault and each rank."""
+    """Print a line for each fault and each rank."""
     for fault, watchdog in [*((fault, QUICK) for fault in FAULTS), ("freeze", PATIENT)]:
         for rank in (0, 1):
             outcomes = []

@@ -1,4 +1,4 @@
-"""The scripts of misfortune, small. docs/guides/checkpoints.md says how their large versions are run."""
+"""The chaos scripts at a small size; docs/guides/checkpoints.md shows the large versions."""
 
 import sys
 from pathlib import Path
@@ -21,8 +21,8 @@ def test_every_damage_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert words[:4] == ["all", "8", "8", "8"]
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    """The tie lies on one rank, then on two that hold two stages each."""
+def test_checkpoint_returns_unchanged_from_another_mesh(tmp_path: Path) -> None:
+    """The tied weight is on one rank, then on two that hold two stages each."""
     home, away = (
         Case("gpt2-tied", (1, 1, 2, 1)),
         Case("gpt2-tied", (2, 1, 1, 1), schedule="ZBVZeroBubble", stages_per_rank=2),
@@ -32,5 +32,5 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not disk.may_mount(), reason="needs the right to mount")
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_disk_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     assert "No space left on device" in disk.fill_and_resume(tmp_path, taken=0, in_background=True)

@@ -1,4 +1,4 @@
-"""Pipelines with the weights of a stock model, and the folders that both write."""
+"""Pipelines with the weights of a stock model, and folders to compare."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.parity import MODELS, Case, build, fill, stock_weights
 
 
 def assert_same(folder: Path, stock: Path) -> None:
-    """Compare two folders byte for byte."""
+    """Check that two folders have equal files, byte for byte."""
     here, there = ({file.name: file.read_bytes() for file in where.iterdir()} for where in (folder, stock))
     assert here.keys() == there.keys()
     for name in there:
@@ -41,7 +41,7 @@ def stock_of(model: str) -> PreTrainedModel:
 
 
 def tiny_pipeline(config: PretrainedConfig, mesh: MeshPlan) -> Pipeline:
-    """Build a model in float32, with its computed buffers but without values."""
+    """Build a model in float32 with its computed buffers and without parameter values."""
     model = build_model(config, dtype=torch.float32, attention="eager")
     plan = with_family(ParallelPlan(mesh=mesh, precision=PrecisionPlan(compute="float32")), config.model_type)
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp

@@ -1,4 +1,4 @@
-"""A pipeline stage's worth of tensors on a real mesh, sharded by torch's own tensor parallelism and FSDP2."""
+"""The tensors of a pipeline stage on a real mesh, sharded by torch's own TP and FSDP2."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshtrain.checkpoint.manifest import Manifest
 
 NUM_LAYERS = 4
-# Rows that neither 2 nor 3 nor 4 processes share evenly; 13 is one that torch's own arithmetic gets wrong.
+# No 2, 3 or 4 ranks share these rows evenly; torch's own arithmetic gets 13 wrong.
 SHAPES = {
     "colwise.weight": ((13, 6), Shard(0)),
     "colwise.bias": ((13,), Shard(0)),
@@ -25,7 +25,7 @@ STATES = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 def build_stage(
     pp: int, dp_replicate: int, dp_shard: int, tp: int, *, filled: bool, scale: int = 1
 ) -> dict[str, Tensor]:
-    """Return key -> what lies on this rank; the tied head of the last stage goes by the embedding's key."""
+    """Return key -> tensor on this rank; the tied head of the last stage has the embedding's."""
     mesh = init_device_mesh(
         "cpu", (pp, dp_replicate, dp_shard, tp), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
     )
@@ -52,7 +52,7 @@ def build_stage(
 
 
 def build_plain(*, filled: bool) -> dict[str, Tensor]:
-    """Return the same tensors whole, as a process without a mesh has them."""
+    """Return the same tensors unsharded, as in a process without a mesh."""
     shapes = {f"layers.{layer}.{name}": shape for layer in range(NUM_LAYERS) for name, (shape, _) in SHAPES.items()}
     shapes[EMBEDDING] = (13, 4)
     return {
@@ -63,12 +63,12 @@ def build_plain(*, filled: bool) -> dict[str, Tensor]:
 
 
 def expected(key: str, shape: tuple[int, ...]) -> Tensor:
-    """Return values that tell the key and the place."""
+    """Return values that depend on the key and the position."""
     return torch.arange(math.prod(shape), dtype=torch.float32).view(shape) + 1000 * sum(key.encode())
 
 
 def manifest_of(step: int, **values: object) -> Manifest:
-    """Return a manifest with nothing special in it."""
+    """Return the manifest of a plain checkpoint."""
     fields: dict = {
         "seed": 0,
         "global_batch_size": 8,

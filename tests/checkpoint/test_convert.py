@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face folders, and into a new run."""
+"""Convert weights to and from Hugging Face folders, and start new runs from them."""
 
 import copy
 import json
@@ -23,14 +23,14 @@ from tests.training.runs import build_plan, build_run, steps_of, train_here
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a Hugging Face folder of a GPT-2 whose projections are fused and whose head is tied."""
+    """Return a Hugging Face folder of a GPT-2 with fused projections and a tied head."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(GPT2), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "stock")
     (tmp_path / "stock" / "tokenizer_config.json").write_text("{}")
     return tmp_path / "stock"
 
 
-def test_from_a_folder_to_a_checkpoint_and_back(folder: Path, tmp_path: Path) -> None:
+def test_convert_from_a_folder_to_a_checkpoint_and_back(folder: Path, tmp_path: Path) -> None:
     run_on_ranks(1, convert, folder, tmp_path / "checkpoint", joins=False)
     checkpoint = tmp_path / "checkpoint" / "step-0"
     assert find_damage(checkpoint) == []
@@ -44,7 +44,7 @@ def test_from_a_folder_to_a_checkpoint_and_back(folder: Path, tmp_path: Path) ->
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_several_ranks_convert_alike(folder: Path, tmp_path: Path) -> None:
+def test_convert_on_several_ranks_keeps_the_weights(folder: Path, tmp_path: Path) -> None:
     run_on_ranks(2, convert, folder, tmp_path / "two", joins=False)
     convert(tmp_path / "two", tmp_path / "back")
     before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
@@ -53,7 +53,7 @@ def test_several_ranks_convert_alike(folder: Path, tmp_path: Path) -> None:
         convert(folder, tmp_path / "two")
 
 
-def test_a_broken_folder_is_named_and_nothing_is_left(
+def test_broken_folder_is_named_and_no_output_is_left(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "model.safetensors").write_bytes(b"broken")
@@ -66,7 +66,7 @@ def test_a_broken_folder_is_named_and_nothing_is_left(
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_source_or_target_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest.json and no step-N directory"):
         convert(tmp_path, tmp_path / "out")
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_what_cannot_be_converted_is_named(folder: Path, tmp_path: Path) -> None
         convert(tmp_path, open_location("memory://out"))
 
 
-def test_a_number_format_belongs_to_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_dtype_is_for_folders_only(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--dtype float32 is for what is written as a Hugging Face folder, and "):
         convert(folder, tmp_path / "checkpoint", dtype="float32")
     run_on_ranks(1, convert, folder, tmp_path / "checkpoint", joins=False)
@@ -89,11 +89,11 @@ def losses(config: RunConfig) -> list[float]:
     return [step["loss"] for step in steps_of(Path(config.run_directory))]
 
 
-def test_a_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(tmp_path: Path) -> None:
+def test_run_starts_from_the_weights_alone_of_another_run(tmp_path: Path) -> None:
     first = build_run(tmp_path / "first", "gpt2", build_plan((2, 1, 1, 2)))
     losses(first)
     checkpoint = tmp_path / "first" / "checkpoints" / "step-6"
-    # On another mesh, from the checkpoint and from the model exported of it.
+    # The other runs use another mesh, and start from the checkpoint and from its exported model.
     convert(checkpoint, tmp_path / "exported")
     begun = []
     for name, path in (("warm", checkpoint), ("stock", tmp_path / "exported")):
@@ -105,7 +105,7 @@ def test_a_run_starts_from_the_weights_of_another_and_from_nothing_else_of_it(tm
     assert begun[0][0] < fresh[0]
 
 
-def test_a_run_cannot_start_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_run_from_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     first = build_run(tmp_path / "first", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
     losses(first)
     checkpoint = tmp_path / "first" / "checkpoints" / "step-1"

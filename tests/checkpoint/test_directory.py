@@ -1,4 +1,4 @@
-"""Which directories are checkpoints, and what happens when one takes the name of another."""
+"""Directories that are checkpoints, and replacing a checkpoint by another of the same name."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def names(root: Path) -> list[str]:
     return [path.name for path in list_checkpoints(root)]
 
 
-def test_the_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     fused = FusedParameter("h.0.attn.c_attn.weight", ("h.0.attn.c_attn.q.weight", "h.0.attn.c_attn.k.weight"), 1)
     manifest = manifest_of(7, fused=(fused,), tied={"lm_head.weight": "wte.weight"}, dtypes={"wte.weight": "bfloat16"})
     write_manifest(tmp_path, manifest)
@@ -44,14 +44,14 @@ def test_only_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> No
     assert names(tmp_path / "nowhere") == []
 
 
-def test_a_checkpoint_set_aside_counts_until_its_name_is_taken(tmp_path: Path) -> None:
+def test_renamed_checkpoint_is_listed_until_its_step_is_saved_again(tmp_path: Path) -> None:
     make(tmp_path, "step-10.old")
     assert names(tmp_path) == ["step-10.old"]
     make(tmp_path, "step-10")
     assert names(tmp_path) == ["step-10"]
 
 
-def test_the_same_step_is_replaced_and_the_old_one_pruned(tmp_path: Path) -> None:
+def test_same_step_is_replaced_and_the_old_one_is_removed(tmp_path: Path) -> None:
     make(tmp_path, "step-10.old", "killed long ago")
     make(tmp_path, "step-10", "old")
     publish_checkpoint(make(tmp_path, "step-10.tmp", "new"), tmp_path / "step-10")
@@ -61,24 +61,24 @@ def test_the_same_step_is_replaced_and_the_old_one_pruned(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
-def test_pruning_keeps_the_newest_and_clears_what_killed_saves_left(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_removes_drafts_of_killed_saves(tmp_path: Path) -> None:
     for name in ("step-1", "step-2", "step-3", "step-9", "step-2.tmp", "step-3.old", "step-4.old.tmp", "best"):
         make(tmp_path, name)
     (tmp_path / "step-5").mkdir()
     prune_checkpoints(tmp_path, step=3, retention=Retention(newest=2))
-    # step-9 belongs to a future that was rewound, step-5 and best are not ours.
+    # step-9 is later than the step saved after a rewind; step-5 and best are not checkpoints.
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-3", "step-9", "step-5", "best"}
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints"])
-def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, inside: str) -> None:
+def test_run_directory_resolves_to_its_newest_checkpoint(tmp_path: Path, inside: str) -> None:
     newest = make(tmp_path / inside, "step-20")
     make(tmp_path / inside, "step-3")
     assert find_checkpoint(tmp_path) == newest
     assert find_checkpoint(newest) == newest
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+def test_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest.json and no step-N directory; give a step-N directory"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere is not a checkpoint: it is not a directory"):
@@ -101,13 +101,13 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_unreadable_manifest_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_with_wrong_fields_names_each(tmp_path: Path) -> None:
+def test_every_wrong_field_of_a_manifest_is_named(tmp_path: Path) -> None:
     fields = json.loads(manifest_of(3).model_dump_json())
     del fields["seed"]
     (tmp_path / "manifest.json").write_text(json.dumps(fields | {"step": "three"}))
@@ -115,5 +115,5 @@ def test_a_manifest_with_wrong_fields_names_each(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_every_field_of_the_manifest_is_explained() -> None:
+def test_every_manifest_field_has_a_docstring() -> None:
     assert {*field_docstrings(Manifest)} == {*Manifest.model_fields}

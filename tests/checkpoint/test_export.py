@@ -1,4 +1,4 @@
-"""From a checkpoint to what stock transformers loads, bit for bit."""
+"""Export checkpoints to folders that stock transformers loads, bit for bit."""
 
 import ctypes
 import json
@@ -50,7 +50,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def tensors_of(model: PreTrainedModel, fused: tuple[FusedParameter, ...] = ()) -> dict[str, Tensor]:
-    """Return checkpoint key -> value, and optimizer state that must not be exported."""
+    """Return checkpoint key -> value, and optimizer state that is not to be exported."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for entry in fused:
         values |= entry.split(values.pop(entry.name))
@@ -87,7 +87,7 @@ def check_loads(folder: Path, model: PreTrainedModel) -> None:
         assert torch.equal(value, wanted[name]), name
 
 
-def test_fused_parts_are_joined_and_any_mesh_exports_the_same(tmp_path: Path) -> None:
+def test_fused_parts_are_joined_equally_on_any_mesh(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
     manifest = manifest_of(1, architecture="GPT2LMHeadModel", fused=FUSED, tied=TIED)
     save(tmp_path / "one", model, fused=FUSED)
@@ -116,7 +116,7 @@ def test_unequal_parts_and_stacked_experts_are_joined(tmp_path: Path) -> None:
         check_loads(root / "exported", model)
 
 
-def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:
+def test_tied_head_is_omitted_and_files_are_split(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LLAMA).to(torch.bfloat16)
     in_float32 = LlamaForCausalLM(LLAMA)
     in_float32.load_state_dict(model.state_dict())
@@ -134,14 +134,14 @@ def test_a_tied_head_is_left_out_and_files_are_split(tmp_path: Path) -> None:
     check_loads(folder, model)
 
 
-def test_single_weights_keep_their_own_number_format(tmp_path: Path) -> None:
+def test_weights_keep_their_own_number_formats(tmp_path: Path) -> None:
     save(tmp_path, LlamaForCausalLM(LLAMA), dtype="bfloat16", dtypes={"model.norm.weight": "float32"})
     export_checkpoint(tmp_path / "step-1", tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {name for name, value in weights.items() if value.dtype == torch.float32} == {"model.norm.weight"}
 
 
-def test_a_model_that_was_trained_in_float32_is_exported_in_what_it_had_before(tmp_path: Path) -> None:
+def test_model_trained_in_float32_is_exported_in_its_original_format(tmp_path: Path) -> None:
     config = LlamaConfig(**LLAMA.to_dict() | {"dtype": "bfloat16"})
     saved = save(tmp_path, LlamaForCausalLM(config), tied={"lm_head.weight": "model.embed_tokens.weight"})
     for option, dtype in ((ORIGINAL, "bfloat16"), ("float16", "float16"), ("float32", "float32")):
@@ -155,7 +155,7 @@ def write_own_config(directory: Path) -> None:
     (directory / "config.json").write_text('{"model_type": "own"}')
 
 
-def test_a_class_with_its_own_code_is_exported_as_its_modules_are(tmp_path: Path) -> None:
+def test_class_with_its_own_code_is_exported_with_the_names_of_its_modules(tmp_path: Path) -> None:
     tensors = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "model.places": torch.arange(4)}
     manifest = manifest_of(1, architecture="OwnForCausalLM", dtype="bfloat16")
     saved = save_checkpoint(
@@ -191,7 +191,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_listed(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_directory_gives_its_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_exports_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 10):
         model = LlamaForCausalLM(LLAMA)
         save(tmp_path / "checkpoints", model, step)
@@ -202,7 +202,7 @@ def test_a_run_directory_gives_its_newest(tmp_path: Path, capsys: pytest.Capture
     assert f"{tmp_path}/out holds LlamaForCausalLM of step 10" in said
 
 
-def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path: Path) -> None:
+def test_export_into_an_empty_folder_only(tmp_path: Path) -> None:
     save(tmp_path, LlamaForCausalLM(LLAMA))
     folder = tmp_path / "out"
     folder.mkdir()
@@ -214,19 +214,19 @@ def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path: Path) -> None
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_second_export_into_the_folder_is_refused_while_the_first_writes(
+def test_second_export_into_a_folder_is_refused_during_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, LlamaForCausalLM(LLAMA))
     write_tensors, said = export._write_tensors, []
 
-    def write_after_another_has_come(*arguments: Any) -> None:
+    def write_after_another_export(*arguments: Any) -> None:
         with pytest.raises(CheckpointError) as caught:
             export_checkpoint(tmp_path / "step-1", tmp_path / "out")
         said.append(str(caught.value))
         write_tensors(*arguments)
 
-    monkeypatch.setattr(export, "_write_tensors", write_after_another_has_come)
+    monkeypatch.setattr(export, "_write_tensors", write_after_another_export)
     export_checkpoint(tmp_path / "step-1", tmp_path / "out")
     (problem,) = said
     assert problem.startswith(f"{tmp_path}/out is in use by process {os.getpid()} on ")
@@ -234,7 +234,7 @@ def test_a_second_export_into_the_folder_is_refused_while_the_first_writes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]
 
 
-def test_checkpoints_that_cannot_be_exported_are_named(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
     folder = tmp_path / "out"
     lacking = save(tmp_path, model, 1)
@@ -263,7 +263,7 @@ def export_on_full_disk(checkpoint: Path, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_output(tmp_path: Path) -> None:
     saved = save(tmp_path / "run", LlamaForCausalLM(LLAMA))
     folder = tmp_path / "out" / "model"
     (message,) = run_on_ranks(1, export_on_full_disk, saved, folder)
@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def peak_growth(checkpoint: Path, folder: Path, max_shard_bytes: int) -> int:
-    # glibc keeps freed memory up to a size that it raises as it goes; here freed means given back.
+    # glibc keeps freed memory up to a growing threshold; with a low one it returns freed memory.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
@@ -287,7 +287,7 @@ def _peak_bytes() -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+def test_export_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     growth, bytes_of_matrix = {}, 4 * 1024**2
     for num_layers in (1, 6):
         config = LlamaConfig(
@@ -309,6 +309,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             retention=Retention(newest=9),
         )
         (growth[num_layers],) = run_on_ranks(1, peak_growth, saved, tmp_path / f"{num_layers}", 4 * bytes_of_matrix)
-    # One tensor, its bytes as they were read, and what the code itself takes.
+    # One tensor, its bytes as they were read, and the memory of the code itself.
     assert max(growth.values()) < 10 * bytes_of_matrix, growth
     assert growth[6] < growth[1] + bytes_of_matrix, growth

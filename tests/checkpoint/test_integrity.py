@@ -1,4 +1,4 @@
-"""What happened to the files of a checkpoint after it was saved: found, named, and the one before it taken."""
+"""Damage to the files of a checkpoint is detected and named, and the previous one is used."""
 
 import json
 import os
@@ -36,18 +36,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy of two checkpoints, to be damaged."""
+    """Return a copy of two checkpoints that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def test_what_was_saved_is_whole(root: Path) -> None:
+def test_saved_checkpoint_is_intact(root: Path) -> None:
     assert find_damage(root / "step-20") == []
     assert newest_intact_checkpoint(root) == root / "step-20"
     assert newest_intact_checkpoint(root / "nowhere") is None
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_every_damage_is_named_and_the_checkpoint_before_is_taken(
+def test_every_damage_is_named_and_the_previous_checkpoint_is_used(
     root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = random.Random(kind)
@@ -58,14 +58,14 @@ def test_every_damage_is_named_and_the_checkpoint_before_is_taken(
     assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in said
 
 
-def both_find(root: Path) -> tuple[list[str], Path | None]:
+def find_on_both_ranks(root: Path) -> tuple[list[str], Path | None]:
     return [str(problem) for problem in find_damage(root / "step-20")], newest_intact_checkpoint(root)
 
 
-def test_ranks_share_the_files_and_agree(root: Path) -> None:
+def test_ranks_check_the_files_together_and_agree(root: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         os.truncate(root / "step-20" / name, 10)
-    found, again = run_on_ranks(2, both_find, root)
+    found, again = run_on_ranks(2, find_on_both_ranks, root)
     assert found == again
     problems, chosen = found
     assert len(problems) == 3
@@ -73,7 +73,7 @@ def test_ranks_share_the_files_and_agree(root: Path) -> None:
     assert chosen == root / "step-10"
 
 
-def test_when_none_is_whole_nothing_is_begun_anew(root: Path) -> None:
+def test_no_intact_checkpoint_is_an_error_and_changes_nothing(root: Path) -> None:
     for step in (10, 20):
         (root / f"step-{step}" / "manifest.json").write_text("{")
     before = sorted(root.rglob("*"))
@@ -82,7 +82,7 @@ def test_when_none_is_whole_nothing_is_begun_anew(root: Path) -> None:
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_changed_manifest_is_found(root: Path) -> None:
+def test_changed_manifest_is_detected(root: Path) -> None:
     path = root / "step-20" / "manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"seed": 1}))
@@ -90,7 +90,7 @@ def test_a_changed_manifest_is_found(root: Path) -> None:
         read_manifest(root / "step-20")
 
 
-def test_a_newer_format_is_no_damage_and_is_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newer_format_is_not_damage_and_is_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "step-20" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 9}))
     with pytest.raises(CheckpointError, match=r"has format version 9, this meshtrain reads 2"):
@@ -110,7 +110,7 @@ class Command:
         return os.system, (self._command,)
 
 
-def test_a_checkpoint_that_wants_to_run_a_command_is_refused(root: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_a_pickled_command_is_refused(root: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     attack = pickle.dumps(Command(f"touch {mark}"))
     pickle.loads(attack)
@@ -139,8 +139,8 @@ class OlderPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_a_table_that_an_older_python_wrote_is_read_and_no_other_attribute(root: Path) -> None:
-    """Python 3.11.0 to 3.11.3 writes the members of enumerations so."""
+def test_metadata_of_an_older_python_is_read_and_other_attributes_are_refused(root: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickles the members of enumerations this way."""
     table = root / "step-20" / ".metadata"
     wanted = read_metadata(root / "step-20")
     with table.open("wb") as file:
@@ -153,13 +153,13 @@ def test_a_table_that_an_older_python_wrote_is_read_and_no_other_attribute(root:
 
 
 @pytest.mark.parametrize("value", [None, torch.Size([1])])
-def test_a_table_of_something_else_is_refused(root: Path, value: object) -> None:
+def test_metadata_of_another_type_is_refused(root: Path, value: object) -> None:
     (root / "step-20" / ".metadata").write_bytes(pickle.dumps(value))
     with pytest.raises(CheckpointError, match=r".metadata is broken \(it holds no table\)"):
         read_metadata(root / "step-20")
 
 
-def test_verify_says_what_is_whole_and_what_is_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_lists_intact_and_damaged_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_checkpoints(root)
     said = capsys.readouterr().out.splitlines()
     assert [line.split(" is whole: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
@@ -172,13 +172,13 @@ def test_verify_says_what_is_whole_and_what_is_not(root: Path, capsys: pytest.Ca
     assert second == f"{root}/step-10 holds files that are not its own: notes.txt; move them away"
 
 
-def test_files_of_a_person_are_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_with_foreign_files_is_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-10" / "notes.txt").write_text("mine")
     save(root, 30, {"model.a": torch.ones(2)}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-30"]
     assert "step-10 stays, for it holds files that are not its own: notes.txt" in capsys.readouterr().out
 
 
-def test_a_manifest_is_written_with_its_checksum(tmp_path: Path) -> None:
+def test_manifest_is_written_with_its_checksum(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest_of(3))
     assert len(read_manifest(tmp_path).checksum) == 32

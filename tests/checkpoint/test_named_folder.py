@@ -1,4 +1,4 @@
-"""A folder that the user names is whole when it is there, and filled if it was there before."""
+"""A folder that the user names appears complete, or is filled if it exists and is empty."""
 
 import stat
 from pathlib import Path
@@ -23,13 +23,13 @@ def names(folder: Path) -> list[str]:
 WRITTEN = ["config.json", "parts", "parts/one"]
 
 
-def test_a_new_folder_appears_whole_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
+def test_new_folder_is_complete_and_its_neighbors_are_kept(tmp_path: Path) -> None:
     (tmp_path / "new.tmp").mkdir()
     write(tmp_path / "new")
     assert names(tmp_path) == sorted(["new", "new.tmp", *(f"new/{name}" for name in WRITTEN)])
 
 
-def test_an_empty_folder_stays_the_same_one(tmp_path: Path) -> None:
+def test_empty_folder_keeps_its_inode_and_mode(tmp_path: Path) -> None:
     folder = tmp_path / "private"
     folder.mkdir(mode=0o700)
     before = folder.stat()
@@ -41,7 +41,7 @@ def test_an_empty_folder_stays_the_same_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_is_followed(tmp_path: Path, *, exists: bool) -> None:
+def test_link_is_followed(tmp_path: Path, *, exists: bool) -> None:
     target, link = tmp_path / "disk" / "target", tmp_path / "link"
     if exists:
         target.mkdir(parents=True)
@@ -51,21 +51,21 @@ def test_a_link_is_followed(tmp_path: Path, *, exists: bool) -> None:
     assert names(target) == WRITTEN
 
 
-def test_the_working_directory_can_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path())
     assert names(Path.cwd()) == WRITTEN
 
 
-def test_what_a_killed_process_left_is_no_content(tmp_path: Path) -> None:
+def test_draft_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
     draft_of(tmp_path).mkdir()
     (draft_of(tmp_path) / "half").touch()
     write(tmp_path)
     assert names(tmp_path) == WRITTEN
 
 
-def test_a_folder_made_while_it_is_written_is_no_obstacle(tmp_path: Path) -> None:
-    """A program that makes its folder on every rank has made it on one, maybe, when another begins to write."""
+def test_empty_folder_created_during_the_write_is_no_obstacle(tmp_path: Path) -> None:
+    """A program may create its folder on each rank, so on one while another begins to write."""
     draft = draft_of(tmp_path / "new")
     draft.mkdir()
     (draft / "config.json").touch()
@@ -75,7 +75,7 @@ def test_a_folder_made_while_it_is_written_is_no_obstacle(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_what_came_meanwhile_is_not_replaced(tmp_path: Path, *, exists: bool) -> None:
+def test_files_written_by_another_process_are_not_replaced(tmp_path: Path, *, exists: bool) -> None:
     folder = tmp_path / "new"
     draft = draft_of(folder)
     if exists:
@@ -90,7 +90,7 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path: Path, *, exists: bool) ->
     assert (folder / "config.json").read_text() == "theirs"
 
 
-def test_what_makes_it_a_model_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_file_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     rename = Path.rename
 
@@ -109,7 +109,7 @@ def write_half(folder: Path) -> None:
         raise ValueError("half way")
 
 
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+def test_error_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
         with pytest.raises(ValueError, match="half way"):
@@ -117,7 +117,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["there"]
 
 
-def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+def test_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").touch()
     for folder in (tmp_path, tmp_path / "notes"):
         with pytest.raises(CheckpointError) as caught:

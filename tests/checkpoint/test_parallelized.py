@@ -1,4 +1,4 @@
-"""Weights written as they lie on a mesh: read on another, and merged by one process."""
+"""Weights saved in the shards of a mesh are loaded on another mesh, and merged by one process."""
 
 import resource
 import shutil
@@ -47,13 +47,13 @@ def load(case: Case, folder: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what four ranks wrote, two copies of a model over tp = 2."""
+    """Return the folder that four ranks wrote, with two copies of a model over tp = 2."""
     folder = tmp_path_factory.mktemp("saved") / "parts"
     run_on_ranks(4, save, SAVED_ON, folder)
     return folder
 
 
-def test_another_mesh_loads_it_and_one_process_merges_it(
+def test_parallelized_weights_load_on_another_mesh_and_merge_in_one_process(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_on_ranks(2, load, LOADED_ON, saved, tmp_path / "loaded")
@@ -66,14 +66,14 @@ def test_another_mesh_loads_it_and_one_process_merges_it(
     assert_same(tmp_path / "loaded", tmp_path / "stock")
 
 
-def test_a_number_format_may_be_chosen(saved: Path, tmp_path: Path) -> None:
+def test_merge_converts_to_the_chosen_dtype(saved: Path, tmp_path: Path) -> None:
     for name in ("float32", "bfloat16", "float16"):
         assert cli._exit_code(["merge", str(saved), str(tmp_path / name), "--dtype", name]) == 0
         stock_of("gpt2-odd").to(getattr(torch, name)).save_pretrained(tmp_path / f"{name}-stock")
         assert_same(tmp_path / name, tmp_path / f"{name}-stock")
 
 
-def test_it_is_a_checkpoint_like_any_other(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallelized_weights_are_a_valid_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(["checkpoint", "verify", str(saved)]) == 0
     assert cli._exit_code(["checkpoint", "list", str(saved)]) == 0
     said = capsys.readouterr().out
@@ -86,7 +86,9 @@ def test_it_is_a_checkpoint_like_any_other(saved: Path, capsys: pytest.CaptureFi
     assert weights < num_bytes < 1.5 * weights
 
 
-def test_what_cannot_be_merged_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_merged_are_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged, foreign = tmp_path / "damaged", tmp_path / "foreign"
     shutil.copytree(saved, damaged)
     data = max(damaged.glob("*.distcp"), key=lambda file: file.stat().st_size)
@@ -94,7 +96,7 @@ def test_what_cannot_be_merged_is_named(saved: Path, tmp_path: Path, capsys: pyt
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     stock_of("gpt2-odd").save_pretrained(foreign)
-    # Its progress bar.
+    # Discard the progress bar.
     capsys.readouterr()
     for source, out, message in (
         (damaged, tmp_path / "out", f"{data} is not what was written: another content has the same size; use another"),
@@ -124,7 +126,7 @@ def tokenizer_for(folder: Path) -> str | None:
     return "nowhere" if folder.name == "without" else None
 
 
-def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp_path: Path) -> None:
+def test_refused_save_is_a_one_line_error_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").touch()
     first, second = run_on_ranks(2, save_badly, [tmp_path / name for name in ("taken", "without", "full")])
@@ -150,7 +152,7 @@ def save_where_another_writes(folder: Path) -> list[str]:
     return messages
 
 
-def test_a_folder_that_another_process_writes_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_folder_in_use_by_another_process_is_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, save_where_another_writes, tmp_path / "out")
     assert first == second
     assert len(set(first)) == 1
@@ -167,24 +169,24 @@ def save_twice(folder: Path) -> None:
         local_tensor(parameter.detach()).zero_()
 
 
-def test_an_empty_folder_is_filled_and_a_name_like_that_of_a_step_is_kept(tmp_path: Path) -> None:
+def test_empty_folder_is_filled_and_a_step_name_is_kept(tmp_path: Path) -> None:
     run_on_ranks(2, save_twice, tmp_path / "step-7")
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
     assert read_manifest(tmp_path / "step-7").step == 7
 
 
-def save_into(folder: Path) -> None:
+def save_through_links(folder: Path) -> None:
     pipeline = pipeline_of(LOADED_ON)
     save_parallelized(pipeline, folder / "parts")
     save_pretrained(pipeline, folder / "whole")
 
 
-def test_a_link_is_followed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
+def test_link_is_followed_and_its_neighbors_are_kept(tmp_path: Path) -> None:
     for name in ("parts", "whole"):
         (tmp_path / "disk" / name).mkdir(parents=True)
         (tmp_path / name).symlink_to(tmp_path / "disk" / name)
         (tmp_path / f"{name}.tmp").mkdir()
-    run_on_ranks(2, save_into, tmp_path)
+    run_on_ranks(2, save_through_links, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "parts", "parts.tmp", "whole", "whole.tmp"]
     assert read_manifest(tmp_path / "disk" / "parts").step == 0
     assert (tmp_path / "disk" / "whole" / "model.safetensors").is_file()
@@ -210,7 +212,7 @@ def load_filled(folder: Path) -> set[str]:
     return {name for name, _ in pipeline.saved_buffers()}
 
 
-def test_buffers_that_belong_to_the_weights_come_along(tmp_path: Path) -> None:
+def test_saved_buffers_are_loaded_and_merged(tmp_path: Path) -> None:
     run_on_ranks(2, save_filled, tmp_path / "parts")
     first, last = run_on_ranks(2, load_filled, tmp_path / "parts")
     assert first | last == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}

@@ -1,4 +1,4 @@
-"""From a mesh to a Hugging Face folder: the one that stock `save_pretrained` writes, byte for byte."""
+"""A mesh writes the Hugging Face folder of stock `save_pretrained`, byte for byte."""
 
 import ctypes
 import json
@@ -25,7 +25,7 @@ from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pi
 from tests.parity import Case
 from tests.ranks import run_on_ranks
 
-# In small files a stage ends within one; in one file all stages do.
+# With small files, a stage ends within a file; with one file, all stages do.
 SMALL_FILES = {"max_shard_size": 20_000}
 MESHES: list[tuple[Case, dict[str, Any]]] = [
     (Case("gpt2-tied", (2, 1, 1, 2)), SMALL_FILES),
@@ -35,7 +35,8 @@ MESHES: list[tuple[Case, dict[str, Any]]] = [
     (Case("llama-untied", (1, 1, 2, 2), sequence_parallel=True), SMALL_FILES),
     (Case("llama-tied", (2, 2, 1, 1), schedule="ZBVZeroBubble", stages_per_rank=2, layers=(1, 1, 1, 1)), {}),
 ]
-# Of every file in parallel_plans/families, two that the hub keeps in another layout, two with buffers in their files.
+# One of every file in parallel_plans/families, two that the hub stores in another layout, and two
+# with buffers in their files.
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("biogpt", "bloom", "gpt2", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense")),
     *((name, {}) for name in ("inkling_text", "llama", "mistral", "mpt", "opt", "persimmon", "phi3", "qwen2", "qwen3")),
@@ -56,7 +57,7 @@ def save_cases(cases: list[tuple[Case, dict[str, Any]]], folders: Path) -> None:
         save_pretrained(pipeline_of(case), folders / f"{number}", **options)
 
 
-def test_every_mesh_writes_the_folder_of_stock_save_pretrained(tmp_path: Path) -> None:
+def test_every_mesh_writes_the_files_of_stock_save_pretrained(tmp_path: Path) -> None:
     run_on_ranks(4, save_cases, MESHES, tmp_path)
     for number, (case, options) in enumerate(MESHES):
         stock, folder = stock_of(case.model), tmp_path / f"{number}"
@@ -115,7 +116,7 @@ def saved_buffers(model: PreTrainedModel) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
 
 
-def test_experts_lie_apart_and_what_transformers_keeps_in_float32_stays(tmp_path: Path) -> None:
+def test_layout_splits_experts_and_keeps_float32_tensors(tmp_path: Path) -> None:
     config = tiny_config("deepseek_v3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     layout = layout_of(stock_like(model, torch.bfloat16))
@@ -141,13 +142,13 @@ def save_with(tokenizers: list[Any], folders: Path) -> list[str]:
 
 
 class OwnTokenizer:
-    """Writes itself as a tokenizer of transformers does."""
+    """Saves itself like a tokenizer of transformers."""
 
     def save_pretrained(self, directory: str) -> None:
         (Path(directory) / "tokenizer.json").write_text("own")
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_tokenizer_is_saved_with_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_text("theirs")
@@ -173,7 +174,7 @@ def save_badly(folders: list[Path], limited_rank: int) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_written_is_one_line_on_all_ranks_and_nothing_is_left(tmp_path: Path) -> None:
+def test_refused_save_is_a_one_line_error_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").touch()
     (tmp_path / "file").touch()
@@ -200,7 +201,7 @@ def save_changed(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_tensors_that_are_not_those_of_the_model_are_listed(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_the_model_are_listed(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, save_changed, tmp_path / "out")
     assert first == second
     assert first.splitlines() == [
@@ -223,9 +224,9 @@ def peak_growth(num_layers: int, folder: Path) -> int:
     pipeline = tiny_pipeline(config, MeshPlan(dp_shard=1, tp=2))
     for _, parameter in pipeline.named_parameters():
         torch.nn.init.ones_(parameter)
-    # glibc keeps freed memory up to a size that it raises as it goes; here freed means given back.
+    # glibc keeps freed memory up to a growing threshold; with a low one it returns freed memory.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    # What the code itself takes is there after a first time.
+    # A first save allocates the memory of the code itself.
     save_pretrained(pipeline, folder / "first")
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
@@ -238,17 +239,17 @@ def peak_bytes() -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
-def test_a_rank_needs_memory_for_one_tensor_however_large_the_model_and_its_file(tmp_path: Path) -> None:
+def test_rank_needs_memory_for_one_tensor_at_any_model_size(tmp_path: Path) -> None:
     for num_layers in (1, 4):
         writing, other = run_on_ranks(2, peak_growth, num_layers, tmp_path / f"{num_layers}")
         (file,) = (tmp_path / f"{num_layers}" / "second").glob("*.safetensors")
         assert file.stat().st_size > (1 + 7 * num_layers) * MATRIX
-        # One tensor and the half of it that arrives; the other sends its half.
+        # One tensor and the received half of it; the other rank sends its half.
         assert writing < 2.5 * MATRIX, num_layers
         assert other < 1.5 * MATRIX, num_layers
 
 
-def test_the_index_counts_what_the_files_hold(tmp_path: Path) -> None:
+def test_index_matches_the_files(tmp_path: Path) -> None:
     run_on_ranks(2, save_cases, [(Case("llama-tied", (1, 1, 1, 2)), {"max_shard_size": "100KB"})], tmp_path)
     folder = tmp_path / "0"
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -1,4 +1,4 @@
-"""Saving while training waits or goes on, on this machine and behind URLs, and what stays."""
+"""Saving in the foreground and the background, to directories and URLs, and retention."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ KEEP_3 = Retention(newest=3)
 
 
 def holds(directory: Location, scale: int) -> bool:
-    """Whether a checkpoint holds what a stage had at a scale, read on this rank's mesh."""
+    """Return whether this rank's part of a checkpoint has the values of a stage at a scale."""
     tensors = build_stage(1, 1, 2, 1, filled=False)
     load_checkpoint(directory, tensors)
     wanted = build_stage(1, 1, 2, 1, filled=True, scale=scale)
@@ -38,14 +38,14 @@ def holds(directory: Location, scale: int) -> bool:
 
 
 class Slow(BlockSavePlanner):
-    """Takes a while, so that there is something to go on beside."""
+    """Saves slowly, so that training can continue meanwhile."""
 
     def resolve_data(self, write_item):
         time.sleep(0.02)
         return super().resolve_data(write_item)
 
 
-def save_and_go_on(root: Path) -> tuple[bool, list[int], list[bool]]:
+def save_during_training(root: Path) -> tuple[bool, list[int], list[bool]]:
     from meshtrain.checkpoint.dcp import store
 
     store.BlockSavePlanner = Slow  # type: ignore[misc]
@@ -58,7 +58,7 @@ def save_and_go_on(root: Path) -> tuple[bool, list[int], list[bool]]:
         is_over = torch.zeros(1)
         while not is_over.item() and time.perf_counter() - begin < 60:
             went_on = went_on or not (root / f"step-{step}").exists()
-            # The training's own collectives, at the same time.
+            # These are the training's own collectives, at the same time as the save.
             is_over = torch.tensor([float((root / f"step-{step}").exists())])
             dist.all_reduce(is_over, op=dist.ReduceOp.MIN)
         with torch.no_grad():
@@ -70,8 +70,8 @@ def save_and_go_on(root: Path) -> tuple[bool, list[int], list[bool]]:
     return went_on, steps, [holds(root / "step-1", 1), holds(root / "step-2", 3)]
 
 
-def test_training_goes_on_and_the_state_of_the_call_is_saved(tmp_path: Path) -> None:
-    for went_on, steps, held in run_on_ranks(2, save_and_go_on, tmp_path):
+def test_training_continues_during_a_save_of_the_state_at_the_call(tmp_path: Path) -> None:
+    for went_on, steps, held in run_on_ranks(2, save_during_training, tmp_path):
         assert went_on
         assert steps == [2, 1]
         assert held == [True, True]
@@ -92,7 +92,7 @@ def fail_in_background(root: Path) -> tuple[str, bool, list[str]]:
         saver.finish()
     except CheckpointError as error:
         message = str(error)
-    # It was told once; the saver goes on.
+    # The error was raised once; the saver can save again.
     if dist.get_rank() == 0:
         (root / "step-2.tmp").unlink()
     dist.barrier()
@@ -102,7 +102,7 @@ def fail_in_background(root: Path) -> tuple[str, bool, list[str]]:
     return message, saver.has_failed, [path.name for path in list_checkpoints(root)]
 
 
-def test_an_error_in_the_background_is_raised_on_all_ranks(tmp_path: Path) -> None:
+def test_background_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, fail_in_background, tmp_path)
     assert first == second
     message, has_failed, names = first
@@ -112,7 +112,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks(tmp_path: Path) -> No
     assert names == ["step-2", "step-1"]
 
 
-def test_what_is_saved_is_told_once(tmp_path: Path) -> None:
+def test_published_checkpoints_are_reported_once(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         saver = Saver(tmp_path, KEEP_3, in_background=False)
@@ -140,7 +140,7 @@ def names(root: Location) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_every_nth_and_the_best_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_nth_and_the_best_checkpoints_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: None, 5: 2.0, 6: 3.0, 7: 6.0}
     for step, loss in losses.items():
         save_plain(tmp_path, step, Retention(newest=1, every=3, best=2), loss)
@@ -153,7 +153,7 @@ def test_every_nth_and_the_best_stay(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("url", ["memory://root", "file://{}/root"])
-def test_a_url_is_as_good_as_a_directory(tmp_path: Path, url: str) -> None:
+def test_checkpoints_work_the_same_behind_a_url(tmp_path: Path, url: str) -> None:
     root = open_location(url.format(tmp_path))
     assert list_checkpoints(root) == []
     for step in (1, 2, 3):
@@ -163,7 +163,7 @@ def test_a_url_is_as_good_as_a_directory(tmp_path: Path, url: str) -> None:
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)
     load_checkpoint(saved, tensors)
     assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
-    # A step again, then damage, then one without its manifest, as a killed save leaves it.
+    # Save a step again, then damage it, then remove its manifest, as after a killed save.
     save_plain(root, 3, Retention(newest=2))
     assert find_damage(root / "step-3") == []
     (root / "step-3" / ".metadata").write_bytes(b"x")
@@ -185,7 +185,7 @@ def write_config(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
 
 
-def test_ranks_save_behind_a_url(tmp_path: Path) -> None:
+def test_ranks_save_to_a_url(tmp_path: Path) -> None:
     assert all(run_on_ranks(2, save_behind_url, f"file://{tmp_path}/root"))
     assert set(read_manifest(tmp_path / "root/step-1").files) == {
         ".metadata",
@@ -205,18 +205,19 @@ def die_behind_url(url: str) -> None:
     save_plain(open_location(url), 2, KEEP_3)
 
 
-def test_a_save_behind_a_url_that_was_killed_is_none(tmp_path: Path) -> None:
+def test_killed_save_to_a_url_leaves_no_checkpoint(tmp_path: Path) -> None:
     root = open_location(f"file://{tmp_path}")
     for step in (1, 2):
         save_plain(root, step, KEEP_3)
     with pytest.raises(RankError, match="killed by SIGKILL"):
         run_on_ranks(1, die_behind_url, str(root))
-    # The step was being replaced: without renaming there is a moment without it, and never half of it.
+    # The step was being replaced. Without renaming there is a moment without it, but never half of
+    # it.
     assert names(root) == {"step-1", "step-2"}
     assert list_checkpoints(root) == [root / "step-1"]
 
 
-def test_a_store_that_is_lost_for_a_moment_loses_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_store_failure_loses_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     root, lost, listing = open_location("memory://lost"), [], MemoryFileSystem.ls
 
     def ls(self: MemoryFileSystem, path: str, **kwargs: Any) -> Any:
@@ -231,7 +232,7 @@ def test_a_store_that_is_lost_for_a_moment_loses_no_checkpoint(monkeypatch: pyte
         lost[:] = [word]
         with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer; nothing was changed there"):
             newest_intact_checkpoint(root)
-    # While a newer one is saved, and the old ones are looked through.
+    # The same failure while a newer one is saved and the old ones are listed.
     with pytest.raises(CheckpointError, match=r"lost cannot be read: no answer"):
         save_plain(root, 40, Retention(newest=1))
     lost.clear()
@@ -246,6 +247,6 @@ def test_a_store_that_is_lost_for_a_moment_loses_no_checkpoint(monkeypatch: pyte
         ("s3://bucket/run", r"s3://bucket/run cannot be reached: .*s3fs"),
     ],
 )
-def test_what_cannot_be_reached_is_said(url: str, message: str) -> None:
+def test_unreachable_url_is_refused(url: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_location(url)

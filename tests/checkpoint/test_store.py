@@ -1,4 +1,4 @@
-"""Saving and loading on real process groups, with real kills and real full disks."""
+"""Save and load with real process groups, kills and full disks."""
 
 import os
 import resource
@@ -68,14 +68,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 3, 2), (4, 1, 1, 1), (1, 2, 2, 1)])
-def test_any_mesh_loads_any_other(wide: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_any_mesh_loads_the_checkpoint_of_any_other(wide: Path, tmp_path: Path, mesh: Mesh) -> None:
     assert all(run_on_ranks(world_size(mesh), round_trip, mesh, wide, tmp_path))
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)
     load_checkpoint(tmp_path / "step-20", tensors)
     assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
 
 
-def test_a_process_without_a_group_saves_and_loads(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_process_without_a_group_saves_and_loads(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     saved = save(tmp_path, 10, build_plain(filled=True))
     assert saved == tmp_path / "step-10"
     assert read_manifest(saved).step == 10
@@ -91,14 +91,14 @@ def save_copies(root: Path) -> None:
     save(root, 1, {"model.halves": halves, "model.copies": copies, "model.plain": matrix})
 
 
-def test_a_copy_is_written_once(tmp_path: Path) -> None:
+def test_replicas_are_written_once(tmp_path: Path) -> None:
     run_on_ranks(4, save_copies, tmp_path)
     num_bytes = [path.stat().st_size for path in tmp_path.glob("step-1/*.distcp")]
     assert len(num_bytes) == 4
     assert 3 * 400_000 < sum(num_bytes) < 3 * 410_000
 
 
-def test_weights_alone(wide: Path) -> None:
+def test_weights_are_loaded_alone(wide: Path) -> None:
     tensors = {key: tensor for key, tensor in build_plain(filled=False).items() if key.startswith("model.")}
     wanted = build_plain(filled=True)
     load_checkpoint(wide, tensors, weights_only=True)
@@ -115,7 +115,7 @@ def test_huggingface_files_are_written(tmp_path: Path) -> None:
     assert "huggingface/config.json" in read_manifest(saved).files
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, build_plain(filled=True), keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3", "step-2"]
@@ -129,7 +129,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 class Deadly(BlockSavePlanner):
-    """Kills its rank after half of the tensors are written."""
+    """Kills its rank after half of the tensors have been written."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == 1 and write_item is self.plan.items[len(self.plan.items) // 2]:
@@ -145,7 +145,7 @@ def save_and_die(root: Path) -> None:
     save_on((2, 1, 1, 1), root, 20)
 
 
-def test_a_killed_save_leaves_only_a_draft(tmp_path: Path) -> None:
+def test_killed_save_leaves_a_draft_only(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"killed by SIGKILL|Connection closed|Connection reset|Ranks 1 failed to pass"):
         run_on_ranks(2, save_and_die, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", "step-20.tmp"}
@@ -156,7 +156,8 @@ def test_a_killed_save_leaves_only_a_draft(tmp_path: Path) -> None:
 
 
 def limit_file_size(num_bytes: int) -> None:
-    # The kernel refuses to write on, as a full disk does; without this it would end the process.
+    # The kernel refuses further writes, as on a full disk. Without the handler, the signal would
+    # end the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
@@ -171,7 +172,9 @@ def save_on_full_disk(root: Path, rank: int, num_values: int) -> tuple[str, ...]
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("num_values", [10, 10_000])
-def test_a_full_disk_is_named_on_all_ranks_and_costs_nothing(tmp_path: Path, rank: int, num_values: int) -> None:
+def test_full_disk_is_named_on_all_ranks_and_earlier_checkpoints_are_kept(
+    tmp_path: Path, rank: int, num_values: int
+) -> None:
     first, second = run_on_ranks(2, save_on_full_disk, tmp_path, rank, num_values)
     assert first == second
     (problem,) = first
@@ -180,7 +183,7 @@ def test_a_full_disk_is_named_on_all_ranks_and_costs_nothing(tmp_path: Path, ran
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (problem,) = raised(lambda: save(tmp_path / "file", 1, {}))
     assert problem.startswith(f"rank 0 cannot write {tmp_path}/file/step-1.tmp: Not a directory")
@@ -190,7 +193,7 @@ def save_on_two_disks(root: Path) -> tuple[str, ...]:
     return raised(lambda: save(root / f"machine-{dist.get_rank()}", 1, build_stage(2, 1, 1, 1, filled=True)))
 
 
-def test_machines_that_do_not_share_the_directory_are_told_so(tmp_path: Path) -> None:
+def test_run_directory_that_is_not_shared_is_an_error(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, save_on_two_disks, tmp_path)
     assert first == second
     (problem,) = first
@@ -222,7 +225,7 @@ def load_other(directory: Path) -> tuple[str, ...]:
     return raised(lambda: load_checkpoint(directory, tensors))
 
 
-def test_another_model_is_refused_with_all_differences_on_all_ranks(wide: Path) -> None:
+def test_checkpoint_of_another_model_is_refused_with_all_differences_on_all_ranks(wide: Path) -> None:
     first, second = run_on_ranks(2, load_other, wide)
     assert first == second
     assert first == (
@@ -234,7 +237,7 @@ def test_another_model_is_refused_with_all_differences_on_all_ranks(wide: Path) 
     )
 
 
-def test_long_lists_are_cut(tmp_path: Path) -> None:
+def test_long_lists_in_messages_are_shortened(tmp_path: Path) -> None:
     saved = save(tmp_path, 1, {f"model.{index}": torch.ones(1) for index in range(15)})
     problem, _ = raised(lambda: load_checkpoint(saved, {}))
     assert problem.endswith("(15): " + ", ".join(f"model.{index}" for index in range(10)) + " and 5 more")
@@ -264,7 +267,7 @@ def load_with_one_bad_rank(directory: Path) -> tuple[str, ...]:
     return raised(lambda: load_checkpoint(directory, {}))
 
 
-def test_what_one_rank_cannot_read_stops_all(wide: Path) -> None:
+def test_unreadable_file_on_one_rank_stops_all(wide: Path) -> None:
     first, second = run_on_ranks(2, load_with_one_bad_rank, wide)
     assert first == second
     assert "nowhere/manifest.json: No such file or directory" in first[0]

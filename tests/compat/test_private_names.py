@@ -1,8 +1,9 @@
-"""Outside of `meshtrain/compat` nothing of another library is used beyond its public interface.
+"""Outside of `meshtrain/compat`, only public interfaces of other libraries are used.
 
-What counts: a name with one leading underscore that is read, set, imported or written as a string, and is defined by
-no class of the same file; the class or a method of an object of another library that is replaced; a private method of
-another library's class that is overridden; and the source text of anybody's functions.
+A private use is: a name with one leading underscore that is read, set, imported or written as a
+string and is not defined by a class of the same file; replacing the class or a method of another
+library's object; overriding a private method of another library's class; reading the source text of
+functions.
 """
 
 import ast
@@ -22,7 +23,7 @@ import meshtrain.compat
 
 ROOT = Path(meshtrain.__file__).parent
 PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
-# Python's own, documented under these names.
+# These names are documented by Python.
 OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
 METHODS = {
     name
@@ -31,7 +32,7 @@ METHODS = {
     if not name.startswith("__") and inspect.isroutine(inspect.getattr_static(kind, name))
 }
 LIBRARIES = ("torch", "transformers", "peft", "datatrove", "numpy", "tokenizers", "huggingface_hub")
-# What our own classes keep, such as `Trace.parameters`.
+# Fields of our own classes, such as `Trace.parameters`.
 FIELDS = {
     field.target.id
     for path in ROOT.rglob("*.py")
@@ -40,7 +41,7 @@ FIELDS = {
     for field in kind.body
     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
 }
-# It reads our own docstrings.
+# This file reads our own docstrings.
 READS_OWN_SOURCE = {"config/settings.py"}
 
 
@@ -49,7 +50,7 @@ def files() -> list[Path]:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Return the private names that the file itself defines: functions, classes, variables and members."""
+    """Return the private names that a file defines: functions, classes, variables and members."""
     found = set()
     for node in ast.walk(tree):
         match node:
@@ -67,7 +68,7 @@ def docstrings(tree: ast.Module) -> set[int]:
 
 
 def private_uses(text: str) -> Iterator[str]:
-    """Yield what a file uses that it must not."""
+    """Yield the private uses in a file."""
     tree = ast.parse(text)
     own, documents = own_names(tree) | OF_PYTHON, docstrings(tree)
     for node in ast.walk(tree):
@@ -115,7 +116,7 @@ def private_uses(text: str) -> Iterator[str]:
         "text = inspect.getsource(type(module).forward)",
     ],
 )
-def test_the_rule_finds(line: str) -> None:
+def test_rule_reports_private_uses(line: str) -> None:
     assert [*private_uses(line)]
 
 
@@ -130,7 +131,7 @@ def test_the_rule_finds(line: str) -> None:
         "row = row._replace(tokens=1)",
     ],
 )
-def test_the_rule_leaves_alone(text: str) -> None:
+def test_rule_accepts_public_uses(text: str) -> None:
     assert not [*private_uses(text)]
 
 
@@ -167,7 +168,7 @@ def test_no_class_overrides_a_private_method() -> None:
     assert not found
 
 
-def test_each_function_says_why_and_for_which_versions() -> None:
+def test_each_function_documents_its_reason_and_versions() -> None:
     lacking = []
     for path in sorted((ROOT / "compat").glob("*.py")):
         body = ast.parse(path.read_text()).body

@@ -1,4 +1,4 @@
-"""torch's private names are there, and do what `meshtrain.compat` uses them for."""
+"""torch's private names exist and do what `meshtrain.compat` uses them for."""
 
 import pickle
 from functools import partial
@@ -21,7 +21,7 @@ from meshtrain.models.weights.lazy_tensor import LazyTensor
 from tests.ranks import run_on_ranks
 
 
-def test_tables_of_a_module() -> None:
+def test_parameters_and_buffers_of_a_module() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("hidden", torch.zeros(1), persistent=False)
     assert compat_nn.parameter_table(module).keys() == {"weight", "bias"}
@@ -38,7 +38,7 @@ def test_tables_of_a_module() -> None:
     assert not hasattr(module, "more")
 
 
-def test_hooks_of_a_module() -> None:
+def test_hooks_of_a_module_are_found() -> None:
     module = nn.Linear(2, 2)
     for register in (
         module.register_forward_pre_hook,
@@ -54,12 +54,12 @@ def test_hooks_of_a_module() -> None:
     assert copy.weight is module.weight
 
 
-def test_a_compiled_model_is_known() -> None:
+def test_compiled_model_is_recognized() -> None:
     assert compat_nn.is_compiled(torch.compile(nn.Linear(1, 1)))
     assert not compat_nn.is_compiled(nn.Linear(1, 1))
 
 
-def test_forwards_are_put_back() -> None:
+def test_replaced_forwards_are_restored() -> None:
     own, other = nn.Linear(1, 1), nn.Linear(1, 1)
     compat_nn.set_forward(own, mine := partial(torch.mul, 2))
     with compat_nn.forwards_replaced([own, other], torch.neg):
@@ -74,7 +74,7 @@ class Fixed(compat_nn.Unmovable):
 
 
 @pytest.mark.parametrize("move", ["float", "half", "cpu", "cuda", "to_empty", "to"])
-def test_a_module_that_cannot_be_moved(move: str) -> None:
+def test_module_that_cannot_be_moved(move: str) -> None:
     module = nn.Linear(1, 1)
     compat_nn.mix_in(module, Fixed)
     arguments = {"to_empty": {"device": "cpu"}, "to": {"dtype": torch.float64}}.get(move, {})
@@ -82,7 +82,7 @@ def test_a_module_that_cannot_be_moved(move: str) -> None:
         getattr(nn.Sequential(module), move)(**arguments)
 
 
-def test_a_backward_pass() -> None:
+def test_backward_pass_state_is_detected() -> None:
     seen: list[object] = []
     x = torch.ones(2, requires_grad=True)
 
@@ -98,7 +98,7 @@ def test_a_backward_pass() -> None:
     assert seen[1:] == [True]
 
 
-def test_tensors() -> None:
+def test_tensor_properties() -> None:
     x = torch.empty(2, 2, device="meta")
     before = autograd.times_changed(x)
     x[0].add_(1)
@@ -117,7 +117,7 @@ def test_tensors() -> None:
     assert torch.equal(autograd.map_tensors(torch.neg, [torch.ones(1), 2])[0], -torch.ones(1))
 
 
-def test_operators() -> None:
+def test_operators_compute_and_are_recognized() -> None:
     norms = operators.norms([torch.tensor([3.0, 4.0]), torch.tensor([-7.0])])
     assert [norm.item() for norm in norms] == [5.0, 7.0]
     assert operators.norms([torch.tensor([3.0, -4.0])], float("inf"))[0] == 4
@@ -175,16 +175,16 @@ def with_fsdp() -> None:
     fsdp.forget_gathered_gradients(model)
 
 
-def test_on_two_ranks() -> None:
+def test_distributed_functions_on_two_ranks() -> None:
     run_on_ranks(2, on_two_ranks)
 
 
-def test_pipelines() -> None:
+def test_schedules_and_stages_have_private_names() -> None:
     assert all(issubclass(get_schedule_class(name), distributed.Schedule) for name in ("1F1B", "ZBVZeroBubble"))
     assert "_post_metadata_inference_cleanup" in vars(PipelineStage)
 
 
-def test_the_table_of_a_checkpoint() -> None:
+def test_checkpoint_metadata_classes_exist() -> None:
     for module, name in dcp.TABLE_PARTS:
         home = {"torch": torch, "torch.serialization": torch.serialization}.get(module)
         assert hasattr(home or (filesystem if module.endswith("filesystem") else metadata), name), (module, name)
@@ -193,7 +193,7 @@ def test_the_table_of_a_checkpoint() -> None:
     assert dcp.memory_format(int, "TORCH_CONTIGUOUS_FORMAT") is None
 
 
-def test_a_nest_is_taken_apart_and_put_together() -> None:
+def test_nested_values_are_flattened_and_unflattened() -> None:
     nest = {"a": [torch.ones(1), 2], "b": (None, "c")}
     leaves, structure = autograd.flatten(nest)
     assert len(leaves) == 4
@@ -205,7 +205,7 @@ def test_nonzero_of_a_meta_tensor_returns_all_entries() -> None:
         assert torch.ones(3, 2, device="meta").nonzero().shape == (6, 2)
 
 
-def test_children_are_replaced_without_being_registered() -> None:
+def test_children_are_replaced_without_registration() -> None:
     module = nn.Module()
     module.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     first = module.layers[:1]

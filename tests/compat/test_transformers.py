@@ -1,4 +1,4 @@
-"""transformers' private names are there, do what `meshtrain.compat` uses them for, and are put back."""
+"""transformers' private names exist, do what `meshtrain.compat` uses them for, and are restored."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
 
 
-def test_what_a_model_says() -> None:
+def test_properties_of_a_model() -> None:
     llama = model()
     config = llama.config
     assert compat.attention_implementation(config) == "eager"
@@ -43,7 +43,7 @@ def test_what_a_model_says() -> None:
     assert compat.named_function(layer, "nothing") is None
 
 
-def test_reads_of_a_configuration_are_noted() -> None:
+def test_reads_of_a_configuration_are_recorded() -> None:
     read: set[str] = set()
     config = model().config
     compat.build(LlamaForCausalLM, compat.note_reads(config, read.add))
@@ -51,14 +51,14 @@ def test_reads_of_a_configuration_are_noted() -> None:
     assert type(config).__getattribute__ is PretrainedConfig.__getattribute__
 
 
-def test_the_expert_implementation_is_copied() -> None:
+def test_expert_implementation_is_copied() -> None:
     source, target = model().config, model().config
     compat.loop_over_experts(source)
     compat.copy_expert_implementation(source, target)
     assert compat.loops_over_experts(target)
 
 
-def test_rules_of_initialization_are_put_back() -> None:
+def test_initialization_functions_are_restored() -> None:
     llama, functions, rule = model(), dict(TORCH_INIT_FUNCTIONS), PreTrainedModel._initialize_weights
     filled: list[str] = []
     ran: list[nn.Module] = []
@@ -88,7 +88,7 @@ def test_rules_of_initialization_are_put_back() -> None:
     assert initialization.is_marked(llama.lm_head.weight)
 
 
-def test_casts_to_float32_are_put_back() -> None:
+def test_float32_casts_are_restored() -> None:
     as_float = Tensor.float
     with float32_casts_lifted():
         assert torch.ones(1, dtype=torch.float64).float().dtype == torch.float64
@@ -97,7 +97,7 @@ def test_casts_to_float32_are_put_back() -> None:
     assert torch.ones(1, dtype=torch.float64).float().dtype == torch.float32
 
 
-def test_methods_of_peft() -> None:
+def test_methods_of_peft_layers_are_replaced() -> None:
     linear = nn.Linear(1, 1)
     peft.replace_methods(linear, forward=len)
     assert linear.forward is len

@@ -1,4 +1,4 @@
-"""Real files to read: every test stands in a directory of its own."""
+"""Real files to read: every test works in a directory of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ type = "gpt2"
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Return a function that writes a file into the current directory, by default a whole run."""
+    """Return a function that writes a file, by default a complete run, and enter its directory."""
     monkeypatch.chdir(tmp_path)
 
     def write(name: str = "run.toml", text: str = "", *, whole: bool = True) -> Path:

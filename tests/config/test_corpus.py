@@ -1,4 +1,4 @@
-"""Corpus files: read, checked and explained as run files are."""
+"""Corpus files are read, checked and described like run files."""
 
 import os
 
@@ -33,7 +33,7 @@ def test_paths_are_relative_to_the_file_and_steps_are_in_order(tmp_path, write, 
     assert config.workers == os.cpu_count()
 
 
-def test_a_file_extends_another_and_overrides_win(write):
+def test_file_extends_another_and_overrides_win(write):
     write("base.toml", CORPUS, whole=False)
     write("corpus.toml", 'extends = "base.toml"\n[clean]\nminimum_tokens = 5\n[shuffle]\nseed = 3\n', whole=False)
 
@@ -43,7 +43,7 @@ def test_a_file_extends_another_and_overrides_win(write):
     assert config.steps == ("clean", "shuffle")
 
 
-def test_what_is_written_is_read_again(write):
+def test_dumped_corpus_loads_back_equal(write):
     write("corpus.toml", CORPUS, whole=False)
     config = load_corpus("corpus.toml")
     write("again.toml", dump_toml(config), whole=False)
@@ -73,7 +73,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("overrides", MISTAKES, ids=" ".join)
-def test_mistakes_are_a_line_each(write, overrides):
+def test_each_mistake_is_one_line(write, overrides):
     write("corpus.toml", CORPUS, whole=False)
 
     (problem,) = problems_of("corpus.toml", *overrides)
@@ -81,13 +81,13 @@ def test_mistakes_are_a_line_each(write, overrides):
     assert problem.partition(": ")[2] == MISTAKES[overrides]
 
 
-def test_a_missing_file_and_a_circle(write):
+def test_missing_file_and_circular_extends_are_refused(write):
     write("corpus.toml", 'extends = "corpus.toml"', whole=False)
     assert problems_of("corpsu.toml")[0].startswith("no file 'corpsu.toml' in ")
     assert problems_of("corpus.toml")[0].startswith("corpus.toml: extends: goes in a circle: ")
 
 
-def test_every_word_is_explained_in_the_schema():
+def test_every_key_is_described_in_the_schema():
     schema = described_schema("corpus")
     tables = [schema, *schema["$defs"].values()]
     unexplained = [

@@ -1,4 +1,4 @@
-"""Words about data that contradict each other: each is told in a line that says what to do."""
+"""Contradictions between data settings are one-line errors with advice."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def problem_of(path, *overrides: str) -> str:
         ),
     ],
 )
-def test_of_one_source(write, overrides, problem):
+def test_contradictions_of_one_source_are_refused(write, overrides, problem):
     assert problem_of(write(), *overrides) == problem
 
 
@@ -65,11 +65,11 @@ def test_of_one_source(write, overrides, problem):
         ),
     ],
 )
-def test_of_several(write, overrides, problem):
+def test_contradictions_of_several_sources_are_refused(write, overrides, problem):
     assert problem_of(write(), *SOURCES, *overrides) == problem
 
 
-def test_a_resolved_mixture_can_be_read_again(write, tmp_path):
+def test_resolved_mixture_loads_back(write, tmp_path):
     config = load_run(write(), SOURCES)
     (tmp_path / "again.toml").write_text(dump_toml(config))
 
@@ -90,13 +90,13 @@ def test_a_resolved_mixture_can_be_read_again(write, tmp_path):
         ),
     ],
 )
-def test_of_new_tokens(write, overrides, problem):
+def test_contradictions_about_new_tokens_are_refused(write, overrides, problem):
     with pytest.raises(ConfigError) as caught:
         load_run(write(), overrides)
     assert any(found.endswith(problem) for found in caught.value.lines), caught.value.lines
 
 
-def test_a_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
+def test_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
     model = 'model = { path = "m", weights = "pretrained", enlarge_vocabulary = true }'
     path = write(text=f'run_directory = "out"\nsteps = 1\nglobal_batch_size = 8\n{model}\n', whole=False)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Numbers, paths and URLs that nobody can mean are refused where they are written."""
+"""Numbers, paths and URLs out of range are refused where they are written."""
 
 import pytest
 
@@ -32,23 +32,23 @@ def problems_of(path, *overrides):
         ("seed=18446744073709551616", "a whole number of 65 bits, and TOML has at most 64; use a smaller one"),
     ],
 )
-def test_a_number_beyond_what_anybody_means(write, override, message):
+def test_number_out_of_range_is_refused(write, override, message):
     assert problems_of(write(), override) == (f"command line: {override.partition('=')[0]}: {message}",)
 
 
-def test_no_limit_of_the_gradient_norm_is_said_with_infinity(write):
+def test_infinity_disables_gradient_clipping(write):
     assert load_run(write(), ["optimizer.max_gradient_norm=inf"]).optimizer.max_gradient_norm == float("inf")
 
 
 @pytest.mark.parametrize(
     "key", ["run_directory", "checkpoint.directory", "data.cache_directory", "data.tokenizer.path"]
 )
-def test_control_characters_in_a_path(write, key):
+def test_control_characters_in_a_path_are_refused(write, key):
     said = "has the character '\\x00', which no path should have; remove it"
     assert problems_of(write(), f'{key}="a\\u0000b"') == (f"command line: {key}: 'a\\x00b' {said}",)
 
 
-def test_control_characters_in_a_list_of_paths(write):
+def test_control_characters_in_a_list_of_paths_are_refused(write):
     said = "has the character '\\x1b', which no path should have; remove it"
     for key in ("data.train", "data.validation"):
         assert problems_of(write(), f'{key}=["a", "b\\u001b"]') == (f"command line: {key}: 'b\\x1b' {said}",)
@@ -67,18 +67,18 @@ def test_control_characters_in_a_list_of_paths(write):
         ("simplecache::gcss://x", "fsspec knows no file system 'gcss://'; did you mean 'gcs://'?"),
     ],
 )
-def test_the_scheme_of_a_url(write, url, message):
+def test_wrong_url_scheme_is_refused(write, url, message):
     assert problems_of(write(), f"checkpoint.directory={url}") == (
         f"command line: checkpoint.directory: {url!r}: {message}",
     )
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket", "memory://x", "simplecache::s3://bucket/x"])
-def test_a_scheme_of_fsspec_is_taken(write, url):
+def test_fsspec_scheme_is_accepted(write, url):
     assert load_run(write(), [f"checkpoint.directory={url}"]).checkpoint.directory == url
 
 
-def test_a_name_longer_than_a_file_name_may_be(write):
+def test_too_long_file_name_is_refused(write):
     name = "x" * 300
     said = f"'{'x' * 37}...' has 300 bytes, and a file name has at most 255; choose a shorter one"
 
@@ -89,13 +89,13 @@ def test_a_name_longer_than_a_file_name_may_be(write):
         load_plan(name)
 
 
-def test_a_device_is_no_file(write):
+def test_device_is_refused_as_a_file(write):
     assert problems_of(write(text='extends = "/dev/zero"\n')) == (
         "run.toml: extends: '/dev/zero' is a device and not a file; name a .toml or .json file",
     )
 
 
-def test_what_python_cannot_read(write):
+def test_numbers_nesting_and_text_beyond_the_parser_are_refused(write):
     digits, deep = "9" * 5000, "[" * 5000 + "]" * 5000
     assert problems_of(write("a.toml", f"\nseed = {digits}\n")) == (
         "a.toml: line 2: a number has thousands of digits; integers have at most 64 bits",
@@ -114,7 +114,7 @@ def test_keys_that_cannot_be_printed_are_escaped(write):
 
 
 @pytest.mark.parametrize("override", ["[a]\n#=1", "a" + ".b" * 600 + "=1", "\udcff=1"])
-def test_overrides_that_cannot_be_read(write, override):
+def test_unreadable_override_is_a_printable_error(write, override):
     (line,) = problems_of(write(), override)
     assert line.startswith("command line: ")
     assert line.isprintable()

@@ -1,4 +1,4 @@
-"""Paths are those of the file that says them."""
+"""Relative paths are resolved against the file that contains them."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ tokenizer.path = "./tokenizer"
 """
 
 
-def test_paths_are_relative_to_the_file_that_says_them(write, tmp_path):
+def test_paths_are_relative_to_their_file(write, tmp_path):
     write("runs/base.toml", PATHS, whole=False)
     write("top.toml", 'extends = "runs/base.toml"\ndata.validation = ["e.txt"]', whole=False)
     (tmp_path / "runs" / "model").mkdir()
@@ -52,7 +52,7 @@ def test_home_is_expanded(write):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
-def test_a_hub_id_stays_unless_it_is_a_local_directory(write, tmp_path, name):
+def test_hub_id_is_kept_unless_it_is_a_local_directory(write, tmp_path, name):
     path = write()
 
     assert load_run(path, ["model.type=", f"model.path={name}"]).model.path == name
@@ -61,7 +61,7 @@ def test_a_hub_id_stays_unless_it_is_a_local_directory(write, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "./gpt2", "a/b/c", "../gpt2", "a b"])
-def test_what_cannot_be_a_hub_id_is_a_path(write, tmp_path, name):
+def test_name_that_cannot_be_a_hub_id_is_a_path(write, tmp_path, name):
     config = load_run(write(), [f'data.tokenizer.path="{name}"'])
 
     assert config.data.tokenizer.path == os.path.normpath(tmp_path / name)

@@ -1,4 +1,4 @@
-"""What is wrong in a file, in plain words: who said it, the key, what was expected, what was found."""
+"""Messages for a wrong file name the file, the key, what was expected and what was found."""
 
 import pytest
 
@@ -27,11 +27,11 @@ def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[
         ("optimiser.beta1 = 0.9", "optimiser: unknown key; did you mean 'optimizer'?"),
     ],
 )
-def test_unknown_keys(write, text, message):
+def test_unknown_key_is_named_with_the_nearest(write, text, message):
     assert problems_of(write, text) == (f"run.toml: {message}",)
 
 
-def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
+def test_unknown_key_is_named_relative_to_its_own_file(write):
     write("plan.toml", "tp = 2\nlearning_rate = 0.1", whole=False)
 
     assert problems_of(write, 'plan = "plan.toml"') == (
@@ -87,17 +87,17 @@ def test_the_place_of_a_key_is_told_as_seen_from_its_file(write):
         ),
     ],
 )
-def test_wrong_values(write, text, message):
+def test_wrong_value_is_named_with_what_is_expected(write, text, message):
     assert problems_of(write, text) == (f"run.toml: {message}",)
 
 
-def test_a_long_value_is_shortened(write):
+def test_long_value_is_shortened(write):
     (line,) = problems_of(write, f"seed = '{'x' * 500}'")
 
     assert line == f"run.toml: seed: expected a whole number, found the string '{'x' * 56}..."
 
 
-def test_missing_keys_are_the_fault_of_the_file_that_was_named(write):
+def test_missing_keys_are_attributed_to_the_file_that_was_opened(write):
     write("base.toml", "steps = 1", whole=False)
 
     assert problems_of(write, 'extends = "base.toml"\nmodel.type = "gpt2"', whole=False) == (
@@ -106,7 +106,7 @@ def test_missing_keys_are_the_fault_of_the_file_that_was_named(write):
     )
 
 
-def test_a_misspelt_key_is_not_also_called_missing(write):
+def test_misspelled_key_is_not_also_reported_as_missing(write):
     assert problems_of(write, "run_dir = 'x'\nglobal_batchsize = 3\nmodle.type = 'gpt2'\nsteps = 1", whole=False) == (
         "run.toml: run_dir: unknown key; did you mean 'run_directory'?",
         "run.toml: global_batchsize: unknown key; did you mean 'global_batch_size'?",
@@ -114,7 +114,7 @@ def test_a_misspelt_key_is_not_also_called_missing(write):
     )
 
 
-def test_a_contradiction_is_the_fault_of_those_who_set_the_keys(write):
+def test_contradiction_is_attributed_to_the_files_that_set_the_keys(write):
     assert problems_of(write, "", "epochs=1", "run_directory=x") == (
         "run.toml, command line: both of `steps` and `epochs` are set; set one",
     )
@@ -124,7 +124,7 @@ def test_a_contradiction_is_the_fault_of_those_who_set_the_keys(write):
     assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` are set; set one",)
 
 
-def test_contradictions_inside_one_table(write):
+def test_contradictions_within_a_table_are_refused(write):
     assert problems_of(write, 'data.tokenizer = { path = "x", vocab_size = 300 }') == (
         "run.toml: data.tokenizer: both `path` and `vocab_size` are set; set one: an existing tokenizer, or the size "
         "of a new one",

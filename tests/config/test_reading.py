@@ -1,4 +1,4 @@
-"""Files that are missing, broken, or extend each other in a circle."""
+"""Files that are missing, broken, or extend each other in a circle are refused."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def problems_of(load, *arguments) -> tuple[str, ...]:
     return caught.value.lines
 
 
-def test_a_missing_run_names_its_nearest_neighbor(write, tmp_path):
+def test_missing_run_is_named_with_the_most_similar_file(write, tmp_path):
     write("quickstart.toml")
 
     assert problems_of(load_run, "quikstart.toml") == (
@@ -22,7 +22,7 @@ def test_a_missing_run_names_its_nearest_neighbor(write, tmp_path):
     )
 
 
-def test_a_missing_run_lists_what_is_there(write, tmp_path):
+def test_missing_run_lists_the_existing_files(write, tmp_path):
     write("a.toml")
     write("b.toml")
 
@@ -31,7 +31,7 @@ def test_a_missing_run_lists_what_is_there(write, tmp_path):
     )
 
 
-def test_a_missing_directory(write, tmp_path):
+def test_missing_directory_is_named(write, tmp_path):
     write()
 
     assert problems_of(load_run, "there/run.toml") == (
@@ -39,7 +39,7 @@ def test_a_missing_directory(write, tmp_path):
     )
 
 
-def test_a_missing_base_is_the_fault_of_who_names_it(write, tmp_path):
+def test_missing_base_is_attributed_to_the_file_that_names_it(write, tmp_path):
     path = write(text='extends = "bsae.toml"')
     write("base.toml")
 
@@ -48,7 +48,7 @@ def test_a_missing_base_is_the_fault_of_who_names_it(write, tmp_path):
     )
 
 
-def test_a_missing_shipped_plan_is_the_fault_of_who_names_it(write):
+def test_missing_shipped_plan_is_attributed_to_the_file_that_names_it(write):
     path = write(text='plan = "my.toml"')
     write("my.toml", 'extends = "families/lama"', whole=False)
 
@@ -59,7 +59,7 @@ def test_a_missing_shipped_plan_is_the_fault_of_who_names_it(write):
     assert line.startswith("no shipped plan 'nothing-of-the-kind'; shipped are: families/biogpt, ")
 
 
-def test_a_circle(write):
+def test_circular_extends_is_refused(write):
     write("a.toml", 'extends = "b.toml"', whole=False)
     write("b.toml", 'extends = "deep/../a.toml"', whole=False)
     Path("deep").mkdir()
@@ -77,23 +77,23 @@ def test_a_circle(write):
         ('run_directory = "out', "end of document: unterminated string"),
     ],
 )
-def test_a_file_that_is_not_toml(write, text, reason):
+def test_file_that_is_not_toml_is_refused(write, text, reason):
     assert problems_of(load_run, write(text=text, whole=False)) == (f"run.toml: {reason}",)
 
 
-def test_a_file_that_is_not_text(write):
+def test_file_that_is_not_text_is_refused(write):
     write().write_bytes(b"steps = 1 # \xff")
 
     assert problems_of(load_run, "run.toml") == ("run.toml: not a TOML file: byte 12 is not UTF-8 text",)
 
 
-def test_a_directory_is_no_file(write):
+def test_directory_is_refused_as_a_file(write):
     write("runs/run.toml")
 
     assert problems_of(load_run, "runs") == ("runs: cannot be read: Is a directory",)
 
 
-def test_the_problems_of_all_files_come_at_once(write):
+def test_problems_of_all_files_are_reported_together(write):
     write("plan.toml", 'extends = "families/gpt2"\nmesh.pp = 0\nmesh.dp_shard = 0\ncompile = true', whole=False)
     write("base.toml", 'plan = "plan.toml"\n[model]\ntyp = "gpt2"', whole=False)
     path = write(text='extends = "base.toml"\nsteps = "ten"', whole=False)
@@ -109,7 +109,7 @@ def test_the_problems_of_all_files_come_at_once(write):
     )
 
 
-def test_nothing_is_called_missing_when_a_file_could_not_be_read(write, tmp_path):
+def test_unreadable_base_hides_errors_about_missing_keys(write, tmp_path):
     path = write(text='extends = "gone.toml"\n[model]\nconfig.n_layer = 2\ntyp = "gpt2"', whole=False)
 
     assert problems_of(load_run, path) == (

@@ -1,4 +1,4 @@
-"""The schemas that editors use accept real files and refuse wrong ones."""
+"""The schemas for editors accept real files and refuse wrong ones."""
 
 import tomllib
 
@@ -22,7 +22,7 @@ def mistakes(kind: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["run", "plan"])
-def test_the_schemas_are_schemas(kind):
+def test_schemas_are_valid(kind):
     Draft202012Validator.check_schema(json_schema(kind))
     assert json_schema(kind)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
@@ -45,12 +45,12 @@ def test_every_spelling_of_a_run_is_accepted(plan):
     assert mistakes("run", RUN + plan) == []
 
 
-def test_a_run_that_extends_may_leave_out_what_the_other_says():
+def test_run_that_extends_another_may_omit_required_keys():
     assert mistakes("run", 'extends = "base.toml"') == []
     assert len(mistakes("run", "steps = 3")) == 1
 
 
-def test_dumped_words_are_accepted(write):
+def test_dumped_settings_are_accepted(write):
     assert mistakes("run", dump_toml(load_run(write()))) == []
     assert mistakes("plan", dump_toml(ParallelPlan())) == []
 
@@ -60,7 +60,7 @@ def test_mistakes_are_refused(mistake):
     assert mistakes("run", RUN + mistake)
 
 
-def test_the_words_explain_themselves():
+def test_keys_are_described_by_their_docstrings():
     run, plan = described_schema("run"), described_schema("plan")
 
     assert run["properties"]["steps"]["description"] == field_docstrings(RunConfig)["steps"]
@@ -71,13 +71,13 @@ def test_the_words_explain_themselves():
     assert plan["properties"]["extends"]["description"].startswith("The plan to start from")
 
 
-def test_what_a_class_of_words_inherits_is_explained_too():
+def test_inherited_keys_are_described_too():
     inherited = set(MixedSourceConfig.model_fields) & set(SourceConfig.model_fields)
     assert inherited
     assert {*field_docstrings(MixedSourceConfig)} == {*MixedSourceConfig.model_fields}
 
 
-def test_a_description_changes_nothing_else():
+def test_descriptions_change_nothing_else():
     bare, described = json_schema("plan"), described_schema("plan")
     assert "description" not in bare["$defs"]["MeshPlan"]["properties"]["pp"]
     assert described["$defs"]["MeshPlan"]["properties"]["pp"].pop("description")

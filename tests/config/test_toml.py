@@ -1,4 +1,4 @@
-"""Runs and plans from files: what wins over what, and what the words become."""
+"""Runs and plans are merged from files and become settings."""
 
 from itertools import combinations
 from math import inf
@@ -20,7 +20,7 @@ SHIPPED = sorted(
 )
 
 
-def test_a_run_file_becomes_words(write, tmp_path):
+def test_run_file_becomes_settings(write, tmp_path):
     config = load_run(write())
 
     assert config == RunConfig(
@@ -28,7 +28,7 @@ def test_a_run_file_becomes_words(write, tmp_path):
     )
 
 
-def test_a_run_names_a_shipped_plan_in_either_spelling(write):
+def test_run_names_a_shipped_plan_in_either_spelling(write):
     short = load_run(write(text='plan = "families/gpt2"'))
     long = load_run(write(text='plan.extends = "families/gpt2"'))
 
@@ -56,7 +56,7 @@ def test_lists_replace_lists(write):
     assert plan.tensor.fused == {"x": ["v"], "y": ["r", "s"]}
 
 
-def test_a_run_extends_another_run(write):
+def test_run_extends_another_run(write):
     write("base.toml", 'plan = "families/gpt2"\nseed = 1')
     write("top.toml", 'extends = "base.toml"\nsteps = 20\nplan.mesh.tp = 2', whole=False)
 
@@ -66,14 +66,14 @@ def test_a_run_extends_another_run(write):
     assert config.plan.model_types == ["gpt2"]
 
 
-def test_a_plan_that_extends_one_leaves_the_plan_of_the_extended_run_behind(write):
+def test_extended_plan_replaces_the_plan_of_the_extended_run(write):
     write("base.toml", "plan.mesh.pp = 2")
     write("top.toml", 'extends = "base.toml"\nplan.extends = "families/gpt2"', whole=False)
 
     assert load_run("top.toml").plan == load_plan("families/gpt2")
 
 
-def test_extends_is_relative_to_the_file_that_says_it(write):
+def test_extends_is_relative_to_its_file(write):
     write("plans/deep/base.toml", "mesh.pp = 2", whole=False)
     write("plans/top.toml", 'extends = "deep/base.toml"', whole=False)
     write("runs/run.toml", 'plan = "../plans/top.toml"')
@@ -82,15 +82,15 @@ def test_extends_is_relative_to_the_file_that_says_it(write):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_plan_can_be_named(name):
+def test_every_shipped_plan_loads_by_name(name):
     assert load_plan(name) == load_plan(shipped_plans() / f"{name}.toml")
 
 
-def test_a_plan_takes_overrides_of_its_own_keys():
+def test_plan_accepts_overrides_of_its_own_keys():
     assert load_plan("families/gpt2", ["mesh.tp=4", "pipeline.schedule=GPipe"]).mesh.tp == 4
 
 
-def test_a_model_belongs_to_one_family():
+def test_model_matches_one_family_only():
     families = [load_plan(name) for name in SHIPPED if name.startswith("families/")]
 
     for one, other in combinations(families, 2):
@@ -102,21 +102,21 @@ def test_a_model_belongs_to_one_family():
         assert all(find_family(model_type, family.model_config_has) == family for model_type in family.model_types)
 
 
-def test_a_type_with_several_families_needs_its_configuration():
+def test_type_with_several_families_needs_its_configuration():
     assert find_family("falcon") is None
     assert find_family("falcon", {"multi_query": True}) is None
     config = {"multi_query": True, "new_decoder_architecture": False}
     assert find_family("falcon", config).model_config_has == config
 
 
-def test_an_unknown_model_type_has_no_family():
+def test_unknown_model_type_has_no_family():
     plan = ParallelPlan(mesh=MeshPlan(tp=2))
 
     assert find_family("rwkv") is None
     assert with_family(plan, "rwkv") is plan
 
 
-def test_a_family_gives_its_tensor_rules_and_nothing_else():
+def test_family_sets_tensor_rules_only():
     plan = ParallelPlan(mesh=MeshPlan(tp=2), tensor=TensorPlan(sequence_parallel=True))
     family = find_family("gpt2")
 
@@ -129,13 +129,13 @@ def test_a_family_gives_its_tensor_rules_and_nothing_else():
     assert filled.model_copy(update={"tensor": plan.tensor}) == plan
 
 
-def test_a_plan_with_styles_of_its_own_stays_as_it_is():
+def test_plan_with_its_own_styles_is_unchanged():
     plan = ParallelPlan(tensor=TensorPlan(styles={"lm_head": "colwise"}))
 
     assert with_family(plan, "gpt2") is plan
 
 
-def test_a_dumped_run_loads_back_equal(write, tmp_path):
+def test_dumped_run_loads_back_equal(write, tmp_path):
     config = RunConfig(
         run_directory=str(tmp_path / "out"),
         epochs=3,
@@ -152,13 +152,13 @@ def test_a_dumped_run_loads_back_equal(write, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_dumped_plan_loads_back_equal(name, write):
+def test_dumped_plan_loads_back_equal(name, write):
     plan = load_plan(name)
 
     assert load_plan(write("dumped.toml", dump_toml(plan), whole=False)) == plan
 
 
-def test_the_hash_of_a_plan_depends_on_what_it_says_and_not_on_the_order(write):
+def test_plan_hash_depends_on_the_settings_and_not_on_their_order(write):
     write("a.toml", '[tensor.styles]\n"a" = "colwise"\n"b" = "rowwise"\n[mesh]\npp = 2\ntp = 1', whole=False)
     write("b.toml", 'extends = "c.toml"\n[mesh]\npp = 2\n[tensor.styles]\n"b" = "rowwise"', whole=False)
     write("c.toml", '[tensor.styles]\n"a" = "colwise"', whole=False)
@@ -168,7 +168,7 @@ def test_the_hash_of_a_plan_depends_on_what_it_says_and_not_on_the_order(write):
     assert len(plan_hash(ParallelPlan())) == 12
 
 
-def test_both_doors_raise_a_config_error(write):
+def test_load_plan_and_load_run_raise_a_config_error(write):
     write("plan.toml", "mesh.tq = 2", whole=False)
 
     with pytest.raises(ConfigError, match=r"plan\.toml: mesh\.tq: unknown key; did you mean 'tp'\?"):
@@ -177,5 +177,5 @@ def test_both_doors_raise_a_config_error(write):
         load_run(write(text='plan = "plan.toml"'))
 
 
-def test_paths_may_be_given_as_paths_or_texts(write):
+def test_load_accepts_path_objects_and_strings(write):
     assert load_run(str(write())) == load_run(Path("run.toml"))

@@ -1,4 +1,4 @@
-"""The code blocks of README.md and of the pages, and the messages that they show."""
+"""The code blocks of README.md and of the docs pages."""
 
 import re
 import shlex
@@ -13,28 +13,31 @@ _BLOCK = re.compile(r"(?:<!-- toml: (?P<kind>[a-z ]+) -->\n)?^```(?P<language>\w
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its language, and for TOML which file it is, or is part of."""
+    """A fenced block.
 
-    place: str
+    `kind` is, for TOML, the file that the block is or is part of.
+    """
+
+    location: str
     language: str
     kind: str
     text: str
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Return the blocks of all pages in some languages, or in any."""
+    """Return the blocks of all pages in the languages, or in all languages."""
     found = []
     for page in PAGES:
         content = page.read_text()
         for match in _BLOCK.finditer(content):
             line = content.count("\n", 0, match.start()) + 1
-            place = f"{page.relative_to(ROOT)}:{line}"
-            found.append(Block(place, match["language"], match["kind"] or "", match["text"]))
+            location = f"{page.relative_to(ROOT)}:{line}"
+            found.append(Block(location, match["language"], match["kind"] or "", match["text"]))
     return [block for block in found if not languages or block.language in languages]
 
 
 def commands(block: Block) -> list[list[str]]:
-    """Return the commands of a block as words, without comments, variables in front, and redirections."""
+    """Return the commands of a block as words, without comments, variables and redirections."""
     text = block.text.replace("\\\n", " ")
     lines = text.splitlines()
     if block.language != "bash":

@@ -1,4 +1,4 @@
-"""The messages of the code, as templates: what is fixed in them, in order."""
+"""The messages of the code as templates: their fixed parts, in order."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ LEAST_FIXED = len(" failed in : ")
 
 @cache
 def templates() -> tuple[str, ...]:
-    """Return every string of the package, with a gap for each value that is filled in."""
+    """Return every string of the package, with a gap for each formatted value."""
     found: set[str] = set()
     for path in sorted((ROOT / "meshtrain").rglob("*.py")):
         found |= set(_strings(ast.parse(path.read_text())))
@@ -43,7 +43,7 @@ def _template(node: ast.AST) -> str:
 
 
 def is_message(shown: str) -> bool:
-    """Whether the code can say this; `…` stands for any text."""
+    """Return whether the code has this message; `…` stands for any text."""
     fragments = [part.strip(" .") for part in shown.split("…")]
     return any(_in_order([part for part in fragments if part], template) for template in templates())
 
@@ -59,7 +59,7 @@ def _in_order(fragments: list[str], template: str) -> bool:
 
 
 def fits_a_message(shown: str) -> bool:
-    """Whether a line of output, with its values filled in, fits a template that fixes much of it."""
+    """Return whether a line of output fits a template with enough fixed text."""
     return any(_fits(shown, template.split(GAP)) for template in templates())
 
 

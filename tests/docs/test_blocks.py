@@ -1,4 +1,4 @@
-"""Every block of code in README.md and the pages is parsed, loaded or compared with the code."""
+"""Every code block of README.md and the docs is parsed, loaded or compared with the code."""
 
 import ast
 import importlib.util
@@ -35,15 +35,15 @@ NEW_MODEL = 'model.type = "llama"\n'
 
 
 def shown(block: Block) -> str:
-    return block.place
+    return block.location
 
 
-def test_every_block_says_what_it_is() -> None:
-    assert [block.place for block in blocks() if block.language not in LANGUAGES] == []
+def test_every_block_names_its_language() -> None:
+    assert [block.location for block in blocks() if block.language not in LANGUAGES] == []
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=shown)
-def test_python_compiles_and_calls_what_there_is(block: Block) -> None:
+def test_python_compiles_and_calls_existing_names(block: Block) -> None:
     tree = ast.parse(block.text)
     for node in ast.walk(tree):
         match node:
@@ -56,10 +56,10 @@ def test_python_compiles_and_calls_what_there_is(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=shown)
-def test_toml_is_loaded(block: Block, tmp_path: Path) -> None:
+def test_toml_loads(block: Block, tmp_path: Path) -> None:
     kind = block.kind.removeprefix("part of ")
     load: dict[str, Any] = {"run": load_run, "plan": load_plan, "corpus": load_corpus}
-    assert kind in load, f'{block.place}: write <!-- toml: run --> above it, or plan, corpus, "part of run"'
+    assert kind in load, f'{block.location}: write <!-- toml: run --> above it, or plan, corpus, "part of run"'
     text = block.text
     if block.kind.startswith("part of "):
         own = tomllib.loads(text)
@@ -71,13 +71,13 @@ def test_toml_is_loaded(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("bash", "console", "text") if commands(block)], ids=shown)
-def test_commands_are_parsed(block: Block, tmp_path: Path) -> None:
+def test_commands_parse(block: Block, tmp_path: Path) -> None:
     for words in commands(block):
         check_command(words, tmp_path)
 
 
 def check_command(words: list[str], scratch: Path) -> None:
-    """Check a command by the real parser of its program, and that the files of the repository exist."""
+    """Check a command with the parser of its program, and that the repository has its files."""
     program, *arguments = words
     for word in words:
         if re.match(r"(\./)?(launch|parallel_plans|docs|tests)/", word):
@@ -101,7 +101,7 @@ def check_command(words: list[str], scratch: Path) -> None:
 
 
 def check_meshtrain(arguments: list[str], scratch: Path) -> None:
-    """Parse the arguments of `meshtrain` as typer does, and load the run that they name."""
+    """Parse the arguments of `meshtrain` with typer, and load the run that they name."""
     command, rest = COMMAND, arguments
     while hasattr(command, "commands"):
         name, *rest = rest
@@ -118,7 +118,7 @@ def check_meshtrain(arguments: list[str], scratch: Path) -> None:
 
 
 def check_overrides(run: str, *overrides: str, scratch: Path) -> None:
-    """Load a run of the repository, or one that the reader is to write, with what is overridden."""
+    """Load a run of the repository, or a run that the reader is to write, with the overrides."""
     path = ROOT / run
     if not path.exists():
         path = scratch / "base.toml"
@@ -128,7 +128,7 @@ def check_overrides(run: str, *overrides: str, scratch: Path) -> None:
 
 
 def check_python(arguments: list[str]) -> None:
-    """Check that a module exists, and that its source names the flags."""
+    """Check that a module exists and that its source contains the flags."""
     dash_m, module, *flags = arguments
     assert dash_m == "-m"
     spec = importlib.util.find_spec(module)
@@ -146,7 +146,7 @@ def check_pip(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("text", "console"), ids=shown)
-def test_shown_lines_and_tables_are_those_of_the_code(block: Block) -> None:
+def test_shown_lines_and_tables_match_the_code(block: Block) -> None:
     lines = output_lines(block)
     for line in lines:
         if line.startswith(SAID):
@@ -157,7 +157,7 @@ def test_shown_lines_and_tables_are_those_of_the_code(block: Block) -> None:
             assert [cell for cell in re.split(r" {2,}", header.strip()) if cell not in templates()] == []
 
 
-def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+def test_messages_of_the_troubleshooting_page_match_the_code() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = [match[2].replace("\\|", "|") for match in ROWS_OF_MESSAGES.finditer(page)]
     assert len(messages) > 40
@@ -165,7 +165,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
 
 
 def test_names_in_running_text_exist() -> None:
-    """Files of the repository, modules of the tests and names of the package that a sentence mentions."""
+    """Check the repository files, test modules and package names that sentences mention."""
     wrong = []
     for page in PAGES:
         text = page.read_text()

@@ -1,4 +1,4 @@
-"""The generated references hold everything that the code knows, and the hand-written tables too."""
+"""The references, generated and hand-written, contain everything that the code has."""
 
 import importlib
 import re
@@ -30,7 +30,7 @@ def page(name: str) -> str:
 
 
 def keys(kind: Literal["run", "plan", "corpus"]) -> list[str]:
-    """Return every key that a file may have and that its page describes itself."""
+    """Return every key of a file that its own page describes."""
     names = (".".join(key) for key in keys_of(described_schema(kind)))
     return [name for name in names if not (kind == "run" and name.startswith("plan."))]
 
@@ -42,7 +42,7 @@ def of_sources(schema: Schema) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_key_is_on_its_page_with_type_default_and_meaning(kind: Literal["run", "plan", "corpus"]) -> None:
+def test_every_key_is_on_its_page_with_type_default_and_description(kind: Literal["run", "plan", "corpus"]) -> None:
     text = configuration.page(kind)
     expected = keys(kind) + (of_sources(described_schema("run")) if kind == "run" else [])
     anchors = re.findall(r"\{ #([\w.-]+) ", text)
@@ -66,7 +66,7 @@ def test_every_allowed_value_is_on_the_page(kind: Literal["run", "plan", "corpus
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_says_its_unit(kind: Literal["run", "plan", "corpus"]) -> None:
+def test_number_has_a_unit(kind: Literal["run", "plan", "corpus"]) -> None:
     schema = described_schema(kind)
     for key in keys(kind):
         part: Any = subschema(schema, tuple(key.split(".")))
@@ -75,7 +75,7 @@ def test_a_number_says_its_unit(kind: Literal["run", "plan", "corpus"]) -> None:
             assert UNITS.search(part["description"]), f"{key}: {part['description']}"
 
 
-def test_every_command_is_described_with_all_it_takes() -> None:
+def test_every_command_is_described_with_its_arguments_and_options() -> None:
     text = commands.page()
     found = list(commands.all_commands())
     assert {"meshtrain train", "meshtrain checkpoint verify", "meshtrain tokenizer train"} <= {
@@ -106,19 +106,19 @@ def test_every_shipped_plan_has_a_row() -> None:
     assert shipped <= set(re.findall(r"^\| `([\w-]+)` \|", page("guides/plan.md"), flags=re.MULTILINE))
 
 
-def test_the_keys_that_a_resumed_run_may_change_are_listed() -> None:
+def test_keys_that_a_resumed_run_may_change_are_listed() -> None:
     sentence = re.search(r"other values of these keys:\n\n(.*?)\.\n\n", page("guides/checkpoints.md"), flags=re.DOTALL)
     assert sentence is not None
     assert sorted(re.findall(r"`([\w.]+)`", sentence[1])) == sorted(FREE)
 
 
-def test_every_kind_of_error_is_in_the_api_reference() -> None:
+def test_every_error_class_is_in_the_api_reference() -> None:
     errors = importlib.import_module("meshtrain.errors")
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
     assert kinds - {"MeshtrainError", "MissingAttribute"} <= set(re.findall(r"\w+", page("reference/api.md")))
 
 
-def test_the_coverage_page_has_every_row_of_the_table() -> None:
+def test_coverage_page_has_every_row_of_the_table() -> None:
     table = (ROOT / "parallel_plans" / "coverage.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     html = coverage.page(table)
@@ -128,7 +128,7 @@ def test_the_coverage_page_has_every_row_of_the_table() -> None:
         coverage.rows_of("| a | b |\n|---|---|\n| c |\n")
 
 
-def test_the_pages_give_the_numbers_of_the_coverage_table() -> None:
+def test_pages_show_the_numbers_of_the_coverage_table() -> None:
     table = (ROOT / "parallel_plans" / "coverage.md").read_text()
     (pipeline, total), (tensor, _) = re.findall(r"proven are (\d+) of (\d+) model types", table)
     readme = " ".join((ROOT / "README.md").read_text().split())
@@ -138,12 +138,12 @@ def test_the_pages_give_the_numbers_of_the_coverage_table() -> None:
     assert re.search(rf"Of {total} types \(\d+ classes\), {pipeline} are proven .* Under tp 2, {tensor} are", verify)
 
 
-def test_a_place_that_nothing_generates_is_refused() -> None:
+def test_unknown_generated_section_is_refused() -> None:
     with pytest.raises(PluginError, match="nothing generates 'nothing'"):
         mkdocs_hooks.on_page_markdown("<!-- generated: nothing -->")
 
 
-def test_what_a_page_loads_from_another_host_is_found() -> None:
+def test_resources_from_other_hosts_are_found() -> None:
     html = '<script src="https://a.example/x.js"></script><a href="https://b.example">b</a><img src="x.svg">'
     assert mkdocs_hooks.foreign_resources(html) == ["https://a.example/x.js"]
     assert mkdocs_hooks.foreign_resources('<link rel="stylesheet" href="//c.example/x.css">') == ["//c.example/x.css"]
@@ -155,5 +155,5 @@ def test_what_a_page_loads_from_another_host_is_found() -> None:
     ]
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180

@@ -1,4 +1,4 @@
-"""Text from an exported model and from a checkpoint."""
+"""Generate text from an exported model and from a checkpoint."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run directory with a checkpoint of the same weights."""
+    """Return a run directory with a checkpoint of the weights in `folder`."""
     path = tmp_path_factory.mktemp("run")
     convert(folder, path / "checkpoints")
     return path
@@ -56,7 +56,7 @@ def generate(
     return text
 
 
-def test_without_temperature_the_likeliest_token_is_taken(folder: Path) -> None:
+def test_zero_temperature_takes_the_most_likely_token(folder: Path) -> None:
     model = GPT2LMHeadModel.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
@@ -67,14 +67,14 @@ def test_without_temperature_the_likeliest_token_is_taken(folder: Path) -> None:
     assert generate(folder).startswith(PROMPT)
 
 
-def test_draws_follow_the_seed_and_leave_the_caller_alone(folder: Path) -> None:
+def test_samples_depend_on_the_seed_and_leave_the_global_generator_unchanged(folder: Path) -> None:
     state = torch.random.get_rng_state()
     assert generate(folder, temperature=1.0, seed=3) == generate(folder, temperature=1.0, seed=3)
     assert generate(folder, temperature=1.0, seed=3) != generate(folder, temperature=1.0, seed=4)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_an_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
+def test_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="the prompt is empty; give the words"):
         generate(folder, "")
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_an_empty_or_too_long_prompt_is_refused(folder: Path) -> None:
         generate(folder, "x" * 30)
 
 
-def test_half_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_without_weights_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(ModelError, match=f"{tmp_path} holds no whole model with its tokenizer: .*; export it again"):
         generate(tmp_path)
@@ -96,7 +96,7 @@ def test_half_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
         generate(tmp_path)
 
 
-def test_a_folder_with_broken_or_missing_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_with_broken_or_missing_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
@@ -111,7 +111,7 @@ def test_a_folder_with_broken_or_missing_weights_is_refused(folder: Path, tmp_pa
     assert str(refused.value).startswith(f"{tmp_path} lacks weights of the model (1): {lost}; use a folder that has ")
 
 
-def test_what_holds_no_model_is_said(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=rf"^{tmp_path} holds neither a Hugging Face model \(no config.json\) nor a checkpoint \(.*\)$"
     ):
@@ -133,7 +133,7 @@ def generate_here(source: Path, decoding: Decoding, overrides: list[str]) -> lis
 
 
 @pytest.mark.parametrize(("world_size", "overrides"), SEVERAL, ids=str)
-def test_any_mesh_writes_what_one_process_writes(
+def test_any_mesh_generates_the_text_of_one_process(
     folder: Path, run: Path, world_size: int, overrides: list[str]
 ) -> None:
     expected = generate_texts(str(folder), PROMPTS, DRAWN)
@@ -142,7 +142,7 @@ def test_any_mesh_writes_what_one_process_writes(
     assert run_on_ranks(world_size, generate_here, source, DRAWN, overrides, joins=False) == [expected] * world_size
 
 
-def test_a_checkpoint_writes_what_its_export_writes(folder: Path, run: Path) -> None:
+def test_checkpoint_generates_the_text_of_its_export(folder: Path, run: Path) -> None:
     for decoding in (DRAWN, Decoding(10, num_beams=3), Decoding(10, temperature=0.0)):
         expected = generate_texts(str(folder), PROMPTS, decoding)
         for source in (run, run / "checkpoints" / "step-0"):
@@ -150,7 +150,7 @@ def test_a_checkpoint_writes_what_its_export_writes(folder: Path, run: Path) -> 
     assert expected == [generate(folder, prompt, tokens=10) for prompt in PROMPTS]
 
 
-def test_processes_without_a_plan_are_refused(run: Path) -> None:
+def test_several_processes_without_a_plan_are_refused(run: Path) -> None:
     with pytest.raises(RankError) as failed:
         run_on_ranks(2, generate_here, run, DRAWN, [], joins=False)
     assert isinstance(failed.value.original, ConfigError)
@@ -160,7 +160,7 @@ def test_processes_without_a_plan_are_refused(run: Path) -> None:
     )
 
 
-def test_choices_that_contradict_each_other_are_refused(folder: Path) -> None:
+def test_contradicting_options_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"^--num-beams 3 follows the likeliest texts, and --temperature 0.5 draws; "):
         generate(folder, temperature=0.5, num_beams=3)
     for how in ({"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "num_beams": 2, "temperature": None}):
@@ -168,7 +168,7 @@ def test_choices_that_contradict_each_other_are_refused(folder: Path) -> None:
             generate(folder, **how)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "step-0"
     shutil.copytree(run / "checkpoints" / "step-0", bare)
     for file in (bare / "huggingface").glob("tokenizer*"):
@@ -177,7 +177,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(run: Path, tmp_path: Path) 
         generate(bare)
 
 
-def test_the_command_prints_every_text(
+def test_command_prints_every_text(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--max-new-tokens", "10", "--num-beams", "3"]

@@ -1,4 +1,4 @@
-"""Token for token, a mesh writes what the stock model writes in one process."""
+"""A mesh generates the same tokens as the stock model in one process."""
 
 import functools
 import math
@@ -17,11 +17,11 @@ from tests.inference.texts import (
     MODES,
     NEW_TOKENS,
     PROMPT,
-    Place,
+    MeshModel,
     Text,
     build,
+    cases,
     mesh_texts,
-    places,
     prompts,
     stock_model,
     stock_texts,
@@ -34,18 +34,18 @@ CACHED = [PROMPT] + [1] * (NEW_TOKENS - 1)
 
 @functools.cache
 def stock() -> dict[tuple[str, str], Text]:
-    """Let the stock models write once per session."""
+    """Generate with the stock models, once per session."""
     return run_on_ranks(1, stock_texts, list(FAMILIES))[0]
 
 
-def prove(*wanted: Place, modes: tuple[str, ...] = tuple(MODES)) -> None:
+def prove(*wanted: MeshModel, modes: tuple[str, ...] = tuple(MODES)) -> None:
     for answers in run_on_ranks(math.prod(wanted[0].mesh), mesh_texts, list(wanted), modes):
-        for place, texts in zip(wanted, answers, strict=True):
-            assert texts == {mode: stock()[place.family, mode] for mode in modes}, place
+        for case, texts in zip(wanted, answers, strict=True):
+            assert texts == {mode: stock()[case.family, mode] for mode in modes}, case
 
 
-def test_the_stock_texts_can_tell_models_apart() -> None:
-    """Many tokens, other ones in every mode, sequences that end early; and with a cache one position per token."""
+def test_stock_texts_differ_enough_to_reveal_errors() -> None:
+    """Check that texts have many tokens, differ by mode, end early, and use the cache."""
     for family in FAMILIES:
         texts = {mode: stock()[family, mode] for mode in MODES}
         new = {mode: [row[PROMPT:] for row in text.tokens] for mode, text in texts.items()}
@@ -56,36 +56,36 @@ def test_the_stock_texts_can_tell_models_apart() -> None:
     assert any(row[-1] == 0 for text in stock().values() for row in text.tokens)
 
 
-def test_tensor_parallel_models_write_as_the_stock_model() -> None:
-    prove(*places((1, 1, 1, 2)))
+def test_tensor_parallel_models_generate_the_stock_text() -> None:
+    prove(*cases((1, 1, 1, 2)))
 
 
-def test_pipelines_write_as_the_stock_model() -> None:
-    prove(*places((2, 1, 1, 1)))
+def test_pipelines_generate_the_stock_text() -> None:
+    prove(*cases((2, 1, 1, 1)))
 
 
-def test_pipelines_of_tensor_parallel_stages_write_as_the_stock_model() -> None:
-    prove(*places((2, 1, 1, 2), ("gpt2", "llama", "qwen3", "mixtral", "gemma2")), modes=("greedy", "sampling", "beams"))
+def test_pipelines_of_tensor_parallel_stages_generate_the_stock_text() -> None:
+    prove(*cases((2, 1, 1, 2), ("gpt2", "llama", "qwen3", "mixtral", "gemma2")), modes=("greedy", "sampling", "beams"))
 
 
-def test_several_stages_per_process_have_a_cache_each() -> None:
+def test_several_stages_per_process_generate_the_stock_text() -> None:
     in_v = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
     in_rounds = {"schedule": "Interleaved1F1B", "stages_per_rank": 2}
     in_both = (
-        *places((2, 1, 1, 1), ("llama", "gemma2"), pipeline=in_v),
-        *places((2, 1, 1, 1), ("gpt2",), pipeline=in_rounds),
+        *cases((2, 1, 1, 1), ("llama", "gemma2"), pipeline=in_v),
+        *cases((2, 1, 1, 1), ("gpt2",), pipeline=in_rounds),
     )
     prove(*in_both, modes=("greedy", "beams"))
 
 
-def test_sequence_parallel_models_write_as_the_stock_model() -> None:
+def test_sequence_parallel_models_generate_the_stock_text() -> None:
     is_split = {"sequence_parallel": True}
-    prove(*places((1, 1, 1, 2), ("gpt2", "mixtral"), tensor=is_split), modes=("greedy", "no cache"))
-    prove(*places((2, 1, 1, 2), ("llama", "mixtral"), tensor=is_split), modes=("beams",))
+    prove(*cases((1, 1, 1, 2), ("gpt2", "mixtral"), tensor=is_split), modes=("greedy", "no cache"))
+    prove(*cases((2, 1, 1, 2), ("llama", "mixtral"), tensor=is_split), modes=("beams",))
 
 
-def train_on_seven_tokens(place: Place) -> tuple[str, tuple[int, ...]]:
-    model = build(place).stages[0].model
+def train_on_seven_tokens(case: MeshModel) -> tuple[str, tuple[int, ...]]:
+    model = build(case).stages[0].model
     ids = torch.full((1, 7), 5)
     with Float64(), pytest.raises(DataError) as refused:
         model(input_ids=ids)
@@ -93,34 +93,38 @@ def train_on_seven_tokens(place: Place) -> tuple[str, tuple[int, ...]]:
         return str(refused.value), tuple(model(input_ids=ids).logits.shape)
 
 
-def test_a_length_that_tp_does_not_divide_is_refused_with_gradients_only() -> None:
-    place = Place("llama", (1, 1, 1, 2), tensor={"sequence_parallel": True})
+def test_length_that_tp_does_not_divide_is_refused_with_gradients_only() -> None:
+    case = MeshModel("llama", (1, 1, 1, 2), tensor={"sequence_parallel": True})
     expected = (
         "tensor.sequence_parallel splits the sequence over tp = 2, which does not divide its 7 tokens; pad the batch "
         "(pad_to_multiple_of = 2 of a tokenizer), or set tensor.sequence_parallel = false"
     )
-    assert run_on_ranks(2, train_on_seven_tokens, place) == [(expected, (1, 7, 61))] * 2
+    assert run_on_ranks(2, train_on_seven_tokens, case) == [(expected, (1, 7, 61))] * 2
 
 
-def test_sharded_models_write_as_the_stock_model() -> None:
-    prove(*places((1, 1, 2, 1), ("gpt2", "mixtral", "gemma2")), modes=("sampling", "beams"))
-    prove(*places((2, 1, 2, 1), ("gemma2",)), modes=("beams",))
+def test_sharded_models_generate_the_stock_text() -> None:
+    prove(*cases((1, 1, 2, 1), ("gpt2", "mixtral", "gemma2")), modes=("sampling", "beams"))
+    prove(*cases((2, 1, 2, 1), ("gemma2",)), modes=("beams",))
 
 
-def test_compiled_layers_write_as_the_stock_model() -> None:
-    prove(Place("llama", (1, 1, 1, 2), compiled=True), Place("gpt2", (2, 1, 1, 1), compiled=True), modes=("greedy",))
+def test_compiled_layers_generate_the_stock_text() -> None:
+    prove(
+        MeshModel("llama", (1, 1, 1, 2), compiled=True),
+        MeshModel("gpt2", (2, 1, 1, 1), compiled=True),
+        modes=("greedy",),
+    )
 
 
 PLAIN: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
 
 
-def write_apart(place: Place) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """Let two data ranks write from prompts of their own, of which the second ends early; then change the weights.
+def generate_on_data_ranks(case: MeshModel) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Generate on two data ranks from different prompts, one of which ends early; change weights.
 
     Returns:
-        What the mesh and what the stock model writes, before and after.
+        The texts of the mesh and of the stock model, before and after the change.
     """
-    pipeline, stock, rank = build(place), stock_model(place.family), dist.get_rank()
+    pipeline, stock, rank = build(case), stock_model(case.family), dist.get_rank()
     given = {name: value[: 2 - rank] for name, value in prompts(seed=rank).items()}
     pairs = []
     with Float64():
@@ -134,8 +138,8 @@ def write_apart(place: Place) -> list[tuple[list[list[int]], list[list[int]]]]:
     return pairs
 
 
-def test_data_ranks_write_from_prompts_of_their_own_and_keep_no_stale_weights() -> None:
-    first, second = run_on_ranks(2, write_apart, Place("llama", (1, 1, 2, 1)))
+def test_data_ranks_generate_from_their_own_prompts_with_current_weights() -> None:
+    first, second = run_on_ranks(2, generate_on_data_ranks, MeshModel("llama", (1, 1, 2, 1)))
     for found, expected in (*first, *second):
         assert found == expected
     assert len(first[0][0][0]) == PROMPT + NEW_TOKENS
@@ -143,8 +147,8 @@ def test_data_ranks_write_from_prompts_of_their_own_and_keep_no_stale_weights() 
     assert first[0] != first[1]
 
 
-def write_with_options(generate: Callable[..., Any]) -> list[Any]:
-    """Write with caches of other kinds, go on with one that is full, and look at the logits."""
+def generate_with_options(generate: Callable[..., Any]) -> list[Any]:
+    """Generate with other kinds of caches, continue from a full one, and return the logits."""
     given = prompts()
     written = [generate(**given, **PLAIN, **options) for options in CACHES]
     for cache in (DynamicCache(config=FAMILIES["gemma2"].hf_config()), DynamicCache()):
@@ -158,61 +162,61 @@ def write_with_options(generate: Callable[..., Any]) -> list[Any]:
 CACHES: tuple[dict[str, Any], ...] = ({"cache_implementation": "static"}, {"prefill_chunk_size": 4})
 
 
-def compare_options(place: Place) -> float:
+def compare_options(case: MeshModel) -> float:
     """Return the error of the logits, if all tokens are equal."""
     with Float64():
-        *found, logits = write_with_options(functools.partial(generate_on_mesh, build(place)))
-        *expected, wanted = write_with_options(stock_model(place.family).generate)
+        *found, logits = generate_with_options(functools.partial(generate_on_mesh, build(case)))
+        *expected, wanted = generate_with_options(stock_model(case.family).generate)
     assert found == expected
     assert len(found[-1][0]) == PROMPT + 2 * NEW_TOKENS
     return (logits - wanted).abs().max().item() / wanted.abs().max().item()
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
-def test_what_else_generate_takes_works_too(mesh: tuple[int, int, int, int]) -> None:
+def test_other_options_of_generate_match_the_stock_model(mesh: tuple[int, int, int, int]) -> None:
     in_v = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2} if mesh[0] > 1 else {}
-    errors = run_on_ranks(2, compare_options, Place("gemma2", mesh, pipeline=in_v))
+    errors = run_on_ranks(2, compare_options, MeshModel("gemma2", mesh, pipeline=in_v))
     assert max(errors) <= 1e-12
 
 
-Question = tuple[Place, list[dict[str, Any]]]
+Question = tuple[MeshModel, list[dict[str, Any]]]
 """A model, and what each rank asks of it in its own way."""
 
 
 def ask(questions: list[Question]) -> list[str]:
-    """Ask for texts that cannot be given, and return what is said."""
+    """Generate with unsupported arguments, and return the messages."""
     return [_ask(*question) for question in questions]
 
 
-def _ask(place: Place, own: list[dict[str, Any]]) -> str:
-    pipeline = build(place)
+def _ask(case: MeshModel, own: list[dict[str, Any]]) -> str:
+    pipeline = build(case)
     options = {**prompts(), **PLAIN, **own[dist.get_rank() % len(own)]}
     with Float64(), pytest.raises((ModelError, UserError)) as refused:
         generate_on_mesh(pipeline, **options)
     return str(refused.value)
 
 
-def test_processes_of_one_model_must_be_given_the_same() -> None:
+def test_different_arguments_on_ranks_of_one_model_are_refused() -> None:
     other = prompts()["inputs"].roll(1)
     mine = {"inputs": other, "num_beams": 2, "streamer": object()}
-    for (said,) in run_on_ranks(2, ask, [(Place("llama", (1, 1, 1, 2)), [{}, mine])]):
+    for (said,) in run_on_ranks(2, ask, [(MeshModel("llama", (1, 1, 1, 2)), [{}, mine])]):
         assert said == (
             "generate: rank 0 and rank 1 hold one model together, but were given different inputs, num_beams; give all "
             "of them the same"
         )
-    said = run_on_ranks(4, ask, [(Place("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
+    said = run_on_ranks(4, ask, [(MeshModel("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
     assert "rank 0 and rank 3 hold one model together, but were given different max_new_tokens" in said[2][0]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
-def test_clocks_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, int, int]) -> None:
-    place = Place("llama", mesh)
+def test_max_time_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, int, int]) -> None:
+    case = MeshModel("llama", mesh)
     nothing, other = torch.zeros(2, 0, dtype=torch.int64), torch.full((2, 1), 61)
     timed = [{"max_time": 1.0}], [{"generation_config": GenerationConfig(max_time=1.0)}]
     questions = [
-        *((place, own) for own in timed),
-        (place, [{"inputs": nothing}]),
-        (place, [{"inputs": other}]),
+        *((case, own) for own in timed),
+        (case, [{"inputs": nothing}]),
+        (case, [{"inputs": other}]),
     ]
     for *clocks, empty, unknown in run_on_ranks(2, ask, questions):
         assert clocks == [
@@ -226,13 +230,13 @@ def test_clocks_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, int
         assert empty == "generate: the prompts (2, 0) have no tokens; begin with the one of bos_token_id"
 
 
-def test_a_pipeline_says_what_it_cannot_give() -> None:
+def test_outputs_and_caches_that_a_pipeline_lacks_are_refused() -> None:
     mesh = (2, 1, 1, 1)
     whole = [
-        (Place("llama", mesh), [{name: True, "return_dict_in_generate": True}])
+        (MeshModel("llama", mesh), [{name: True, "return_dict_in_generate": True}])
         for name in ("output_attentions", "output_hidden_states")
     ]
-    answers = run_on_ranks(2, ask, [*whole, (Place("mamba", mesh), [{}]), (Place("lfm2", mesh), [{}])])
+    answers = run_on_ranks(2, ask, [*whole, (MeshModel("mamba", mesh), [{}]), (MeshModel("lfm2", mesh), [{}])])
     assert answers[0] == answers[1]
     attentions, hidden, mamba, lfm2 = answers[0]
     said = "cannot be had from a pipeline, of which every process holds a part; leave it out, or use a mesh with pp = 1"
@@ -242,8 +246,8 @@ def test_a_pipeline_says_what_it_cannot_give() -> None:
     assert lfm2.endswith("can lie on several stages; pass use_cache=False, or use a mesh with pp = 1")
 
 
-def test_what_is_no_key_and_no_value_can_be_computed_anew() -> None:
+def test_models_with_other_caches_generate_without_a_cache() -> None:
     others = ["mamba", "lfm2"]
     stock = run_on_ranks(1, stock_texts, others, ["no cache"])[0]
-    for answers in run_on_ranks(2, mesh_texts, places((2, 1, 1, 1), others), ["no cache"]):
+    for answers in run_on_ranks(2, mesh_texts, cases((2, 1, 1, 1), others), ["no cache"]):
         assert [texts["no cache"] for texts in answers] == [*stock.values()]

@@ -1,4 +1,4 @@
-"""Text from tiny models, by the stock model and from a mesh: what the tests of generation share."""
+"""Texts of tiny models, by the stock model and from a mesh, for the tests of generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,13 +34,13 @@ FAMILIES = {
     "llama": Family("llama", DEEP),
     "qwen3": Family("qwen3", DEEP),
     "mixtral": Family("mixtral", DEEP | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    # Shorter than the prompt, so that the window is full from the first token on.
+    # The window is shorter than the prompt, so it is full from the first token on.
     "gemma2": Family("gemma2", DEEP | {"sliding_window": 4, "query_pre_attn_scalar": 8}),
     "opt": Family("opt", DEEP),
     "gpt_neox": Family("gpt_neox", DEEP),
 }
 
-# What these keep is not all keys and values.
+# The caches of these models hold more than keys and values.
 OTHERS = {
     "mamba": Family("mamba", DEEP | {"state_size": 4}),
     "lfm2": Family("lfm2", DEEP | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
@@ -49,14 +49,14 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Text:
-    """What came out, and how many positions each forward pass of the first layer saw."""
+    """The generated tokens, and the number of positions in each forward pass of the first layer."""
 
     tokens: list[list[int]]
     widths: list[int]
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshModel:
     """A model on a mesh."""
 
     family: str
@@ -68,7 +68,7 @@ class Place:
 
 
 def stock_model(family: str) -> PreTrainedModel:
-    """Build a model whose text is more than a few tokens over and over."""
+    """Build a model whose text is more than a few repeated tokens."""
     model = AutoModelForCausalLM.from_config(
         (FAMILIES | OTHERS)[family].hf_config(), dtype=torch.float64, attn_implementation="eager"
     )
@@ -80,7 +80,7 @@ def stock_model(family: str) -> PreTrainedModel:
             elif parameter.dim() == 1:
                 parameter.normal_(1.0, 0.3, generator=stream)
             else:
-                # Small next to what the layers add, or the last token would be the likeliest of all.
+                # With larger embeddings, the last token would always be the most likely.
                 is_end = parameter.shape[0] == VOCABULARY
                 parameter.normal_(0.0, 0.1 if is_end else 1.0, generator=stream)
     return model.eval()
@@ -96,7 +96,7 @@ def prompts(seed: int = 5) -> dict[str, Tensor]:
 
 
 def stock_texts(families: list[str], modes: Sequence[str] = tuple(MODES)) -> dict[tuple[str, str], Text]:
-    """Let the stock models write, one after the other."""
+    """Generate with the stock models, one after the other."""
     texts = {}
     for family in families:
         model = stock_model(family)
@@ -110,29 +110,29 @@ def stock_texts(families: list[str], modes: Sequence[str] = tuple(MODES)) -> dic
     return texts
 
 
-def build(place: Place) -> Pipeline:
-    """Put a model on a mesh, with the values of the stock model."""
-    pp, dp_replicate, dp_shard, tp = place.mesh
+def build(case: MeshModel) -> Pipeline:
+    """Build a model on a mesh with the values of the stock model."""
+    pp, dp_replicate, dp_shard, tp = case.mesh
     plan = ParallelPlan(
         mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
-        pipeline=PipelinePlan(**place.pipeline),
-        tensor=TensorPlan(**{"loss_parallel": pp > 1} | place.tensor),
+        pipeline=PipelinePlan(**case.pipeline),
+        tensor=TensorPlan(**{"loss_parallel": pp > 1} | case.tensor),
         precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
-        compile=CompilePlan(enabled=place.compiled, backend="aot_eager"),
+        compile=CompilePlan(enabled=case.compiled, backend="aot_eager"),
     )
-    model = build_model((FAMILIES | OTHERS)[place.family].hf_config(), dtype=torch.float64, attention="eager")
+    model = build_model((FAMILIES | OTHERS)[case.family].hf_config(), dtype=torch.float64, attention="eager")
     plan = resolve_plan(plan, model, BatchShape(8 * dp_replicate * dp_shard, 1, 12), pp * dp_replicate * dp_shard * tp)
     pipeline = parallelize(
         model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
-    stock = stock_model(place.family)
+    stock = stock_model(case.family)
     fill(pipeline, {name: value.detach() for name, value in stock.named_parameters(remove_duplicate=False)})
     copy_buffers(stock, pipeline)
     return pipeline
 
 
 def watch(model: PreTrainedModel) -> list[int]:
-    """Note how many positions the first layer sees."""
+    """Record the number of positions in each pass of the first layer."""
     widths: list[int] = []
 
     def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -142,11 +142,11 @@ def watch(model: PreTrainedModel) -> list[int]:
     return widths
 
 
-def mesh_texts(places: list[Place], modes: Sequence[str]) -> list[dict[str, Text]]:
-    """Let models write on this mesh, one after the other."""
+def mesh_texts(cases: list[MeshModel], modes: Sequence[str]) -> list[dict[str, Text]]:
+    """Generate with models on this mesh, one after the other."""
     answers = []
-    for place in places:
-        pipeline = build(place)
+    for case in cases:
+        pipeline = build(case)
         widths = watch(pipeline.stages[0].model)
         texts = {}
         for mode in modes:
@@ -162,6 +162,6 @@ def mesh_texts(places: list[Place], modes: Sequence[str]) -> list[dict[str, Text
     return answers
 
 
-def places(mesh: tuple[int, int, int, int], families: Sequence[str] = tuple(FAMILIES), **what: Any) -> list[Place]:
-    """Put several families on one mesh."""
-    return [replace(Place(family, mesh), **what) for family in families]
+def cases(mesh: tuple[int, int, int, int], families: Sequence[str] = tuple(FAMILIES), **what: Any) -> list[MeshModel]:
+    """Return a case for each family on one mesh."""
+    return [replace(MeshModel(family, mesh), **what) for family in families]

@@ -1,4 +1,4 @@
-"""Models on meta, and what is said when there is none to build."""
+"""Models on meta, and the messages if a model cannot be built."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(**model: Any) -> tuple[str, ...]:
-    """Return what is said while the model is loaded and built."""
+    """Return the messages when the model is loaded and built."""
     with pytest.raises(ModelError) as caught:
         build_model(load_hf_config(ModelConfig(**model)), dtype=torch.float32)
     for problem in caught.value.lines:
@@ -36,7 +36,7 @@ def write_config(directory: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_a_new_model_lies_on_meta_in_training_mode(dtype: torch.dtype) -> None:
+def test_new_model_is_on_meta_in_training_mode(dtype: torch.dtype) -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
     model = build_model(config, dtype=dtype)
     assert all(parameter.is_meta and parameter.dtype == dtype for parameter in model.parameters())
@@ -45,7 +45,7 @@ def test_a_new_model_lies_on_meta_in_training_mode(dtype: torch.dtype) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_the_attention_implementation_is_the_one_asked_for() -> None:
+def test_attention_implementation_is_the_requested_one() -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
     assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
     assert build_model(config, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
@@ -54,16 +54,16 @@ def test_the_attention_implementation_is_the_one_asked_for() -> None:
     assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
 
 
-def test_a_directory_and_values_that_differ(tmp_path: Path) -> None:
+def test_config_values_override_those_of_a_directory(tmp_path: Path) -> None:
     file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS, "dtype": "bfloat16"}))
-    # One of the stock names, and one that transformers knows for every model.
+    # One of the stock names, and one that transformers accepts for every model.
     config = load_hf_config(ModelConfig(path=file, config={"n_layer": 3, "hidden_size": 64}))
     assert (config.n_layer, config.n_embd, config.n_head) == (3, 64, 4)
     model = build_model(config, dtype=torch.float32)
     assert model.transformer.wte.weight.dtype == torch.float32, "a bfloat16 file trains with float32 parameters"
 
 
-def test_a_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+def test_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config=TINY), end_id=63)
     assert (config.bos_token_id, config.eos_token_id) == (63, 63)
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, "eos_token_id": 7}), end_id=63)
@@ -74,12 +74,12 @@ def test_a_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], rec
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_the_end_token_of_a_model_that_is_there_stays(tmp_path: Path) -> None:
+def test_end_token_of_an_existing_model_is_kept(tmp_path: Path) -> None:
     file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
     assert load_hf_config(ModelConfig(path=file), end_id=63).eos_token_id == 2
 
 
-def test_unknown_type() -> None:
+def test_unknown_type_is_refused() -> None:
     assert problems(type="gpt3") == ("model.type = 'gpt3': transformers has no such model type; did you mean 'gptj'?",)
     assert problems(type="lama") == ("model.type = 'lama': transformers has no such model type; did you mean 'llama'?",)
     assert problems(type="zzzzzz") == (
@@ -87,7 +87,7 @@ def test_unknown_type() -> None:
     )
 
 
-def test_a_type_without_a_causal_language_model() -> None:
+def test_type_without_a_causal_language_model_is_refused() -> None:
     assert problems(type="vit") == ("model type 'vit' has no causal language model in transformers; use one that has",)
 
 
@@ -99,8 +99,8 @@ def test_unknown_values_are_all_named() -> None:
     )
 
 
-def test_a_value_that_is_used_but_not_declared(tmp_path: Path) -> None:
-    """GLM-4.5 is published with these three. Its configuration class declares none of them."""
+def test_undeclared_value_that_the_model_uses_is_accepted(tmp_path: Path) -> None:
+    """Values that published GLM-4.5 configurations have and their class does not declare."""
     values = {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 10000, **IDS}
     config = load_hf_config(ModelConfig(type="glm4_moe", config={**values, "partial_rotary_factor": 0.25}))
     rope = config.rope_parameters
@@ -117,7 +117,7 @@ def test_a_value_that_is_used_but_not_declared(tmp_path: Path) -> None:
     assert problems(path=file, config={"rope_theta": 5.0}) == ("model.config.rope_theta: glm4_moe has no such value",)
 
 
-def test_unknown_value_beside_a_directory(tmp_path: Path) -> None:
+def test_unknown_value_for_a_directory_is_refused(tmp_path: Path) -> None:
     file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
     assert problems(path=file, config={"n_layr": 3}) == (
         "model.config.n_layr: gpt2 has no such value; did you mean 'n_layer'?",
@@ -125,7 +125,7 @@ def test_unknown_value_beside_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", ["type", "directory"])
-def test_a_value_of_another_type(tmp_path: Path, beside: str) -> None:
+def test_value_of_a_wrong_type_is_refused(tmp_path: Path, beside: str) -> None:
     file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
     origin = {"type": "gpt2"} if beside == "type" else {"path": file}
     assert problems(**origin, config={"n_layer": "two"}) == (
@@ -133,7 +133,7 @@ def test_a_value_of_another_type(tmp_path: Path, beside: str) -> None:
     )
 
 
-def test_values_that_contradict_each_other() -> None:
+def test_contradicting_values_are_refused() -> None:
     assert problems(type="llama", config={"hidden_size": 32, "num_attention_heads": 3}) == (
         "model.config: transformers refuses it for 'llama': The hidden size (32) is not a multiple of the number of "
         "attention heads (3).",
@@ -145,13 +145,13 @@ def test_values_that_contradict_each_other() -> None:
     )
 
 
-def test_an_attention_that_the_model_does_not_have() -> None:
+def test_unsupported_attention_is_refused() -> None:
     assert problems(type="bloom") == (
         "attention = 'sdpa': transformers has none for 'bloom'; take 'eager' (model.attention in a run file)",
     )
 
 
-def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+def test_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert problems(path=str(tmp_path)) == (
         f"model.path = '{tmp_path}': the directory holds no config.json; give a Hugging Face model, or a "
         "checkpoint (a step-N directory)",
@@ -167,7 +167,7 @@ def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
         ('{"model_type": "gpt2", "n_layer": "x"}', "Field 'n_layer' expected int, got str (value: 'x')"),
     ],
 )
-def test_a_directory_with_a_broken_configuration(tmp_path: Path, text: str, reason: str) -> None:
+def test_directory_with_a_broken_configuration_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (problem,) = problems(path=write_config(tmp_path, text))
     assert problem.startswith(f"model.path = '{tmp_path}': no Hugging Face model there: ")
     assert reason in problem
@@ -180,7 +180,7 @@ def test_a_directory_with_a_broken_configuration(tmp_path: Path, text: str, reas
         ("./no/such/directory", "there is no such directory, and a hub id looks like 'owner/name'"),
     ],
 )
-def test_what_is_neither_a_directory_nor_on_the_hub(path: str, reason: str) -> None:
+def test_path_that_is_neither_a_directory_nor_on_the_hub_is_refused(path: str, reason: str) -> None:
     (problem,) = problems(path=path)
     assert problem.startswith(f"model.path = {path!r}: no Hugging Face model there: ")
     with pytest.raises(ModelError, match=reason) as caught:
@@ -188,18 +188,18 @@ def test_what_is_neither_a_directory_nor_on_the_hub(path: str, reason: str) -> N
     assert str(caught.value).startswith(f"model.path = {path!r}: ")
 
 
-def test_a_class_that_transformers_itself_cannot_build() -> None:
+def test_class_that_transformers_cannot_build_is_refused() -> None:
     assert problems(type="dbrx") == (
         "transformers' own code fails to build a dbrx model: 'DbrxAttentionConfig' object has no attribute "
         "'rope_theta'",
     )
 
 
-def test_files_lie_in_a_directory(tmp_path: Path) -> None:
+def test_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path
 
 
-def test_an_encoder_that_sees_what_it_shall_predict_is_refused() -> None:
+def test_bidirectional_encoder_is_refused() -> None:
     model = ModelConfig(type="bert", config={"num_hidden_layers": 1})
     with pytest.raises(ModelError, match=r"is_decoder = false: a bert then sees the tokens .*; set it to true"):
         build_model(load_hf_config(model), dtype=torch.float32)

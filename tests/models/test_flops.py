@@ -12,11 +12,13 @@ from meshtrain.parallel.cut.probe import find_layers
 from tests.parity import LLAMA, MODELS
 
 SEQUENCE = 16
-# Of each: one layer of experts of the default size, and how many parameters a token meets in it. Width x width of
-# attention, then experts of three matrices: width x inner; then the router, one row for each expert.
+# Each type has one layer of experts of default size, and the number of parameters that process a
+# token: width x width of attention, experts of three matrices of width x inner, and the router with
+# one row for each expert.
 MIXTRAL = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096
 QWEN3_MOE = 2 * 2048 * 2048 + 2 * 2048 * 256 + 8 * 3 * 2048 * 768 + 128 * 2048
-# Queries by way of 1536, keys and values by way of 512 and 64 positions, 128 heads; eight experts and the shared one.
+# Queries go through 1536, keys and values through 512 and 64 positions, with 128 heads; there are
+# eight experts and a shared one.
 DEEPSEEK = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
 DEEPSEEK += (8 + 1) * 3 * 7168 * 2048 + 256 * 7168
 EXPERTS = {
@@ -31,7 +33,7 @@ def meta_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def counted(model: PreTrainedModel) -> int:
-    """Return what torch counts for one sequence, forward and backward, of the model whose gradients are all wanted."""
+    """Return torch's count for one sequence, forward and backward, if all gradients are needed."""
     ids = torch.zeros(1, SEQUENCE, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="meta")
@@ -40,13 +42,13 @@ def counted(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize("name", ["gpt2-tied", "llama-untied", "qwen3", "qwen2-grouped"])
-def test_all_layers_and_the_head_are_what_torch_counts(name: str) -> None:
+def test_flops_of_layers_and_head_equal_the_count_of_torch(name: str) -> None:
     model = meta_model(MODELS[name])
     config, layers = model.config, find_layers(model)[1]
     ours = sum(layer_flops_per_token(layer, config, SEQUENCE) for layer in layers)
     ours += flops_of_modules([model.get_output_embeddings()])
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or 8)
-    # torch counts the masked half of the scores too.
+    # torch also counts the masked half of the scores.
     masked = 6 * SEQUENCE * width * len(layers)
     assert counted(model) == SEQUENCE * (ours + masked)
 
@@ -58,7 +60,7 @@ def test_lookup_tables_norms_and_biases_do_not_count() -> None:
     assert matmul_parameters(model.model.norm) == 0
 
 
-def test_attention_grows_with_the_sequence_and_the_rest_does_not() -> None:
+def test_only_attention_grows_with_the_sequence() -> None:
     model = meta_model(MODELS["llama-untied"])
     layer = model.model.layers[0]
     short, long = (layer_flops_per_token(layer, model.config, length) for length in (128, 256))
@@ -66,37 +68,37 @@ def test_attention_grows_with_the_sequence_and_the_rest_does_not() -> None:
     assert short - 6 * 128 * 32 == 6 * matmul_parameters(layer)
 
 
-def test_a_model_without_attention_heads() -> None:
+def test_flops_without_attention_heads() -> None:
     model = meta_model(ModelConfig(type="mamba", config={"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}))
     layer = find_layers(model)[1][0]
     assert layer_flops_per_token(layer, model.config, 4096) == 6 * matmul_parameters(layer)
 
 
-def test_head_dim_of_its_own() -> None:
+def test_flops_with_a_separate_head_dim() -> None:
     model = meta_model(ModelConfig(type="mistral", config={**LLAMA, "head_dim": 16}))
     layer = model.model.layers[0]
     assert layer_flops_per_token(layer, model.config, 100) == 6 * matmul_parameters(layer) + 6 * 100 * 64
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)
-def test_a_token_meets_the_experts_it_is_sent_to(model_type: str) -> None:
+def test_token_counts_the_experts_that_process_it(model_type: str) -> None:
     config, expected = EXPERTS[model_type]
     (layer,) = find_layers(meta_model(ModelConfig(type=model_type, config=config)))[1]
     assert matmul_parameters(layer) == expected
 
 
-def test_a_router_that_asks_its_configuration() -> None:
+def test_number_of_chosen_experts_comes_from_the_configuration() -> None:
     sizes = {**LLAMA, "head_dim": 8, "num_hidden_layers": 1, "moe_intermediate_size": 16, "enable_moe_block": True}
 
-    def met(chosen: int) -> float:
+    def parameters_of(chosen: int) -> float:
         config = {**sizes, "num_experts": 8, "top_k_experts": chosen}
         (layer,) = find_layers(meta_model(ModelConfig(type="gemma4_text", config=config)))[1]
         return matmul_parameters(layer)
 
-    assert met(3) - met(1) == 2 * 3 * 32 * 16
+    assert parameters_of(3) - parameters_of(1) == 2 * 3 * 32 * 16
 
 
-def test_the_biases_of_experts_do_not_count() -> None:
+def test_biases_of_experts_do_not_count() -> None:
     config = {**LLAMA, "num_hidden_layers": 1, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
     (layer,) = find_layers(meta_model(ModelConfig(type="gpt_oss", config=config)))[1]
     assert matmul_parameters(layer.mlp) == 2 * 3 * 32 * 48 + 4 * 32

@@ -1,4 +1,4 @@
-"""Fused projections in parts: the same function, the same values, one mapping back to the stock names."""
+"""Fused projections in parts compute the same and map to the stock names."""
 
 import copy
 
@@ -62,7 +62,7 @@ def gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_unfused_model_computes_the_same() -> None:
+def test_unfused_model_computes_the_same() -> None:
     stock = stock_gpt2()
     ours = copy.deepcopy(stock)
     entries = unfuse(ours, C_ATTN)
@@ -76,7 +76,7 @@ def test_the_unfused_model_computes_the_same() -> None:
     assert found_gradients.keys() == expected_gradients.keys() - {entry.name for entry in entries}
 
 
-def test_entries_map_to_the_stock_names_in_the_order_of_the_model() -> None:
+def test_entries_map_to_the_stock_names_in_model_order() -> None:
     stock = stock_gpt2()
     ours = copy.deepcopy(stock)
     entries = unfuse(ours, C_ATTN)
@@ -88,7 +88,7 @@ def test_entries_map_to_the_stock_names_in_the_order_of_the_model() -> None:
     assert values.keys() == untouched | {part for entry in entries for part in entry.parts}
 
 
-def test_linear_projections_have_parts_along_their_rows() -> None:
+def test_linear_projections_are_split_by_rows() -> None:
     torch.manual_seed(0)
     stock = Phi3ForCausalLM(PHI3).double().eval()
     ours = copy.deepcopy(stock)
@@ -101,7 +101,7 @@ def test_linear_projections_have_parts_along_their_rows() -> None:
         assert torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=0, atol=1e-14)
 
 
-def test_parts_share_nothing() -> None:
+def test_parts_are_independent_modules() -> None:
     model = stock_gpt2()
     unfuse(model, C_ATTN)
     projection = model.transformer.h[0].attn.c_attn
@@ -118,14 +118,14 @@ def test_parts_share_nothing() -> None:
     assert all(isinstance(part, Conv1D) for part in projection.children())
 
 
-def test_on_meta_nothing_is_allocated() -> None:
+def test_unfusing_on_meta_allocates_no_memory() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2)
     unfuse(model, C_ATTN)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_messages() -> None:
+def test_wrong_fused_rules_are_refused() -> None:
     assert problems(stock_gpt2(), {"transformer.h.*.attn.c_atn": ["q", "k", "v"]}) == (
         "tensor.fused: 'transformer.h.*.attn.c_atn' matches no module of the model; the nearest is "
         "'transformer.h.*.attn.c_attn'",
@@ -138,7 +138,7 @@ def test_messages() -> None:
     )
 
 
-def test_unequal_parts_and_stacks_map_to_the_stock_tensors_and_back() -> None:
+def test_unequal_parts_and_stacks_are_split_and_joined() -> None:
     torch.manual_seed(0)
     stock = torch.randn(16, 3)
     unequal = FusedParameter("qkv", ("q", "k", "v"), 0, sizes=(8, 4, 4))
@@ -150,7 +150,7 @@ def test_unequal_parts_and_stacks_map_to_the_stock_tensors_and_back() -> None:
     assert torch.equal(stacked.join([stacked.split(experts)["gate_up"]]), experts)
 
 
-def test_shares_come_from_the_configuration() -> None:
+def test_shares_are_taken_from_the_configuration() -> None:
     torch.manual_seed(0)
     config = Phi3Config(**{**PHI3.to_dict(), "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 1})
     stock = Phi3ForCausalLM(config).double().eval()

@@ -1,4 +1,4 @@
-"""What is missing from, or too much in, files of another layout than the modules: in the names of the files."""
+"""Files in another layout than the modules: missing and surplus tensors have the files' names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ EXPERTS = "model.layers.0.block_sparse_moe.experts"
 
 
 def write(model: PreTrainedModel, folder: Path, change: Callable[[dict[str, Tensor]], None] | None = None) -> Path:
-    """Write a model as stock `save_pretrained` does, and change what the file holds."""
+    """Write a model like stock `save_pretrained`, and change the content of the file."""
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     if change is not None:
@@ -78,7 +78,7 @@ def test_experts_are_read_in_both_layouts(mixtral: MixtralForCausalLM, tmp_path:
     assert is_loaded(mixtral, tmp_path)
 
 
-def test_what_is_missing_or_too_much_has_the_names_of_the_files(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
+def test_missing_and_surplus_tensors_have_the_names_in_the_files(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{EXPERTS}.2.w1.weight"]
         tensors[f"{EXPERTS}.3.w2.weight"] = tensors[f"{EXPERTS}.1.w2.weight"].clone()
@@ -93,12 +93,12 @@ def test_what_is_missing_or_too_much_has_the_names_of_the_files(mixtral: Mixtral
     )
 
 
-def test_files_without_any_experts_lack_them_all(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
+def test_files_without_experts_lack_all_of_them(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".w2." in name]:
             del tensors[name]
 
-    # How many there must be, the stacked parameter says.
+    # The stacked parameter determines their number.
     assert refusal(mixtral, write(mixtral, tmp_path, change)) == (
         f"{tmp_path} lacks weights of the model (3): {EXPERTS}.0.w2.weight, {EXPERTS}.1.w2.weight, "
         f"{EXPERTS}.2.w2.weight",
@@ -114,7 +114,7 @@ def test_experts_of_unequal_shapes_are_refused(mixtral: MixtralForCausalLM, tmp_
     assert problem.endswith("shapes (1, 8, 6), (1, 8, 5)")
 
 
-def test_a_tensor_that_is_there_in_both_layouts_is_too_much(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
+def test_tensor_in_both_layouts_is_refused(mixtral: MixtralForCausalLM, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.0.mlp.experts.down_proj"] = torch.ones(3, 8, 6)
 
@@ -122,7 +122,7 @@ def test_a_tensor_that_is_there_in_both_layouts_is_too_much(mixtral: MixtralForC
     assert problem.startswith(f"{tmp_path} holds weights that the model does not have (")
 
 
-def test_names_of_old_files_are_known(tmp_path: Path) -> None:
+def test_names_in_old_files_are_recognized(tmp_path: Path) -> None:
     class Norm(torch.nn.LayerNorm):
         pass
 
@@ -144,7 +144,7 @@ def test_names_of_old_files_are_known(tmp_path: Path) -> None:
 
 
 class Doubled(ConversionOps):
-    """More than a move of values."""
+    """Computes, and does not only move values."""
 
     def convert(
         self, input_dict: dict[str, list[Tensor]], source_patterns: list[str], target_patterns: list[str], **_: object
@@ -154,7 +154,7 @@ class Doubled(ConversionOps):
         return {target_patterns[0]: first, target_patterns[1]: second}
 
 
-def test_a_conversion_that_computes_is_done_on_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_with_arithmetic_is_done_on_full_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converter = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Doubled()])
     assert table.get_checkpoint_conversion_mapping("llama") is None
     monkeypatch.setitem(table._checkpoint_conversion_mapping_cache, "llama", [converter])

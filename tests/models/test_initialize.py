@@ -1,4 +1,4 @@
-"""Random initialization in one process: the distributions of transformers, and the models that are refused."""
+"""Random initialization in one process has transformers' distributions; some models are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ TINY = LlamaConfig(**{**LLAMA, "num_hidden_layers": 1})
 
 
 def initialized(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Give a meta model its memory and its values, as a run does."""
+    """Materialize and initialize a meta model, as a run does."""
     materialize(model, CPU, tied=dict(model.all_tied_weights_keys))
     initialize_weights(model, seed=seed, names={name: name for name, _ in model.named_parameters()})
     return model
@@ -56,7 +56,7 @@ def fill(shape: tuple[int, ...], key: str, draw: Callable[..., Any] = nn.init.no
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_every_parameter_is_distributed_as_in_the_stock_model(name: str) -> None:
+def test_every_parameter_has_the_distribution_of_the_stock_model(name: str) -> None:
     config = load_hf_config(WIDE[name])
     torch.manual_seed(3)
     stock = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
@@ -83,7 +83,7 @@ def test_residual_projections_of_gpt2_are_scaled_by_depth() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.02)
 
 
-def test_the_seed_makes_the_difference() -> None:
+def test_values_depend_on_the_seed() -> None:
     config = load_hf_config(ModelConfig(type="llama", config=LLAMA))
     once, again, other = (
         dict(initialized(build_model(config, dtype=torch.float32), seed).named_parameters()) for seed in (0, 0, 1)
@@ -92,14 +92,14 @@ def test_the_seed_makes_the_difference() -> None:
     assert not any(torch.equal(once[name], other[name]) for name in once if once[name].dim() == 2)
 
 
-def test_no_two_parameters_are_alike() -> None:
+def test_no_two_parameters_are_equal() -> None:
     model = initialized(build_model(load_hf_config(ModelConfig(type="llama", config=LLAMA)), dtype=torch.float32))
     matrices = [tuple(parameter[0, :8].tolist()) for parameter in model.parameters() if parameter.dim() == 2]
     # The row of the padding token is zero.
     assert len(set(matrices)) == len(matrices)
 
 
-def test_buffers_are_those_of_the_stock_model() -> None:
+def test_buffers_equal_those_of_the_stock_model() -> None:
     rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     for values in (LLAMA, {**LLAMA, "rope_parameters": rope}):
         config = load_hf_config(ModelConfig(type="llama", config=values))
@@ -158,7 +158,7 @@ class UnknownBuffer(LlamaForCausalLM):
         self.register_buffer("table", torch.ones(3), persistent=False)
 
 
-def test_an_initializer_that_needs_the_whole_tensor_is_refused() -> None:
+def test_initializer_that_needs_the_full_tensor_is_refused() -> None:
     assert refusal(Xavier) == (
         "lm_head.weight is initialized by xavier_uniform_, which needs the whole tensor and so cannot be repeated on "
         "every mesh; start from pretrained weights instead"
@@ -166,14 +166,14 @@ def test_an_initializer_that_needs_the_whole_tensor_is_refused() -> None:
     assert TORCH_INIT_FUNCTIONS["normal_"] is nn.init.normal_, "the functions of transformers are put back"
 
 
-def test_a_parameter_without_a_rule_is_refused() -> None:
+def test_parameter_without_a_rule_is_refused() -> None:
     assert refusal(Forgotten) == (
         "Forgotten has no initialization rule that can be repeated on every mesh for scale, shift; start from "
         "pretrained weights instead"
     )
 
 
-def test_a_random_part_of_a_parameter_is_refused() -> None:
+def test_random_part_of_a_parameter_is_refused() -> None:
     assert refusal(PartByPart) == (
         "a buffer, or a part of a parameter, is initialized by normal_, which cannot be repeated on every mesh; start "
         "from pretrained weights instead"
@@ -188,14 +188,14 @@ def refusal_of_shards() -> str:
     return str(caught.value)
 
 
-def test_a_sharded_parameter_that_is_drawn_without_an_initializer_is_refused() -> None:
+def test_sharded_parameter_drawn_without_an_initializer_is_refused() -> None:
     assert run_on_ranks(1, refusal_of_shards) == [
         "DrawsByItself initializes a parameter by Tensor.uniform_, which cannot be repeated on every mesh; start from "
         "pretrained weights instead"
     ]
 
 
-def test_a_far_head_that_starts_in_another_way_than_its_embedding_is_refused() -> None:
+def test_head_on_another_stage_with_other_initialization_than_its_embedding_is_refused() -> None:
     with torch.device("meta"):
         model = OtherHead(LlamaConfig(**{**LLAMA, "tie_word_embeddings": True}))
     (stage,) = cut(model, [4, 0], [1])
@@ -210,7 +210,7 @@ def test_a_far_head_that_starts_in_another_way_than_its_embedding_is_refused() -
     )
 
 
-def test_a_buffer_without_a_rule_is_refused() -> None:
+def test_buffer_without_a_rule_is_refused() -> None:
     message = "UnknownBuffer does not say how to compute its buffer table; it cannot be built on meta"
     assert refusal(UnknownBuffer) == message
     model = on_meta(UnknownBuffer)
@@ -228,7 +228,7 @@ def test_tiles_fill_every_element(shape: tuple[int, ...]) -> None:
     assert tensor.unique().numel() == pytest.approx(tensor.numel(), rel=0.02), "no two tiles are alike"
 
 
-def test_a_tile_depends_on_its_place_and_not_on_the_tensor() -> None:
+def test_tile_depends_on_its_position_and_not_on_the_tensor_size() -> None:
     small, large = fill((TILE_ROWS, TILE_COLUMNS), "a"), fill((3 * TILE_ROWS, 2 * TILE_COLUMNS), "a")
     assert torch.equal(large[:TILE_ROWS, :TILE_COLUMNS], small)
 

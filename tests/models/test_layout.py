@@ -1,4 +1,4 @@
-"""Where the local part of a tensor lies, against what torch's own tensor parallelism and FSDP2 put there."""
+"""The indices of the local part of a tensor, against torch's own tensor parallelism and FSDP2."""
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
 from tests.ranks import run_on_ranks
 
-# 13 and 50257 (GPT-2's vocabulary) are sizes that torch's arithmetic for _StridedShard gets wrong over dp = 3 x tp = 2.
+# torch's arithmetic for _StridedShard gets 13 and 50257 (GPT-2's vocabulary) wrong over dp = 3 x tp
+# = 2.
 NUM_ROWS = (1, 3, 8, 13, 50257)
 
 
-def look(dp: int, tp: int) -> list[bool]:
+def compare_indices(dp: int, tp: int) -> list[bool]:
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     module = nn.Module()
     for rows in NUM_ROWS:
@@ -36,10 +37,10 @@ def look(dp: int, tp: int) -> list[bool]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(3, 2), (2, 3)])
-def test_indices_are_where_torch_put_the_rows(dp: int, tp: int) -> None:
-    assert all(all(same) for same in run_on_ranks(dp * tp, look, dp, tp))
+def test_indices_match_the_rows_that_torch_put_on_each_rank(dp: int, tp: int) -> None:
+    assert all(all(same) for same in run_on_ranks(dp * tp, compare_indices, dp, tp))
 
 
-def test_a_plain_tensor_lies_here_whole() -> None:
+def test_plain_tensor_has_all_indices() -> None:
     assert [index.tolist() for index in local_indices(torch.zeros(2, 3))] == [[0, 1], [0, 1, 2]]
     assert local_ranges(torch.zeros(2, 0)) == [slice(0, 2), slice(0, 0)]

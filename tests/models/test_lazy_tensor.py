@@ -1,4 +1,4 @@
-"""Any block of any move of values, against the same move of tensors that are in memory."""
+"""Any block of recorded moves of values, against the same moves of tensors in memory."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,7 +55,7 @@ def origins(values: dict[str, Tensor], tmp_path: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["small buffers", "large buffers"])
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tiny tensors take every path: in one piece, row by row, by parts of rows."""
+    """Use small limits, so that tensors are read at once, row by row, or by parts of rows."""
     if request.param == "small buffers":
         monkeypatch.setattr(block_reader, "BOUNCE_BYTES", 32)
         monkeypatch.setattr(block_reader, "FRESH_BYTES", 100)
@@ -74,7 +74,7 @@ def random_block(draw: np.random.Generator, shape: torch.Size) -> list[slice]:
 
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
-def test_any_block_is_read(move: Move, values: dict[str, Tensor], origins: dict[str, Tensor]) -> None:
+def test_any_block_is_read_correctly(move: Move, values: dict[str, Tensor], origins: dict[str, Tensor]) -> None:
     whole, origin = move(values), move(origins)
     assert isinstance(origin, LazyTensor)
     assert (origin.shape, origin.dtype) == (whole.shape, whole.dtype)
@@ -90,7 +90,7 @@ def test_any_block_is_read(move: Move, values: dict[str, Tensor], origins: dict[
             assert torch.equal(found, wanted), ranges
 
 
-def test_more_than_a_move_is_not_recorded(origins: dict[str, Tensor]) -> None:
+def test_computation_is_not_recorded(origins: dict[str, Tensor]) -> None:
     for compute in (lambda t: t * 2, lambda t: t[::2], lambda t: t.to(torch.float64), lambda t: t.sum()):
         with pytest.raises(NotRecordedError):
             compute(origins["m"])

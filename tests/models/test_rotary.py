@@ -1,4 +1,4 @@
-"""What rotary modules remember of the sequences before, next to the module that has seen them."""
+"""The state that rotary modules keep of earlier sequences."""
 
 import copy
 from typing import Any
@@ -33,7 +33,7 @@ def logits(model: PreTrainedModel, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", ROPE)
-def test_a_sequence_that_is_seen_is_one_that_is_computed(model_type: str) -> None:
+def test_see_has_the_effect_of_computing_the_sequence(model_type: str) -> None:
     for history in ((14,), (14, 20), (14, 8), (20, 1, 13)):
         computed, seen = model_of(model_type), model_of(model_type)
         for length in history:
@@ -45,7 +45,7 @@ def test_a_sequence_that_is_seen_is_one_that_is_computed(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", ROPE)
-def test_buffers_that_are_restored_have_seen_nothing(model_type: str) -> None:
+def test_restored_buffers_have_seen_no_sequence(model_type: str) -> None:
     model, used = model_of(model_type), model_of(model_type)
     logits(used, 20)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def attributes(model: PreTrainedModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seen", [0, 20])
 @pytest.mark.parametrize("model_type", ROPE)
-def test_a_probe_on_meta_leaves_no_trace(model_type: str, seen: int) -> None:
+def test_probe_on_meta_changes_nothing(model_type: str, seen: int) -> None:
     model = model_of(model_type)
     if seen:
         logits(model, seen)
@@ -76,7 +76,7 @@ def test_a_probe_on_meta_leaves_no_trace(model_type: str, seen: int) -> None:
     assert attributes(model) == before
 
 
-def test_up_to_which_length_all_is_the_same() -> None:
+def test_length_up_to_which_frequencies_are_constant() -> None:
     found = {model_type: constant_length(model_of(model_type)) for model_type in ROPE}
     assert found == {"llama": 10, "phi3": 10, "gemma3_text": 10}
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
@@ -84,7 +84,7 @@ def test_up_to_which_length_all_is_the_same() -> None:
     assert length_dependent(model_of("llama", **linear)) == {}
 
 
-def test_for_which_length_a_model_is_made() -> None:
+def test_number_of_positions_of_a_model() -> None:
     assert most_positions(AutoConfig.for_model("llama", max_position_embeddings=64)) == 64
     assert most_positions(AutoConfig.for_model("llama", max_position_embeddings=64, rope_parameters=DYNAMIC)) is None
     assert most_positions(AutoConfig.for_model("xlnet")) is None

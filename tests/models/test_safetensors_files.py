@@ -1,4 +1,4 @@
-"""The table of a safetensors file, and files that are none."""
+"""The header of a safetensors file, and files that are not valid."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def refusal(path: Path) -> str:
     return problem
 
 
-def test_every_number_format_is_found_where_safetensors_has_put_it(tmp_path: Path) -> None:
+def test_every_number_format_is_found_at_its_offset(tmp_path: Path) -> None:
     values = {code: (torch.rand(3, 5) * 100).to(dtype) for code, dtype in DTYPES.items()}
     save_file({**values, "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tensors = read_header(tmp_path / "model.safetensors")
@@ -51,7 +51,7 @@ def test_every_number_format_is_found_where_safetensors_has_put_it(tmp_path: Pat
         ({"data_offsets": 3}, 24, "its header says 3 for the data_offsets of a"),
     ],
 )
-def test_a_tensor_that_cannot_lie_there_is_refused(
+def test_tensor_with_impossible_offsets_is_refused(
     tmp_path: Path, changes: dict[str, Any], num_bytes: int, reason: str
 ) -> None:
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, **changes}}, num_bytes)
@@ -68,12 +68,12 @@ def test_a_tensor_that_cannot_lie_there_is_refused(
         ({"a": {"dtype": "F32"}}, None, "its header says None for the shape of a"),
     ],
 )
-def test_a_header_that_is_none_is_refused(tmp_path: Path, header: object, length: int | None, reason: str) -> None:
+def test_invalid_header_is_refused(tmp_path: Path, header: object, length: int | None, reason: str) -> None:
     path = write(tmp_path / "model.safetensors", header, 0, length)
     assert refusal(path).startswith(f"{path} cannot be read ({reason})")
 
 
-def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path) -> None:
+def test_pointer_of_git_lfs_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     assert refusal(path) == (
@@ -81,7 +81,7 @@ def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
+def test_file_shorter_than_any_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     assert "its header has" in refusal(tmp_path / "model.safetensors")
 
@@ -96,7 +96,7 @@ def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None
     assert refusal(path).startswith(f"{path} holds a in C64, which is not read; known are F64, F32,")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_file_that_shrinks_during_a_read_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", {"a": ENTRY})
     tensor = read_header(path)["a"]
     path.write_bytes(b"")
@@ -104,7 +104,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
         reader.read(tensor, [slice(0, 2), slice(0, 3)], torch.zeros(2, 3))
 
 
-def test_a_file_that_is_removed_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_file_that_is_removed_during_a_read_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", {"a": ENTRY})
     tensor = read_header(path)["a"]
     path.unlink()

@@ -1,4 +1,4 @@
-"""What is one parameter must be what is said to be one."""
+"""Tied parameters must match the configuration."""
 
 import re
 from collections.abc import Callable
@@ -68,7 +68,9 @@ UNTIED = (
         ("llama-tied", tie_a_third, f"extra.weight and {HEAD} are one parameter, but {NO_TIE} {ADVICE}"),
     ],
 )
-def test_what_is_tied_otherwise_than_said_is_refused(name: str, change: Callable[[Any], None], message: str) -> None:
+def test_ties_that_differ_from_the_configuration_are_refused(
+    name: str, change: Callable[[Any], None], message: str
+) -> None:
     model = with_values(name)
     change(model)
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
@@ -80,7 +82,7 @@ def test_what_is_tied_otherwise_than_said_is_refused(name: str, change: Callable
             check_ties(on_meta)
 
 
-def test_a_layer_that_stands_twice_is_refused() -> None:
+def test_repeated_layer_is_refused() -> None:
     model = with_values("llama-untied")
     repeat_a_layer(model)
     with pytest.raises(ModelError, match=r"^model\.layers\.0\.\S+ and model\.layers\.2\.\S+ are one parameter, but"):
@@ -91,7 +93,7 @@ def test_a_layer_that_stands_twice_is_refused() -> None:
     ("name", "change", "is_tied", "ties"),
     [("llama-untied", tie_by_hand, True, {HEAD: EMBEDDING}), ("llama-tied", untie_by_hand, False, {})],
 )
-def test_what_the_configuration_says_now_counts(
+def test_changed_configuration_is_used(
     name: str, change: Callable[[Any], None], is_tied: bool, ties: dict[str, str]
 ) -> None:
     model = with_values(name)
@@ -105,7 +107,7 @@ def test_what_the_configuration_says_now_counts(
     "model_type", ["gpt2", "llama", "gemma2", "opt", "gpt_neox", "mixtral", "bart", "bert", "falcon"]
 )
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_stock_model_is_as_it_says(model_type: str, is_tied: bool) -> None:
+def test_stock_models_are_tied_as_configured(model_type: str, is_tied: bool) -> None:
     config = load_hf_config(ModelConfig(type=model_type))
     config.tie_word_embeddings = is_tied
     with torch.device("meta"):

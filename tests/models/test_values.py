@@ -1,4 +1,4 @@
-"""Numbers of a model's configuration that transformers takes and nobody can mean."""
+"""Numbers out of range in a model's configuration, which transformers accepts."""
 
 from typing import Any
 
@@ -42,11 +42,11 @@ def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
         ("mixtral", "num_local_experts", 10**18, "a number up to 1,000,000,000"),
     ],
 )
-def test_a_number_that_nobody_means(model_type, name, value, wanted):
+def test_number_out_of_range_is_refused(model_type, name, value, wanted):
     assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: give {wanted}",)
 
 
-def test_numbers_inside_of_tables_and_lists_are_looked_at():
+def test_numbers_in_tables_and_lists_are_checked():
     rope = {"rope_type": "default", "rope_theta": NAN}
     assert problems_of("llama", rope_parameters=rope) == (
         "model.config.rope_parameters.rope_theta = nan: give a finite number",
@@ -54,21 +54,21 @@ def test_numbers_inside_of_tables_and_lists_are_looked_at():
     assert problems_of("gpt2", id2label={"a": [1, INF]}) == ("model.config.id2label.a = inf: give a finite number",)
 
 
-def test_all_wrong_numbers_are_told_at_once():
+def test_all_wrong_numbers_are_reported_together():
     assert len(problems_of("gpt2", n_embd=-1, attn_pdrop=2.0, layer_norm_epsilon=INF)) == 3
 
 
-def test_what_a_class_takes_by_default_is_never_refused():
+def test_defaults_of_all_classes_are_accepted():
     refused = []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = AutoConfig.for_model(model_type)
         except StrictDataclassError:
-            # Its own defaults contradict each other.
+            # The defaults of this class contradict each other.
             continue
         refused += [f"{model_type}: {problem}" for problem in value_problems(config, config.to_dict())]
     assert refused == []
 
 
-def test_infinity_stays_where_a_class_says_it():
+def test_infinity_is_accepted_where_it_is_a_default():
     assert load_hf_config(ModelConfig(type="mamba2", config={"time_step_limit": [0.0, INF]})).time_step_limit[1] == INF

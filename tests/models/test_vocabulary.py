@@ -1,4 +1,4 @@
-"""More tokens than the files have rows: the same mean rows on every mesh, and a word about the switch."""
+"""A larger vocabulary than in the files gets mean rows, equal on every mesh."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ KINDS = {"llama": LlamaForCausalLM(LLAMA), "gpt2": GPT2LMHeadModel(GPT2), "gptj"
 
 
 def with_tokens(model: PreTrainedModel, number: int) -> PreTrainedModel:
-    """Return the same model on meta with another vocabulary."""
+    """Return the same model on meta with another vocabulary size."""
     other = stock_like(model)
     other.config.vocab_size = number
     return stock_like(other)
@@ -38,7 +38,7 @@ def load(model: PreTrainedModel, folder: Path, *, tokens: int = LARGER, enlarge:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_rows_are_the_mean_of_those_in_the_files(kind: str, tmp_path: Path) -> None:
+def test_new_rows_are_the_mean_of_the_rows_in_the_files(kind: str, tmp_path: Path) -> None:
     model = KINDS[kind]
     model.save_pretrained(tmp_path)
     found, stock = load(model, tmp_path), dict(model.named_parameters())
@@ -75,13 +75,13 @@ def load_sharded(folder: Path, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_new_rows_are_the_same_bits_on_every_mesh(dim: int, tmp_path: Path) -> None:
+def test_new_rows_have_equal_bits_on_every_mesh(dim: int, tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     alone = load(KINDS["llama"], tmp_path)["model.embed_tokens.weight"]
     assert all(torch.equal(found, alone) for found in run_on_ranks(4, load_sharded, tmp_path, dim))
 
 
-def test_a_vocabulary_of_many_chunks_has_the_mean_of_all(tmp_path: Path) -> None:
+def test_mean_covers_all_chunks_of_a_vocabulary(tmp_path: Path) -> None:
     model = LlamaForCausalLM(with_tokens(KINDS["llama"], 5000).config)
     model.save_pretrained(tmp_path)
     found = load(model, tmp_path, tokens=5001)["lm_head.weight"]
@@ -94,7 +94,7 @@ def refusal(folder: Path, *, tokens: int, enlarge: bool) -> tuple[str, ...]:
     return caught.value.lines
 
 
-def test_without_the_switch_the_error_names_it(tmp_path: Path) -> None:
+def test_larger_vocabulary_without_the_option_is_an_error_that_names_it(tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     assert refusal(tmp_path, tokens=LARGER, enlarge=False) == (
         f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight (13, 8) there, (21, 8) in the model, "
@@ -104,7 +104,7 @@ def test_without_the_switch_the_error_names_it(tmp_path: Path) -> None:
     )
 
 
-def test_fewer_rows_than_the_files_is_an_error_with_the_switch_too(tmp_path: Path) -> None:
+def test_smaller_vocabulary_is_an_error_with_the_option_too(tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     assert refusal(tmp_path, tokens=12, enlarge=True) == (
         f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight (13, 8) there, (12, 8) in the model, "
@@ -113,7 +113,7 @@ def test_fewer_rows_than_the_files_is_an_error_with_the_switch_too(tmp_path: Pat
     )
 
 
-def test_equal_vocabularies_are_read_as_without_the_switch(tmp_path: Path) -> None:
+def test_equal_vocabulary_is_read_as_without_the_option(tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     wanted = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(value, wanted[name]) for name, value in load(KINDS["llama"], tmp_path, tokens=13).items())

@@ -40,7 +40,7 @@ LLAMA = LlamaConfig(
 
 
 def parameters_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what we keep of a stock model: our FQN -> value, fused parameters in parts."""
+    """Return our parameters of a stock model: FQN -> value, fused parameters in parts."""
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for entry in FUSED:
         values |= entry.split(values.pop(entry.name))
@@ -129,14 +129,14 @@ def test_every_mesh_reads_its_slices(source: Path, gpt2: GPT2LMHeadModel, dp: in
     assert all(run_on_ranks(dp * tp, load_on, source, parameters_of(gpt2), dp, tp))
 
 
-def test_files_of_the_bare_model_and_in_shards(gpt2: GPT2LMHeadModel, tmp_path: Path) -> None:
+def test_files_of_the_base_model_and_in_shards_are_read(gpt2: GPT2LMHeadModel, tmp_path: Path) -> None:
     gpt2.transformer.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert "wte.weight" in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert all(run_on_ranks(2, load_stage, tmp_path, parameters_of(gpt2)))
 
 
-def test_of_both_kinds_of_files_those_are_read_that_transformers_reads(gpt2: GPT2LMHeadModel, tmp_path: Path) -> None:
+def test_single_file_wins_over_shards_as_in_transformers(gpt2: GPT2LMHeadModel, tmp_path: Path) -> None:
     other = GPT2LMHeadModel(GPT2)
     assert not torch.equal(other.transformer.wte.weight, gpt2.transformer.wte.weight)
     other.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
@@ -148,7 +148,7 @@ def test_of_both_kinds_of_files_those_are_read_that_transformers_reads(gpt2: GPT
     assert torch.equal(found.transformer.wte.weight, gpt2.transformer.wte.weight)
 
 
-def test_each_stage_reads_its_own_and_a_tied_head_reads_the_embedding(source: Path, gpt2: GPT2LMHeadModel) -> None:
+def test_each_stage_reads_its_weights_and_a_tied_head_reads_the_embedding(source: Path, gpt2: GPT2LMHeadModel) -> None:
     assert all(run_on_ranks(2, load_stage, source, parameters_of(gpt2)))
 
 
@@ -160,7 +160,7 @@ def test_values_are_cast_to_the_parameter(tmp_path: Path) -> None:
     assert all(torch.equal(parameters[name], parameter.float()) for name, parameter in model.named_parameters())
 
 
-def test_a_tied_head_and_old_buffers_in_the_file_are_left_out(source: Path, gpt2: GPT2LMHeadModel) -> None:
+def test_tied_head_and_old_buffers_in_the_file_are_ignored(source: Path, gpt2: GPT2LMHeadModel) -> None:
     path, wanted = source / "model.safetensors", parameters_of(gpt2)
     old = {"lm_head.weight": wanted["transformer.wte.weight"].clone(), "transformer.h.0.attn.bias": torch.ones(1)}
     old |= {
@@ -173,21 +173,21 @@ def test_a_tied_head_and_old_buffers_in_the_file_are_left_out(source: Path, gpt2
     assert all(torch.equal(parameters[name], wanted[name]) for name in wanted)
 
 
-def load_contested(source: Path, values: dict[str, Tensor]) -> tuple[str, ...]:
+def load_different_head(source: Path, values: dict[str, Tensor]) -> tuple[str, ...]:
     held = {"transformer.wte.weight": values["transformer.wte.weight"]}
     if dist.get_rank() == 1:
         held = {"lm_head.weight": values["transformer.wte.weight"]}
     return raised(lambda: load_gpt2(source, {name: torch.zeros_like(value) for name, value in held.items()}))
 
 
-def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(source: Path, gpt2: GPT2LMHeadModel) -> None:
+def test_different_head_in_the_files_of_a_tied_model_is_refused(source: Path, gpt2: GPT2LMHeadModel) -> None:
     path, values = source / "model.safetensors", parameters_of(gpt2)
     head = values["transformer.wte.weight"].clone()
     head[-1, -1] += 1
     save_file(load_file(path) | {"lm_head.weight": head}, path, metadata={"format": "pt"})
     untied = GPT2LMHeadModel.from_pretrained(source)
     assert torch.equal(untied.lm_head.weight, head), "transformers does not tie it either"
-    first, second = run_on_ranks(2, load_contested, source, values)
+    first, second = run_on_ranks(2, load_different_head, source, values)
     assert first == second
     assert first == (
         f"{source} has other values for lm_head.weight than for transformer.wte.weight, but the configuration ties "
@@ -200,7 +200,7 @@ def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(source: Path,
     assert all(torch.equal(parameters[name], value) for name, value in untied.named_parameters())
 
 
-def test_the_other_end_of_a_tie_will_do(source: Path, gpt2: GPT2LMHeadModel) -> None:
+def test_tied_weight_is_read_from_its_other_name(source: Path, gpt2: GPT2LMHeadModel) -> None:
     path, wanted = source / "model.safetensors", parameters_of(gpt2)
     tensors = load_file(path)
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
@@ -216,7 +216,7 @@ def test_the_other_end_of_a_tie_will_do(source: Path, gpt2: GPT2LMHeadModel) -> 
     )
 
 
-def test_a_number_is_read(tmp_path: Path) -> None:
+def test_scalar_is_read(tmp_path: Path) -> None:
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     parameters = {"scale": torch.zeros(())}
     load_weights(parameters, tmp_path, fused=(), stock=Single("scale"))
@@ -245,12 +245,12 @@ def test_files_of_another_model_are_refused_on_all_ranks(source: Path) -> None:
     )
 
 
-def load_where_one_has_nothing(source: Path) -> tuple[str, ...]:
+def load_with_one_bad_folder(source: Path) -> tuple[str, ...]:
     return raised(lambda: load_gpt2(source / ("." if dist.get_rank() == 0 else "nowhere"), {}))
 
 
-def test_what_one_rank_cannot_read_stops_all(source: Path) -> None:
-    first, second = run_on_ranks(2, load_where_one_has_nothing, source)
+def test_unreadable_files_on_one_rank_stop_all(source: Path) -> None:
+    first, second = run_on_ranks(2, load_with_one_bad_folder, source)
     assert first == second
     assert first == (
         f"{source}/nowhere is not a directory; give a local Hugging Face directory with model.safetensors",
@@ -262,7 +262,7 @@ def refusal(source: Path) -> str:
     return problem
 
 
-def test_directories_without_usable_files_are_named(source: Path) -> None:
+def test_directories_without_usable_files_are_refused(source: Path) -> None:
     path, index = source / "model.safetensors", source / "model.safetensors.index.json"
     os.truncate(path, path.stat().st_size - 1)
     assert refusal(source).startswith(f"{path} cannot be read (")
@@ -296,7 +296,8 @@ def load_a_slice(source: Path, shape: tuple[int, int], dim: int) -> bool:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     part = torch.zeros([size // 4 if place == dim else size for place, size in enumerate(shape)])
     matrix = DTensor.from_local(part, mesh, [Shard(dim)])
-    # Rows go straight to their place, columns through the buffer; a copy of the whole tensor would not fit.
+    # Rows are read directly into the parameter, columns through a buffer. There is no memory for a
+    # copy of the full tensor.
     allowed_bytes = _data_bytes() + BOUNCE_BYTES + part.nbytes // 2
     resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes, resource.RLIM_INFINITY))
     load_weights({"weight": matrix}, source, fused=(), stock=Single("weight", *shape))
@@ -309,7 +310,7 @@ def _data_bytes() -> int:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_only_slices_are_read(tmp_path: Path, dim: int) -> None:
+def test_only_the_slices_of_a_rank_are_read(tmp_path: Path, dim: int) -> None:
     shape = (1024, 16 * 1024)
     values = torch.arange(4.0).repeat_interleave(shape[dim] // 4)
     matrix = values[:, None] if dim == 0 else values

@@ -1,4 +1,7 @@
-"""One training step of any model type under a plan, next to the stock model: for the tests of tensor rules."""
+"""One training step of any model type under a plan, beside the stock model.
+
+The tests of tensor rules use it.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,10 +63,10 @@ NO_DROPOUT = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one type, the plan's switches, and how it computes.
+    """A tiny model of one type, the options of its plan, and its number format.
 
     Attributes:
-        experts: implementation of transformers. A loop in float64; what runs take is there in float32.
+        experts: implementation of transformers: a loop for float64, that of runs for float32.
     """
 
     model_type: str
@@ -82,7 +85,7 @@ class Family:
 
 
 class Float64(TorchFunctionMode):
-    """Lets a float64 model stay in float64: transformers casts norms, softmax and routers to float32."""
+    """Keeps a model in float64: transformers casts norms, softmax and routers to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,7 +115,7 @@ def resolve_family(family: Family, mesh: tuple[int, int, int, int]) -> tuple[Par
 
 
 def errors_of(families: list[Family], mesh: tuple[int, int, int, int]) -> list[dict[str, float]]:
-    """Return, for each family, the errors of loss and gradients of what this process holds: stock name -> error."""
+    """Return, for each family, the errors of loss and gradients on this process, by stock name."""
     with Float64():
         return [_errors(family, mesh) for family in families]
 
@@ -133,14 +136,15 @@ def _errors(family: Family, mesh: tuple[int, int, int, int]) -> dict[str, float]
     errors = {"loss": abs(found.item() / loss.item() - 1)}
     wanted = {name: parameter.grad for name, parameter in stock.named_parameters()}
     for name, gradient in join_parts(gradients, pipeline.fused).items():
-        # A gradient that is nought (of a bias of keys: softmax does not see it) is rounding noise on both sides.
+        # Softmax ignores the bias of keys: its gradient is zero, up to rounding noise on both
+        # sides.
         largest = wanted[name].abs().max().clamp(min=1e-6)
         errors[name] = ((gradient - wanted[name]).abs().max() / largest).item()
     return errors
 
 
 def copy_buffers(stock: PreTrainedModel, pipeline: Pipeline) -> None:
-    """Take the tables of the stock model: a default type of float64 makes them more exact than they are elsewhere."""
+    """Copy the buffers of the stock model, which a default dtype of float64 makes more exact."""
     tables = dict(stock.named_buffers())
     for stage in pipeline.stages:
         for name, buffer in stage.model.named_buffers():

@@ -1,4 +1,4 @@
-"""A pipeline as it begins, and its first steps: for tests that look at what a step leaves behind."""
+"""A new pipeline and its first steps, for tests that examine the result of a step."""
 
 import numpy as np
 import torch
@@ -14,20 +14,20 @@ from tests.parity import GLOBAL_BATCH, Case, batches, build, smallest_part
 
 
 def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
-    """Build the pipeline of a case on the ranks, with random parameters that do not depend on `seed`."""
+    """Build the pipeline of a case on the ranks; its random values do not depend on `seed`."""
     pipeline = build(case, model=model, seed=seed)
     initialize_pipeline(pipeline)
     return pipeline
 
 
 def take_step(context: StepContext, step: int, batch: dict[str, Tensor] | None = None) -> StepResult:
-    """Train on as few rows as the schedule can run, of the first global batch unless another is given."""
+    """Train on the fewest rows that the schedule accepts, by default of the first global batch."""
     rows = smallest_part(context.pipeline, batch or batches()[0])
     return train_step(context, step, rows, np.arange(GLOBAL_BATCH))
 
 
 def moments(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return AdamW's moments of a parameter, laid out as it; nothing before its first gradient."""
+    """Return AdamW's moments of a parameter with its layout, empty before its first gradient."""
     return {
         key.split(".")[1]: value
         for key, value in state_tensors(optimizer, {"": parameter}).items()
@@ -36,5 +36,5 @@ def moments(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def steps_done(optimizer: Optimizer, parameter: nn.Parameter) -> float:
-    """Return how many steps gave a parameter a gradient."""
+    """Return the number of steps in which a parameter had a gradient."""
     return state_tensors(optimizer, {"": parameter}).get("optimizer.step.", torch.zeros(1)).item()

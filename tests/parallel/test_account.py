@@ -1,4 +1,4 @@
-"""What is promised about a plan before it runs, against what then lies on real processes."""
+"""The sizes predicted for a plan before it runs, against the tensors of real processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from meshtrain.parallel.account import StageShare, account, flops_around_layers,
 from tests.parity import GPT2, LLAMA, MODELS, Case, build
 from tests.ranks import run_on_ranks
 
-# Sizes that the axes do not divide: 101 and 107 tokens, 40 and 44 wide.
+# The axes do not divide these sizes: 101 and 107 tokens, widths of 40 and 44.
 UNEVEN = {
     "gpt2-tied": {**GPT2, "vocab_size": 101, "n_embd": 40, "n_inner": 54, "n_positions": 13},
     "llama-untied": {**LLAMA, "vocab_size": 107, "hidden_size": 44, "intermediate_size": 58, "head_dim": 6},
@@ -37,7 +37,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Held:
-    """What one process really holds of one stage."""
+    """The tensors of one process for one stage."""
 
     stage: int
     rank: int
@@ -52,7 +52,7 @@ def model_of(case: Case) -> ModelConfig:
     return ModelConfig(type=MODELS[case.model].type, config=UNEVEN[case.model])
 
 
-def hold(cases: list[Case]) -> list[list[Held]]:
+def measure_held(cases: list[Case]) -> list[list[Held]]:
     held = []
     for case in cases:
         held.append([])
@@ -80,8 +80,8 @@ def shares_of(case: Case, **precision: Any) -> list[StageShare]:
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_shares_are_what_lies_on_real_processes(world_size: int) -> None:
-    ranks = run_on_ranks(world_size, hold, CASES[world_size])
+def test_shares_equal_the_tensors_of_real_processes(world_size: int) -> None:
+    ranks = run_on_ranks(world_size, measure_held, CASES[world_size])
     for number, case in enumerate(CASES[world_size]):
         for share in shares_of(case):
             held = [item for rank in ranks for item in rank[number] if item.stage == share.stage]
@@ -115,15 +115,16 @@ def test_bytes_follow_the_precision_of_parameters() -> None:
     assert narrow.parameter_bytes == 2 * narrow.num_local_parameters
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_account_leaves_the_model_unchanged() -> None:
     model = build_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
     before = [name for name, _ in model.named_modules()]
     account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
     assert [name for name, _ in model.named_modules()] == before
 
 
-def test_what_lies_around_the_layers_counts() -> None:
-    # As OPT-350m: embedding and head are narrower than the layers, with a projection on each side.
+def test_modules_around_the_layers_are_counted() -> None:
+    # As in OPT-350m: embedding and head are narrower than the layers, with projections between
+    # them.
     sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "vocab_size": 98, "num_hidden_layers": 2}
     model = build_model(
         load_hf_config(ModelConfig(type="opt", config={**sizes, "num_attention_heads": 4})), dtype=torch.float32
@@ -134,6 +135,6 @@ def test_what_lies_around_the_layers_counts() -> None:
     assert flops_per_token(model, 10) == 6 * (before + 2 * layer + after) + 2 * 6 * 10 * 32
 
 
-def test_of_a_model_that_cannot_be_cut_the_head_counts() -> None:
+def test_head_of_a_model_that_cannot_be_cut_is_counted() -> None:
     config = load_hf_config(ModelConfig(type="rwkv", config={"hidden_size": 32, "vocab_size": 98}))
     assert flops_around_layers(build_model(config, dtype=torch.float32, attention="eager")) == (0, 6 * 32 * 98)

@@ -1,4 +1,4 @@
-"""LoRA adapters on parallel models, next to peft on the stock model in one process."""
+"""LoRA adapters on parallel models train like peft's on the stock model in one process."""
 
 import functools
 import hashlib
@@ -40,7 +40,7 @@ TARGETS: dict[str, Any] = {
 
 
 def adapted(model: PreTrainedModel, name: str, **options: Any) -> PreTrainedModel:
-    """Let peft adapt a model in place."""
+    """Add peft's adapters to a model in place."""
     values = {"r": 4, "lora_alpha": 12, "target_modules": TARGETS[name], "task_type": "CAUSAL_LM"} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ def adapted(model: PreTrainedModel, name: str, **options: Any) -> PreTrainedMode
 
 
 def adapter_values(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a value for every parameter of the adapters: B is not zero either, as in the middle of a training."""
+    """Return a value for every adapter parameter; B is not zero, as during training."""
     values = {}
     for name, parameter in model.named_parameters():
         if is_adapter_parameter(name):
@@ -59,7 +59,7 @@ def adapter_values(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def reference(name: str, options: dict[str, Any]) -> Trace:
-    """Train the adapters of the stock model in one process, with nothing of meshtrain's parallel code."""
+    """Train the adapters of the stock model in one process, without meshtrain's parallel code."""
     lift_float32_casts()
     model = build_stock(load_hf_config(MODELS[name]))
     load_weights(model, stock_weights(name))
@@ -80,10 +80,10 @@ def stock(name: str, options: tuple[tuple[str, Any], ...] = ()) -> Trace:
 
 
 def build(case: Case, **options: Any) -> Pipeline:
-    """Build a pipeline of an adapted model on meta, with the values that the reference begins with."""
+    """Build a pipeline of an adapted model from meta, with the initial values of the reference."""
     plan = case.plan()
     if case.model == "qwen2-grouped":
-        # Two key-value heads on four processes.
+        # There are two key-value heads for four processes.
         styles = {f"model.layers.*.self_attn.{kind}_proj": "replicated_heads" for kind in "kv"}
         tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **styles}})
         plan = plan.model_copy(update={"tensor": tensor})
@@ -121,7 +121,7 @@ def prove(*cases: Case, **options: Any) -> None:
         print(case, {name: f"{error:.0e}" for name, error in worst.items()})
 
 
-# Several cases for one start of ranks, which costs as much as one of them.
+# Several cases share one start of ranks, which costs as much as one of them.
 CASES = {
     2: [
         Case("gpt2-tied", (2, 1, 1, 1)),
@@ -142,16 +142,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_adapters_train_like_in_one_process(world_size: int) -> None:
+def test_adapters_train_as_in_one_process(world_size: int) -> None:
     prove(*CASES[world_size])
 
 
-def test_rank_stabilised_adapters_with_a_bias() -> None:
+def test_rank_stabilized_adapters_with_a_bias_train_as_in_one_process() -> None:
     prove(Case("gpt2-tied", (1, 1, 1, 2), sequence_parallel=True), use_rslora=True, lora_bias=True)
 
 
 def drop(case: Case) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the masks of a step with dropout in the adapters, its gradients, and the parameters that are not cut."""
+    """Return masks and gradients of a step with adapter dropout, and replicated parameters."""
     pipeline = build(case, lora_dropout=0.5, target_modules=["q_proj", "o_proj"])
     masks: list[tuple[str, Tensor]] = []
     context = build_step_context(pipeline)
@@ -167,12 +167,12 @@ def drop_all(cases: list[Case]) -> list[tuple[list[Tensor], dict[str, Tensor], d
     return [drop(case) for case in cases]
 
 
-def test_dropout_is_equal_where_the_input_is_whole_and_differs_where_it_is_cut() -> None:
+def test_dropout_is_equal_for_replicated_inputs_and_differs_for_sharded_ones() -> None:
     plain, parts = Case("llama-untied", (1, 1, 1, 2)), Case("llama-untied", (1, 1, 1, 2), sequence_parallel=True)
     cases = [plain, parts, replace(plain, recompute=1), replace(parts, recompute=1)]
     ranks = run_on_ranks(2, drop_all, cases)
     for case, (masks, gradients, whole), (other_masks, other_gradients, other_whole) in zip(cases, *ranks, strict=True):
-        # What q_proj takes has 32 features, what o_proj takes has 16 of 32 on each rank.
+        # The input of q_proj has 32 features, that of o_proj has 16 of 32 on each rank.
         wide, narrow = ([mask.shape[-1] == width for mask in masks] for width in (32, 16))
         assert any(wide)
         assert any(narrow)
@@ -186,13 +186,13 @@ def test_dropout_is_equal_where_the_input_is_whole_and_differs_where_it_is_cut()
         assert whole
         assert all(torch.equal(value, other_whole[name]) for name, value in whole.items())
     for first, again in ((0, 2), (1, 3)):
-        # A recomputation drops what the forward pass has dropped.
+        # A recomputation drops the same elements as the forward pass.
         for name, gradient in ranks[0][first][1].items():
             assert tensor_error(ranks[0][again][1][name], gradient) <= 1e-12, name
 
 
 def refuse(styles: dict[str, Style], targets: list[str], dropout: float) -> tuple[str, ...]:
-    """Return what is said of a plan with other styles for parts of attention."""
+    """Return the problems of a plan with other styles for parts of attention."""
     stock = build_model(load_hf_config(MODELS["llama-untied"]), dtype=torch.float64)
     adapted(stock, "llama-untied", target_modules=targets, lora_dropout=dropout)
     layers = take_off_adapters(stock)
@@ -205,7 +205,7 @@ def refuse(styles: dict[str, Style], targets: list[str], dropout: float) -> tupl
     return error.value.lines
 
 
-def test_what_no_adapter_can_follow_is_told() -> None:
+def test_adapters_on_unsupported_tensor_styles_are_refused() -> None:
     assert refuse({"q_proj": "moe_tp_experts"}, ["q_proj"], 0.0) == (
         "model.layers.*.self_attn.q_proj has a LoRA adapter and the tensor style 'moe_tp_experts', which no adapter "
         "can follow; leave it out of target_modules, or set tp = 1",

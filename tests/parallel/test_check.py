@@ -1,4 +1,4 @@
-"""What a plan is told when it does not fit, word by word, and what it becomes when it does."""
+"""Plans that do not fit are refused with exact messages; plans that fit are resolved."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTr
 
 
 def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
-    """Return a plan with the rules of a family, and with the tables that are given."""
+    """Return a plan with the rules of a family and the given tables."""
     plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type)
     kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan, "compile": CompilePlan}
     tensor = plan.tensor.model_copy(update=tables.pop("tensor", {}))
@@ -70,7 +70,7 @@ def layers_of(pipeline: dict[str, Any], pp: int = 2, model_type: str = "gpt2", *
     return resolve_plan(plan, meta_model(model_type, **config), BATCH, pp).pipeline.layers_per_stage
 
 
-def test_a_vocabulary_too_small_for_tp() -> None:
+def test_vocabulary_too_small_for_tp_is_refused() -> None:
     plan, model = make_plan("llama", mesh={"tp": 4}), meta_model("llama", vocab_size=5)
     assert problems(plan, model) == (
         "mesh.tp = 4 leaves a process without any of the 5 rows of model.embed_tokens; use a smaller tp or a larger "
@@ -78,10 +78,10 @@ def test_a_vocabulary_too_small_for_tp() -> None:
     )
 
 
-# What a plan becomes
+# Resolved plans
 
 
-def test_what_is_open_is_settled() -> None:
+def test_automatic_settings_are_resolved() -> None:
     plan = make_plan("gpt2", mesh={"pp": 2, "tp": 2})
     resolved = resolve_plan(plan, meta_model("gpt2"), BATCH, 8)
     assert resolved.mesh == MeshPlan(pp=2, dp_replicate=1, dp_shard=2, tp=2)
@@ -103,12 +103,12 @@ def test_what_is_open_is_settled() -> None:
         ({"dp_shard": 4}, "never", "never"),
     ],
 )
-def test_resharding(mesh: dict[str, int], wanted: str, found: str) -> None:
+def test_resharding_is_resolved(mesh: dict[str, int], wanted: str, found: str) -> None:
     plan = make_plan("llama", mesh=mesh, shard={"reshard_after_forward": wanted})
     assert resolve_plan(plan, meta_model("llama"), BATCH, 4).shard.reshard_after_forward == found
 
 
-def test_layers_per_stage() -> None:
+def test_layers_per_stage_are_resolved() -> None:
     assert layers_of({"layers_per_stage": "even"}, n_layer=5) == [3, 2]
     assert layers_of({"layers_per_stage": [1, 3]}) == [1, 3]
     assert layers_of({"layers_per_stage": [4, 0]}) == [4, 0]
@@ -119,35 +119,36 @@ def test_layers_per_stage() -> None:
     assert layers_of(interleaved) == [1, 1, 1, 1]
 
 
-def test_a_stage_for_each_layer_and_one_for_the_head() -> None:
+def test_each_layer_and_the_head_may_have_a_stage() -> None:
     for wanted in ([1, 1, 1, 1, 0], "balanced", "even"):
         assert layers_of({"layers_per_stage": wanted}, pp=5) == [1, 1, 1, 1, 0]
 
 
 def test_balanced_counts_the_head() -> None:
-    # One layer has 12 * 32 * 32 matrix elements and 12 positions to look at, the head 32 for each token it can say.
+    # One layer has 12 * 32 * 32 matrix elements and attends to 12 positions; the head has 32 for
+    # each token of the vocabulary.
     layer = 12 * 32 * 32 + 12 * 32
     for times, expected in ((0.1, [2, 2]), (1.9, [3, 1]), (5, [4, 0])):
         assert layers_of({"layers_per_stage": "balanced"}, vocab_size=int(times * layer / 32)) == expected
 
 
-def test_balanced_counts_the_experts_that_a_token_meets() -> None:
-    # Two dense layers as wide as the four experts of 32 that a token goes to in each of the others.
+def test_balanced_counts_the_experts_that_process_a_token() -> None:
+    # Two dense layers, as wide as the four experts of 32 that process a token in the other layers.
     experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0, 1]}
     model = meta_model("qwen3_moe", **LLAMA | experts | {"num_hidden_layers": 8, "intermediate_size": 256})
     resolved = resolve_plan(make_plan(mesh={"pp": 4}), model, BATCH, 4)
     assert resolved.pipeline.layers_per_stage == [2, 2, 2, 2]
 
 
-def test_balanced_counts_what_comes_before_the_layers() -> None:
-    # The projections beside the layers cost as much as five of them.
+def test_balanced_counts_the_modules_before_the_layers() -> None:
+    # The projections around the layers cost as much as five layers.
     sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 2}
     model = meta_model("opt", **sizes, word_embed_proj_dim=960, pad_token_id=0, bos_token_id=0, eos_token_id=1)
     resolved = resolve_plan(make_plan(mesh={"pp": 3}), model, BATCH, 3)
     assert resolved.pipeline.layers_per_stage == [1, 5, 0]
 
 
-def test_a_model_without_attention_is_balanced_too() -> None:
+def test_model_without_attention_is_balanced() -> None:
     model = meta_model("mamba", "eager", hidden_size=32, num_hidden_layers=4, vocab_size=98)
     assert resolve_plan(make_plan(mesh={"pp": 2}), model, BATCH, 2).pipeline.layers_per_stage == [2, 2]
 
@@ -155,7 +156,7 @@ def test_a_model_without_attention_is_balanced_too() -> None:
 # The mesh
 
 
-def test_world_size() -> None:
+def test_wrong_world_size_is_refused() -> None:
     assert problems(make_plan("llama", mesh={"pp": 2, "dp_shard": 2, "tp": 2}), world_size=6) == (
         "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 2 needs 8 processes, there are 6; start as many, or set "
         "plan.mesh.dp_shard = -1 to use what is there",
@@ -169,12 +170,12 @@ def test_world_size() -> None:
 # The model
 
 
-def test_a_plan_for_another_model() -> None:
+def test_plan_for_another_model_is_refused() -> None:
     plan = make_plan("llama").model_copy(update={"model_types": ["gpt2", "opt"]})
     assert problems(plan) == ("model_types: this plan is for gpt2, opt, the model is a llama; use another plan",)
 
 
-def test_layers_left_out_at_random() -> None:
+def test_layerdrop_is_refused() -> None:
     model = meta_model("opt", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, layerdrop=0.1)
     assert problems(make_plan(), model) == (
         "model.config.layerdrop = 0.1: a layer that is left out at random gets no gradient; set it to 0",
@@ -184,7 +185,7 @@ def test_layers_left_out_at_random() -> None:
 # Batches
 
 
-def test_global_batch() -> None:
+def test_indivisible_global_batch_is_refused() -> None:
     plan = make_plan("llama", mesh={"dp_replicate": 2, "dp_shard": 2})
     assert problems(plan, batch=BatchShape(14, 2, 12)) == (
         "global_batch_size = 14 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest are 8 and 16",
@@ -194,7 +195,7 @@ def test_global_batch() -> None:
     )
 
 
-def test_sequence_length() -> None:
+def test_unsupported_sequence_length_is_refused() -> None:
     assert problems(make_plan("gpt2"), meta_model("gpt2"), BatchShape(8, 1, 65)) == (
         "data.sequence_length = 65 is longer than the 64 positions of the model; shorten it, or raise "
         "max_position_embeddings of a new model",
@@ -210,12 +211,12 @@ def test_sequence_length() -> None:
     )
 
 
-def test_frequencies_that_grow_with_the_sequence() -> None:
+def test_length_dependent_frequencies_of_the_model_are_accepted() -> None:
     model = meta_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=8)
     assert resolve_plan(make_plan("llama", mesh={"pp": 2}), model, BATCH, 2).mesh.pp == 2
 
 
-def test_frequencies_inside_of_layers_that_depend_on_the_length() -> None:
+def test_length_dependent_frequencies_inside_layers_are_refused() -> None:
     config = tiny_config("moshi")
     config.rope_parameters = {**DYNAMIC}
     model = build_model(config, dtype=torch.float32, attention="eager")
@@ -226,7 +227,7 @@ def test_frequencies_inside_of_layers_that_depend_on_the_length() -> None:
     )
 
 
-def test_positions_without_an_end() -> None:
+def test_unlimited_positions_are_accepted() -> None:
     config = tiny_config("xlnet")
     assert config.max_position_embeddings == -1
     model = build_model(config, dtype=torch.float32, attention="eager")
@@ -236,7 +237,7 @@ def test_positions_without_an_end() -> None:
 # Tensor rules
 
 
-def test_no_rules_for_the_family() -> None:
+def test_tp_without_rules_for_the_family_is_refused() -> None:
     model = meta_model("xglm", "eager", d_model=32, num_layers=2, attention_heads=4, ffn_dim=48)
     assert problems(make_plan("xglm", mesh={"tp": 2}), model) == (
         "tensor.styles: mesh.tp = 2, but there are no rules for a xglm: no shipped family plan knows it, and "
@@ -245,7 +246,7 @@ def test_no_rules_for_the_family() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_unused_and_double_rules(tp: int) -> None:
+def test_unused_and_double_rules_are_refused(tp: int) -> None:
     styles = {**make_plan("llama").tensor.styles, "model.layers.*.mlp.gate": "colwise", "model.layers.0.mlp": "colwise"}
     assert problems(make_plan("llama", mesh={"tp": tp}, tensor={"styles": styles})) == (
         "tensor.styles: model.layers.0.mlp is matched by two rules, 'model.layers.*.mlp' and 'model.layers.0.mlp'; "
@@ -256,7 +257,7 @@ def test_unused_and_double_rules(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_fused_projections_and_local_attributes_that_are_not_there(tp: int) -> None:
+def test_unknown_fused_projections_and_local_attributes_are_refused(tp: int) -> None:
     plan = make_plan("gpt2", mesh={"tp": tp}, tensor={"fused": {"transformer.h.*.attn.c_atn": ["q", "k"]}})
     assert problems(plan, meta_model("gpt2")) == (
         "tensor.fused: 'transformer.h.*.attn.c_atn' matches no module of the model; the nearest is "
@@ -269,7 +270,7 @@ def test_fused_projections_and_local_attributes_that_are_not_there(tp: int) -> N
     )
 
 
-def test_local_attributes_that_are_no_width() -> None:
+def test_local_attributes_that_are_not_widths_are_refused() -> None:
     attributes = {"transformer.h.*.attn": ["split_size", "split_sice", "layer_idx"]}
     plan = make_plan("gpt2", mesh={"tp": 4}, tensor={"local_attributes": attributes})
     assert problems(plan, meta_model("gpt2", n_layer=2)) == (
@@ -279,7 +280,7 @@ def test_local_attributes_that_are_no_width() -> None:
     )
 
 
-def test_parameters_without_a_rule() -> None:
+def test_parameters_without_a_rule_are_refused() -> None:
     plan = changed_styles(**{"model.layers.*.mlp.up_proj": None, "model.norm": None, "lm_head": "shared_input"})
     assert problems(plan) == (
         "tensor.styles: no rule places the parameters of model.layers.*.mlp.up_proj; add one",
@@ -288,13 +289,13 @@ def test_parameters_without_a_rule() -> None:
     )
 
 
-def test_a_head_with_an_impossible_style() -> None:
+def test_head_with_an_unsupported_style_is_refused() -> None:
     assert problems(changed_styles(lm_head="colwise")) == (
         "tensor.styles: the head lm_head is 'colwise'; it can be 'colwise_gather_output' or 'replicate'",
     )
 
 
-def test_styles_that_are_for_other_modules() -> None:
+def test_styles_for_other_module_types_are_refused() -> None:
     changes = {"model.norm": "rowwise", "model.embed_tokens": "colwise", "model.layers.*.mlp": "colwise"}
     assert problems(changed_styles(**changes)) == (
         "tensor.styles: model.embed_tokens is 'colwise', which is for Linear and Conv1D, not for a Embedding",
@@ -304,7 +305,7 @@ def test_styles_that_are_for_other_modules() -> None:
     assert problems(changed_styles(**{"model.norm": "embedding_rowwise"})) == (
         "tensor.styles: model.norm is 'embedding_rowwise', which is for an Embedding, not for a LlamaRMSNorm",
     )
-    # This forward mixes the rows of the table, so a rank that holds some of them cannot run it.
+    # This forward mixes the rows of the table, so a rank that holds some of them cannot compute it.
     model = meta_model("llama")
     forward = {"forward": lambda self, ids: nn.functional.embedding(ids, self.weight.softmax(0))}
     model.model.embed_tokens.__class__ = type("Mixed", (nn.Embedding,), forward)
@@ -318,7 +319,7 @@ def test_styles_that_are_for_other_modules() -> None:
     )
 
 
-def test_styles_that_the_model_has_no_numbers_for() -> None:
+def test_styles_that_need_missing_config_values_are_refused() -> None:
     changes = {"model.layers.*.self_attn.k_proj": "mla_kv_a_proj", "model.layers.*.mlp.up_proj": "replicated_heads"}
     assert problems(changed_styles(**changes)) == (
         "tensor.styles: model.layers.*.self_attn.k_proj is 'mla_kv_a_proj', but the model's configuration has no "
@@ -328,7 +329,7 @@ def test_styles_that_the_model_has_no_numbers_for() -> None:
     )
 
 
-def test_styles_of_single_parameters() -> None:
+def test_wrong_styles_of_single_parameters_are_refused() -> None:
     model = meta_model("mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
     plan, experts = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2), "model.layers.*.mlp.experts"
 
@@ -347,7 +348,7 @@ def test_styles_of_single_parameters() -> None:
     )
 
 
-def test_ends_of_a_tie_that_lie_apart() -> None:
+def test_tied_weights_with_different_placements_are_refused() -> None:
     tied = meta_model("llama", tie_word_embeddings=True)
     advice = "but they are one weight; make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'"
     assert problems(changed_styles(lm_head="replicate"), tied) == (
@@ -381,7 +382,7 @@ def test_norms_on_a_part_of_the_sequence_must_be_summed() -> None:
     )
 
 
-def test_heads() -> None:
+def test_indivisible_heads_are_refused() -> None:
     model = meta_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
     assert problems(make_plan("llama", mesh={"tp": 8}), model) == (
         "mesh.tp = 8 does not divide the model's 12 attention heads (num_attention_heads); tp can be 1, 2, 3, 4, 6, 12",
@@ -392,7 +393,7 @@ def test_heads() -> None:
     )
 
 
-def test_heads_of_falcon() -> None:
+def test_indivisible_heads_of_falcon_are_refused() -> None:
     config = AutoConfig.for_model("falcon", num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True)
     model = build_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"tp": 4}), model) == (
@@ -401,7 +402,7 @@ def test_heads_of_falcon() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_width_of_the_mlp(model_type: str) -> None:
+def test_indivisible_mlp_width_is_refused(model_type: str) -> None:
     name = {"llama": "model.layers.0.mlp.gate_proj", "gpt2": "transformer.h.0.mlp.c_fc"}[model_type]
     width = {"llama": {"intermediate_size": 50}, "gpt2": {"n_inner": 50}}[model_type]
     assert problems(make_plan(model_type, mesh={"tp": 4}), meta_model(model_type, **width)) == (
@@ -412,7 +413,7 @@ def test_width_of_the_mlp(model_type: str) -> None:
 # The pipeline
 
 
-def test_stages_per_rank() -> None:
+def test_wrong_stages_per_rank_are_refused() -> None:
     def said(schedule: str, stages_per_rank: int, pp: int = 2) -> tuple[str, ...]:
         pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline=pipeline))
@@ -442,7 +443,7 @@ def test_stages_per_rank() -> None:
         ("DualPipeV", (2,)),
     ],
 )
-def test_what_every_schedule_takes(schedule: str, numbers: tuple[int, ...]) -> None:
+def test_every_schedule_accepts_its_stages_per_rank(schedule: str, numbers: tuple[int, ...]) -> None:
     for number in numbers:
         pipeline = {"schedule": schedule, "stages_per_rank": number}
         plan = make_plan("llama", mesh={"pp": 2, "dp_shard": 2}, pipeline=pipeline)
@@ -452,7 +453,7 @@ def test_what_every_schedule_takes(schedule: str, numbers: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1F1B", 1), ("DualPipeV", 2)])
-def test_fewer_microbatches_than_stages(schedule: str, stages_per_rank: int) -> None:
+def test_fewer_microbatches_than_stages_are_refused(schedule: str, stages_per_rank: int) -> None:
     pp = 4 // stages_per_rank
     pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
     plan = make_plan("llama", mesh={"pp": pp, "dp_replicate": 2}, pipeline=pipeline)
@@ -464,7 +465,7 @@ def test_fewer_microbatches_than_stages(schedule: str, stages_per_rank: int) -> 
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_microbatches_that_do_not_make_rounds(schedule: str) -> None:
+def test_microbatches_without_equal_rounds_are_refused(schedule: str) -> None:
     plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": schedule, "stages_per_rank": 2})
     assert problems(plan, batch=BatchShape(5, 1, 12)) == (
         f"pipeline.schedule = '{schedule}' runs microbatches in equal rounds of at least pp = 2; 5 cannot be so "
@@ -475,7 +476,7 @@ def test_microbatches_that_do_not_make_rounds(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_a_split_backward_neither_reshards_nor_compiles(schedule: str) -> None:
+def test_split_backward_with_resharding_or_compilation_is_refused(schedule: str) -> None:
     pipeline = {"schedule": schedule, "stages_per_rank": 2}
     shard = {"reshard_after_forward": "always"}
     plan = make_plan("llama", mesh={"pp": 2, "dp_shard": 2}, pipeline=pipeline, shard=shard)
@@ -490,14 +491,14 @@ def test_a_split_backward_neither_reshards_nor_compiles(schedule: str) -> None:
     assert problems(plan) == (resharding,)
     compiled = plan.model_copy(update={"compile": CompilePlan(enabled=True)})
     assert problems(compiled) == (resharding, compiling)
-    # FSDP2 is at work with one process per shard, too, where it keeps two number formats.
+    # With one process per shard, FSDP2 is used too if there are two number formats.
     alone = make_plan("llama", mesh={"pp": 2, "dp_shard": 1}, pipeline=pipeline, shard=shard)
     assert resolve_plan(alone, meta_model("llama"), BATCH, 2)
     mixed = alone.model_copy(update={"precision": PrecisionPlan(compute="bfloat16")})
     assert problems(mixed) == (resharding,)
 
 
-def test_fewer_layers_than_stages() -> None:
+def test_fewer_layers_than_stages_are_refused() -> None:
     plan = make_plan("llama", mesh={"pp": 4}, pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
     assert problems(plan) == ("mesh.pp x stages_per_rank makes 8 stages, but the model has only 4 layers; use fewer",)
     cuts = [f"model.layers.{index}" for index in range(1, 5)]
@@ -506,7 +507,7 @@ def test_fewer_layers_than_stages() -> None:
     )
 
 
-def test_layers_that_do_not_add_up() -> None:
+def test_wrong_layers_per_stage_are_refused() -> None:
     def said(layers: list[int], pp: int = 2) -> tuple[str, ...]:
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline={"layers_per_stage": layers}))
 
@@ -524,7 +525,7 @@ def test_layers_that_do_not_add_up() -> None:
     )
 
 
-def test_split_at() -> None:
+def test_wrong_split_at_is_refused() -> None:
     def said(names: list[str], pp: int = 2, **model: Any) -> tuple[str, ...]:
         plan = make_plan("llama", mesh={"pp": pp}, pipeline={"split_at": names})
         return problems(plan, meta_model("llama", **model))
@@ -539,7 +540,7 @@ def test_split_at() -> None:
     )
     assert said(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
     assert said([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1",)
-    # A model of one layer has no place to name.
+    # A model of one layer has no layer where it can be cut.
     assert said(["model.layers.1"], pp=1, num_hidden_layers=1) == (
         "pipeline.split_at names 1 cuts, but 1 stages need 0",
     )
@@ -547,21 +548,21 @@ def test_split_at() -> None:
         assert said(names, pp=3) == (f"pipeline.split_at: the cuts {names} are not in the order of the model",)
 
 
-def test_two_ways_to_cut() -> None:
+def test_layers_per_stage_with_split_at_is_refused() -> None:
     pipeline = {"layers_per_stage": [2, 2], "split_at": ["model.layers.2"]}
     assert problems(make_plan("llama", mesh={"pp": 2}, pipeline=pipeline)) == (
         "pipeline: layers_per_stage = [2, 2] and split_at are both given; leave one out",
     )
 
 
-def test_a_class_that_cannot_be_cut() -> None:
+def test_class_that_cannot_be_cut_is_refused() -> None:
     model = meta_model("rwkv", "eager", hidden_size=32, num_hidden_layers=2, vocab_size=64)
     (problem,) = problems(make_plan(mesh={"pp": 2}), model)
     assert problem.startswith("RwkvForCausalLM cannot be cut into stages: ")
     assert problem.endswith("; use pp = 1")
 
 
-def test_layers_that_read_the_keys_of_others() -> None:
+def test_layers_that_share_keys_are_refused_with_pp() -> None:
     config = shrink(AutoConfig.for_model("gemma4_text", num_kv_shared_layers=10), 4)
     model = build_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"pp": 2}), model) == (
@@ -570,7 +571,7 @@ def test_layers_that_read_the_keys_of_others() -> None:
     )
 
 
-def test_layers_that_differ_in_their_heads() -> None:
+def test_indivisible_heads_of_single_layers_are_refused() -> None:
     config = tiny_config("dots3_note_text")
     model = build_model(config, dtype=torch.float32, attention="eager")
     found = problems(make_plan(mesh={"tp": 4}), model)
@@ -580,14 +581,14 @@ def test_layers_that_differ_in_their_heads() -> None:
     )
 
 
-def test_layers_that_do_not_know_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_recomputation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "GradientCheckpointingLayer", nn.Conv2d)
     assert problems(make_plan("llama", recompute={"mode": "full"})) == (
         "recompute.mode = 'full': LlamaDecoderLayer does not support recomputation; set it to 'none'",
     )
 
 
-def test_selective_recomputation_of_layers_compiled_by_parts() -> None:
+def test_selective_recomputation_of_partly_compiled_layers_is_refused() -> None:
     tables: dict[str, Any] = {"recompute": {"mode": "selective"}, "compile": {"enabled": True}}
     assert problems(make_plan("llama", mesh={"tp": 2}, **tables)) == (
         "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled one by "
@@ -601,7 +602,7 @@ def test_selective_recomputation_of_layers_compiled_by_parts() -> None:
 
 
 @pytest.mark.parametrize("schedule", [name for name, facts in SCHEDULES.items() if facts.splits_backward])
-def test_selective_recomputation_of_a_split_backward_pass(schedule: str) -> None:
+def test_selective_recomputation_with_a_split_backward_is_refused(schedule: str) -> None:
     plan = make_plan("llama", mesh={"pp": 2}, recompute={"mode": "selective"})
     plan = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"schedule": schedule})})
     assert [problem for problem in problems(plan) if problem.startswith("recompute")] == [
@@ -611,7 +612,7 @@ def test_selective_recomputation_of_a_split_backward_pass(schedule: str) -> None
     ]
 
 
-def test_a_model_without_layers() -> None:
+def test_model_without_a_layer_list_is_refused() -> None:
     model = meta_model("llama")
     model.config.num_hidden_layers = 9
     plan = make_plan(mesh={"dp_replicate": 3}, recompute={"mode": "full"})
@@ -621,7 +622,7 @@ def test_a_model_without_layers() -> None:
     )
 
 
-def test_all_contradictions_at_once() -> None:
+def test_all_contradictions_are_reported_together() -> None:
     styles = {**make_plan("llama").tensor.styles, "model.nrom": "replicate"}
     plan = make_plan(
         "llama",
@@ -645,7 +646,7 @@ def test_all_contradictions_at_once() -> None:
     assert all(problem.startswith(start) for problem, start in zip(found, starts, strict=True)), found
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_check_leaves_the_model_unchanged() -> None:
     model = meta_model("gpt2")
     before = {name: type(module) for name, module in model.named_modules()}
     resolve_plan(make_plan("gpt2", mesh={"pp": 2, "tp": 2}), model, BATCH, 4)

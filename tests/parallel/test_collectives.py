@@ -1,4 +1,4 @@
-"""Every collective, forward and backward, against what one process computes from the tensors of all."""
+"""Every collective, forward and backward, equals one process's computation on all tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def parts_of_sum(xs: Shards) -> Shards:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, and what it and its gradient are in terms of the tensors of all processes."""
+    """A collective, with its result and gradient as functions of the tensors of all processes."""
 
     function: Callable
     takes: str
@@ -58,7 +58,8 @@ class Collective:
     backward: Callable[[Shards], Shards]
 
 
-# "whole": the same on all processes; "partial": of the whole shape, another on each; "part": a part of the sequence.
+# "whole": the full tensor, equal on all processes; "partial": of full shape, different on each;
+# "part": a part of the sequence.
 COLLECTIVES = {
     "copy_to_shards": Collective(copy_to_shards, "whole", "partial", same, summed),
     "reduce_from_shards": Collective(reduce_from_shards, "partial", "whole", summed, same),
@@ -70,7 +71,7 @@ COLLECTIVES = {
 
 
 def draw(kind: str, seed: int) -> Shards:
-    """Return the tensors of all processes, the same on each of them."""
+    """Return the tensors of all processes, equal on each."""
     size, stream = dist.get_world_size(), torch.Generator().manual_seed(seed)
     length = SEQUENCE // size if kind == "part" else SEQUENCE
     tensors = [torch.randn(BATCH, length, HIDDEN, generator=stream, dtype=torch.float64) for _ in range(size)]
@@ -78,7 +79,7 @@ def draw(kind: str, seed: int) -> Shards:
 
 
 def differentiate(function: Callable, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    # Not contiguous, as a transposed activation is.
+    # The gradient is not contiguous, like that of a transposed activation.
     x = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     before = x.detach().clone()
     y = function(x, dist.group.WORLD)
@@ -101,7 +102,7 @@ def run_collectives() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_forward_and_backward(world_size: int) -> None:
+def test_collectives_forward_and_backward(world_size: int) -> None:
     for errors in run_on_ranks(world_size, run_collectives):
         assert errors.keys() == COLLECTIVES.keys()
         for name, found in errors.items():
@@ -124,7 +125,7 @@ def run_vocabulary(vocabulary: int) -> tuple[bool, bool, list[int]]:
     ("world_size", "vocabulary", "widths"),
     [(2, 8, [4, 4]), (2, 101, [51, 50]), (3, 101, [34, 34, 33]), (4, 9, [3, 3, 3, 0])],
 )
-def test_vocabularies_that_do_and_do_not_divide(world_size: int, vocabulary: int, widths: list[int]) -> None:
+def test_vocabularies_of_any_size_are_sharded(world_size: int, vocabulary: int, widths: list[int]) -> None:
     for forward, backward, found in run_on_ranks(world_size, run_vocabulary, vocabulary):
         assert found == widths
         assert forward
@@ -139,7 +140,7 @@ def reduce_without_gradient() -> tuple[Tensor, Tensor, list[int]]:
     return total, largest, [shard_width(size, dist.group.WORLD) for size in (1, 6, 7, 101)]
 
 
-def test_sum_and_maximum() -> None:
+def test_sum_and_maximum_without_gradients() -> None:
     for total, largest, widths in run_on_ranks(3, reduce_without_gradient):
         assert total.tolist() == [6.0, -30.0, 18.0]
         assert largest.tolist() == [3.0, -5.0, 9.0]

@@ -1,4 +1,4 @@
-"""Stages of unmodified models, one after the other in one process, compute the bits of the whole model."""
+"""Stages of stock models, run in sequence in one process, compute the bits of the uncut model."""
 
 import copy
 from collections import Counter
@@ -27,12 +27,12 @@ QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 WIDE = {"intermediate_size": 48, "max_position_embeddings": 64}
 OPT = {**SMALL, "ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}
 GEMMA = {**LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
-# More than 6 tokens have other frequencies.
+# Sequences of more than 6 tokens have other frequencies.
 SHORT = LONGROPE | {"original_max_position_embeddings": 6}
 PHIMOE = {"rope_parameters": SHORT | {"short_mscale": 1.2, "long_mscale": 1.4}}
 CALM = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
-# Tied and untied heads, positions that are added and that are rotated, layers that return tuples, windows,
-# frequencies that depend on the length of the sequence.
+# Tied and untied heads, added and rotary positions, layers that return tuples, windows, and
+# frequencies that depend on the sequence length.
 MODELS = {
     "gpt2": ModelConfig(type="gpt2", config=GPT2),
     "llama": ModelConfig(type="llama", config={**LLAMA, "tie_word_embeddings": False}),
@@ -56,7 +56,7 @@ INPUTS = ("plain", "padded", "positions")
 
 def config_of(name: str) -> PretrainedConfig:
     config = load_hf_config(MODELS[name])
-    # The grouped matrix product that experts use by default is not there for float64.
+    # The default grouped matrix product of experts does not support float64.
     config._experts_implementation = "eager"
     return config
 
@@ -79,7 +79,7 @@ def meta_model(name: str, **config: Any) -> PreTrainedModel:
 
 
 def further_inputs(kind: str) -> dict[str, Tensor]:
-    """Return what every stage gets beside the ids or the hidden state."""
+    """Return the further inputs of every stage, beside the ids or the hidden state."""
     if kind == "padded":
         return {"attention_mask": (torch.arange(SEQUENCE) < torch.tensor([[5], [SEQUENCE]])).long()}
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
@@ -95,7 +95,7 @@ def run_stages(stages: Sequence[Stage], ids: Tensor, **inputs: Tensor) -> Tensor
 
 
 def gradients_of(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """Return FQN -> gradient, of those that have one; both copies of a tied weight add up."""
+    """Return FQN -> gradient; the gradients of both copies of a tied weight are added."""
     found: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
@@ -107,10 +107,10 @@ def gradients_of(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
+def test_stages_compute_the_bits_of_the_uncut_model(name: str) -> None:
     model = stock_model(name)
     ids = torch.randint(3, 98, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    # Bloom has no positions at all: its heads look back by distance.
+    # Bloom has no positions: its heads look back by distance.
     for kind in INPUTS[:2] if name == "bloom" else INPUTS:
         inputs = further_inputs(kind)
         model.zero_grad()
@@ -132,10 +132,11 @@ def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
                 assert torch.equal(gradient, expected[fqn]), (kind, layers, fqn)
 
 
-# Ties inside a stage, positions inside a module of embeddings, projections and norms before the layers, a head that is
-# registered before the embedding, positions from another class, a preamble that changes its input in place.
+# Ties inside a stage, positions inside an embedding module, projections and norms before the
+# layers, a head registered before the embedding, positions from another class, and a preamble that
+# changes its input in place.
 @pytest.mark.parametrize("model_type", ["bert", "electra", "camembert", "bart", "pegasus", "ctrl", "mamba"])
-def test_stages_of_less_usual_classes(model_type: str) -> None:
+def test_stages_of_unusual_classes_compute_the_bits_of_the_uncut_model(model_type: str) -> None:
     torch.manual_seed(0)
     config = tiny_config(model_type)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").train()
@@ -160,13 +161,13 @@ def test_stages_of_less_usual_classes(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "llama"])
-def test_every_parameter_lies_on_exactly_one_stage(name: str) -> None:
+def test_every_parameter_is_on_exactly_one_stage(name: str) -> None:
     for num_layers in range(1, 10):
         model = meta_model(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": num_layers})
         expected = {fqn: parameter.shape for fqn, parameter in model.named_parameters()}
         tied = dict(model.all_tied_weights_keys)
         for num_stages in range(1, min(4, num_layers + 1) + 1):
-            # The head alone on the last stage where there is a stage too many.
+            # With one stage more than layers, the last stage holds the head alone.
             layers = even_layers(num_layers, num_stages) if num_stages <= num_layers else [1] * num_layers + [0]
             stages = cut(copy.deepcopy(model), layers, range(num_stages))
             names = Counter(fqn for stage in stages for fqn, _ in stage.model.named_parameters())
@@ -193,7 +194,7 @@ def check_stages(
             assert parameter.is_meta
 
 
-def test_a_process_cuts_its_own_stages_only() -> None:
+def test_process_builds_its_own_stages_only() -> None:
     stages = cut(meta_model("llama"), [1, 1, 1, 1], [1, 3])
     assert [stage.index for stage in stages] == [1, 3]
     assert {fqn.split(".")[2] for stage in stages for fqn, _ in stage.model.named_parameters() if "layers" in fqn} == {
@@ -202,7 +203,7 @@ def test_a_process_cuts_its_own_stages_only() -> None:
     }
 
 
-def test_the_far_copy_of_a_padded_embedding_knows_its_padding() -> None:
+def test_tied_head_of_a_padded_embedding_has_its_padding_index() -> None:
     _, last = cut(meta_model("llama-tied"), [2, 2], [0, 1])
     assert last.model.lm_head.padding_idx == 0
     _, last = cut(meta_model("llama"), [2, 2], [0, 1])
@@ -213,7 +214,10 @@ def test_the_far_copy_of_a_padded_embedding_knows_its_padding() -> None:
 
 
 class Toy(PreTrainedModel, GenerationMixin):
-    """A language model with every part in its simplest form; the classes below do one thing that a stage cannot."""
+    """A language model of the simplest parts.
+
+    Each of the classes below does one thing that a stage cannot do.
+    """
 
     config_class = LlamaConfig
     base_model_prefix = "model"
@@ -284,7 +288,7 @@ class TwoResults(Toy):
 
 
 class BetweenLayers(Toy):
-    """Mixes the embedding in between the layers."""
+    """Mixes the embedding in between the layers, from outside of them."""
 
     def run_layers(self, x: Tensor) -> Tensor:
         first = x
@@ -294,7 +298,7 @@ class BetweenLayers(Toy):
 
 
 class PastTheLayers(Toy):
-    """Adds the embedding behind the layers."""
+    """Adds the embedding after the layers."""
 
     def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
         return self.norm(x + embedded)
@@ -317,7 +321,7 @@ class OtherShape(Toy):
 
 
 class LonelyParameter(Toy):
-    """Has a parameter that belongs to no module that is called."""
+    """Has a parameter of no module that is called."""
 
     def add_parts(self, width: int) -> None:
         self.scale = nn.Parameter(torch.ones(width))
@@ -333,14 +337,14 @@ class OtherTie(Toy):
 
 
 class LooksAtItsEmbedding(Toy):
-    """Reads a weight that other stages do not have."""
+    """Reads a weight that other stages do not hold."""
 
     def run_layers(self, x: Tensor) -> Tensor:
         return super().run_layers(x.to(self.embed.weight.dtype))
 
 
 class FrozenStream(Toy):
-    """Gives every layer a table without gradients, as sinusoidal positions are: autograd does not see it."""
+    """Gives every layer a frozen table, like sinusoidal positions, which autograd does not show."""
 
     def add_parts(self, width: int) -> None:
         self.table = nn.Embedding(64, width)
@@ -355,7 +359,7 @@ class FrozenStream(Toy):
 
 
 class OlderStream(Toy):
-    """Gives every layer what the layer before the last has given."""
+    """Gives every layer the output of the layer before the last."""
 
     def run_layers(self, x: Tensor) -> Tensor:
         before = None
@@ -407,7 +411,7 @@ class Pair(nn.Module):
 
 
 class PairBefore(Toy):
-    """Has a module before the layers that gives two tensors."""
+    """Has a module before the layers that returns two tensors."""
 
     def add_parts(self, width: int) -> None:
         self.pair = Pair(width)
@@ -418,7 +422,10 @@ class PairBefore(Toy):
 
 
 class ScaledHead(Toy):
-    """Scales what the layers give before any module sees it: a stage of the last layers alone cannot tell."""
+    """Scales the output of the layers before any module sees it.
+
+    A stage of the last layers alone cannot detect it.
+    """
 
     def finish(self, x: Tensor, embedded: Tensor) -> Tensor:
         return self.norm(2 * x)
@@ -451,20 +458,20 @@ def toy(kind: type[Toy]) -> Toy:
 
 
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
-def test_a_class_that_cannot_be_cut_is_refused_by_name(kind: type[Toy]) -> None:
+def test_class_that_cannot_be_cut_is_refused_by_name(kind: type[Toy]) -> None:
     with pytest.raises(ModelError) as caught:
         check_cut(toy(kind))
     assert str(caught.value) == f"{kind.__name__} cannot be cut into stages: {REASONS[kind]}; use pp = 1"
 
 
-def test_the_simplest_class_can_be_cut() -> None:
+def test_simplest_class_can_be_cut() -> None:
     check_cut(toy(Toy))
     assert probe_structure(toy(Toy)).after == ("norm", "lm_head")
 
 
-# Two hidden states between layers; a frozen table for every layer.
+# Two hidden states between the layers, and a frozen table for every layer.
 @pytest.mark.parametrize("model_type", ["rwkv", "roformer"])
-def test_real_classes_that_cannot_be_cut(model_type: str) -> None:
+def test_real_classes_that_cannot_be_cut_are_refused(model_type: str) -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}
     config |= {} if model_type == "rwkv" else {"num_attention_heads": 4, "embedding_size": 32, "is_decoder": True}
     hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
@@ -473,7 +480,7 @@ def test_real_classes_that_cannot_be_cut(model_type: str) -> None:
         check_cut(model)
 
 
-def test_examining_leaves_the_model_as_it_was() -> None:
+def test_check_cut_leaves_the_model_unchanged() -> None:
     model = meta_model("gpt2")
     before = {name: (type(module), module.training, dict(vars(module))) for name, module in model.named_modules()}
     check_cut(model)
@@ -484,7 +491,7 @@ def test_examining_leaves_the_model_as_it_was() -> None:
         assert after[name][2].keys() == values.keys(), name
 
 
-def test_a_model_without_a_list_of_layers() -> None:
+def test_model_without_a_list_of_layers_is_refused() -> None:
     model = meta_model("llama")
     model.config.num_hidden_layers = 7
     with pytest.raises(ModelError) as caught:
@@ -494,7 +501,7 @@ def test_a_model_without_a_list_of_layers() -> None:
     )
 
 
-def test_a_stub_shows_the_parts_of_its_layer() -> None:
+def test_stub_has_the_modules_of_its_layer() -> None:
     model = build_model(tiny_config("llama"), dtype=torch.float32)
     layer = find_layers(model)[1][0]
     stub = LayerStub(LayerStub(layer, as_tuple=False), as_tuple=False)

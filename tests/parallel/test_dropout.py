@@ -1,4 +1,4 @@
-"""Dropout on a mesh: equal where the mesh repeats itself, different where it shares work, the same in every run."""
+"""Dropout on a mesh: equal on replicas, different where work is split, and reproducible."""
 
 import functools
 from collections.abc import Iterator
@@ -53,14 +53,14 @@ class Run:
 
 @dataclass
 class Seen:
-    """What one process saw and what it was left with.
+    """What one process saw, and its final state.
 
     Attributes:
-        masks: every mask that was drawn, in order: where it is drawn, and which elements were dropped.
+        masks: all drawn masks in order: where it was drawn, and the dropped elements.
         gradients: of the last step, this process's part.
-        replicated: names of the parameters that every process of a tp group holds whole.
+        replicated: names of the parameters that are equal on every process of a tp group.
         parameters: after the last step, this process's part.
-        streams: the state of the random stream behind each forward pass of a stage that gives logits.
+        streams: state of the random stream after each forward pass of a stage with logits.
     """
 
     masks: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Seen:
 
 
 def kind_of(mask: Tensor) -> str:
-    """Tell what is dropped: probabilities of this process's heads, or the stream, whole or in part."""
+    """Return what a mask drops: attention probabilities, or the full stream or a part of it."""
     if mask.dim() == 4:
         return "heads"
     return "whole" if mask.shape[1] == SEQUENCE else "part"
@@ -82,7 +82,7 @@ def kind_of(mask: Tensor) -> str:
 
 @contextmanager
 def watched_dropout(masks: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Note the mask of every dropout that the model calls (that inside of torch's fused attention cannot be seen)."""
+    """Record the mask of every dropout that the model calls (except in torch's fused attention)."""
     original = nn.functional.dropout
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -136,19 +136,19 @@ RUNS = {
 
 
 def others(mesh: tuple[int, int, int, int]) -> list[Run]:
-    """Return the runs that are compared with the first ones."""
+    """Return the runs to compare with the first ones."""
     runs = [run for run in RUNS[mesh] if (run.case.model, run.attention) in MAIN]
     recomputed = [replace(run, case=replace(run.case, recompute=1)) for run in runs]
     if mesh == BOTH:
         return recomputed
     first = runs[0]
-    # Once more; other steps; another seed.
+    # The same run again, other steps, and another seed.
     return [*recomputed, replace(first), replace(first, steps=(3, 4, 5)), replace(first, seed=1)]
 
 
 @functools.cache
 def seen_on(mesh: tuple[int, int, int, int]) -> list[tuple[Run, list[Seen]]]:
-    """Return every run with what each of its processes saw."""
+    """Return every run with the observations of its processes."""
     runs = [*RUNS[mesh], *others(mesh)]
     answers = run_on_ranks(runs[0].case.world_size, train_all, runs)
     return [(run, [answer[number] for answer in answers]) for number, run in enumerate(runs)]
@@ -175,13 +175,13 @@ def test_replicated_parameters_stay_equal(mesh: tuple[int, int, int, int]) -> No
             assert any("norm" in name or "ln_" in name for name in one.replicated)
             for name in one.replicated:
                 assert torch.equal(one.parameters[name], other.parameters[name]), (run, name)
-            # What is sharded is another part of the model.
+            # Sharded parameters are another part of the model.
             sharded = one.parameters.keys() - one.replicated
             assert not any(torch.equal(one.parameters[name], other.parameters[name]) for name in sharded)
 
 
 @pytest.mark.parametrize("mesh", [TENSOR, BOTH], ids=["tp", "pp-tp"])
-def test_masks_differ_exactly_where_the_work_is_shared(mesh: tuple[int, int, int, int]) -> None:
+def test_masks_differ_exactly_where_the_work_is_split(mesh: tuple[int, int, int, int]) -> None:
     for run, ranks in seen_on(mesh):
         expected = {"heads"} if run.attention == "eager" else set()
         if run.case.model == "gpt2-tied":
@@ -194,16 +194,16 @@ def test_masks_differ_exactly_where_the_work_is_shared(mesh: tuple[int, int, int
                 for mine, theirs in zip(one.of(kind), other.of(kind), strict=True):
                     assert torch.equal(mine, theirs) == equal, (run, kind)
         if run.case.recompute == 0:
-            # Over all stages, microbatches, layers and steps no mask is used twice.
+            # No mask is used twice over all stages, microbatches, layers and steps.
             assert distinct([mask for one, _ in peers(ranks) for _, mask in one.masks]), run
             assert distinct([mask for seen in ranks for kind, mask in seen.masks if kind != "whole"]), run
 
 
-def test_a_tenth_is_dropped() -> None:
+def test_dropped_fraction_is_the_probability() -> None:
     for run, ranks in seen_on(TENSOR):
         for kind in {kind for kind, _ in ranks[0].masks}:
             rows = torch.cat([mask.flatten().float() for seen in ranks for mask in seen.of(kind)])
-            # The masked half of the probabilities is zero already.
+            # The masked half of the probabilities is already zero.
             share = rows.mean().item() * (2 * SEQUENCE / (SEQUENCE + 1) if kind == "heads" else 1)
             assert share == pytest.approx(0.1, abs=0.01), (run, kind)
 
@@ -226,7 +226,7 @@ def test_recomputation_repeats_the_masks(mesh: tuple[int, int, int, int]) -> Non
     assert compared == 4
 
 
-def test_a_run_repeats_itself_and_other_steps_and_seeds_do_not() -> None:
+def test_masks_are_reproducible_and_depend_on_step_and_seed() -> None:
     (run, first), *_ = seen_on(TENSOR)
     (_, again), (later, other_steps), (another, other_seed) = seen_on(TENSOR)[-3:]
     assert (later.steps, another.seed) == ((3, 4, 5), 1)
@@ -240,8 +240,8 @@ def test_a_run_repeats_itself_and_other_steps_and_seeds_do_not() -> None:
             assert not same(one.parameters, two.parameters)
 
 
-def test_a_step_in_the_middle_needs_no_step_before_it() -> None:
-    """A resumed run begins with it."""
+def test_masks_of_a_step_do_not_depend_on_earlier_steps() -> None:
+    """A resumed run starts with such a step."""
     (_, ranks), *_ = seen_on(TENSOR)
     (resumed,) = zip(*run_on_ranks(2, train_all, [replace(RUNS[TENSOR][0], steps=(2,))]), strict=True)
     for whole, part in zip(ranks, resumed, strict=True):
@@ -251,7 +251,7 @@ def test_a_step_in_the_middle_needs_no_step_before_it() -> None:
 
 
 def data_parallel() -> tuple[list[Tensor], list[Tensor], bool]:
-    """Return the masks of two copies of the model, of two shards of it, and whether evaluation drops nothing."""
+    """Return the masks of two replicas, of two shards, and whether evaluation drops nothing."""
     masks = []
     for mesh in ((1, 2, 1, 1), (1, 1, 2, 1)):
         seen = train(Run(Case("gpt2-tied", mesh, layers=(3,)), steps=(0,)))
@@ -277,7 +277,7 @@ def test_data_parallel_processes_draw_their_own_masks() -> None:
 
 
 def states_at_attention(model: str) -> list[bytes]:
-    """Return what the random stream is whenever torch's fused attention is called, whose masks cannot be seen."""
+    """Return the state of the random stream at each call of torch's fused attention."""
     states: list[bytes] = []
     original = nn.functional.scaled_dot_product_attention
 
@@ -299,11 +299,11 @@ def test_fused_attention_drops_differently_on_different_processes() -> None:
     assert len({*one, *other}) == 2 * len(one) == 2 * 3 * 2, "three layers and two microbatches on each process"
 
 
-def draw_by_turns() -> tuple[list[float], list[float], list[float]]:
+def draw_from_both_streams() -> tuple[list[float], list[float], list[float]]:
     torch.manual_seed(11)
     streams, own, shared = Streams(dist.get_rank()), [], []
     with streams.of(is_cut=True):
-        # An uneven amount, which must not move the shared stream.
+        # The number of draws is different on each rank, and must not affect the shared stream.
         own += torch.rand(3 + dist.get_rank()).tolist()
         with streams.of(is_cut=False):
             shared += torch.rand(2).tolist()
@@ -317,20 +317,20 @@ def draw_by_turns() -> tuple[list[float], list[float], list[float]]:
             state = torch.get_rng_state()
             again = before()
     shared += torch.rand(2).tolist()
-    # A recomputation begins where the generators were, and may end anywhere.
+    # A recomputation begins with the state of the forward pass, and may end in any state.
     torch.set_rng_state(state)
     assert before() == again
     streams.begin()
     return own, shared, again
 
 
-def test_whole_and_cut_draw_by_turns() -> None:
-    (own, shared, again), (other_own, other_shared, other_again) = run_on_ranks(2, draw_by_turns)
+def test_shared_and_own_streams_alternate() -> None:
+    (own, shared, again), (other_own, other_shared, other_again) = run_on_ranks(2, draw_from_both_streams)
     assert (shared, again) == (other_shared, other_again)
     assert len({*own, *other_own, *shared, *again}) == 7 + 8 + 6 + 3
 
 
-# One class for each way in which attention may draw, and the smallest change to its defaults.
+# One class for each way in which attention may draw, with the smallest change of its defaults.
 SHARED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 1}
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "whole attention": ("olmo2", {}, {}),
@@ -359,8 +359,8 @@ def measure_all(cases: list[ProofCase]) -> list[float]:
     return [measure(case) for case in cases]
 
 
-def test_gradients_are_those_of_the_dropped_model_and_replicas_stay_equal() -> None:
-    """Every class is proven so by `meshtrain verify --models`; `measure` raises for replicas that differ."""
+def test_gradients_match_the_stock_model_with_the_same_masks() -> None:
+    """`meshtrain verify --models` proves every class so; `measure` raises if replicas differ."""
     errors, others = run_on_ranks(2, measure_all, [proof_case(way) for way in WAYS], timeout=300.0)
     assert errors == others
     for way, error in zip(WAYS, errors, strict=True):
@@ -368,7 +368,7 @@ def test_gradients_are_those_of_the_dropped_model_and_replicas_stay_equal() -> N
 
 
 def test_keys_are_the_same_in_every_release() -> None:
-    """A checkpoint of an earlier release must resume with the masks that it would have gone on with."""
+    """A checkpoint of an earlier release must resume with the same masks."""
     assert stream_key(0, 1, 2, 3, 4) == 5872325335648923821
     assert stream_key("a") != stream_key("b")
     assert stream_key(1, 23) != stream_key(12, 3)

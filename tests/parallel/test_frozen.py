@@ -1,4 +1,4 @@
-"""Frozen parameters, on every axis and under every kind of schedule, next to the stock model in one process."""
+"""Frozen parameters on every axis and schedule, beside the stock model in one process."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from tests.casts import lift_float32_casts
 from tests.parity import Case, assert_equal_to_reference, batches, build, fill, reference, stock_weights
 from tests.ranks import RankError, run_on_ranks
 
-# Which parameters still train, by name.
+# Patterns of the parameters that train, by name.
 TRAINED = {
     "gpt2-tied": {
         "second half": r"transformer\.(h\.[23]|ln_f)",
@@ -28,7 +28,7 @@ TRAINED = {
     },
 }
 ALL = (*TRAINED["gpt2-tied"], *TRAINED["llama-untied"])
-# With the patterns that are tried there: a pipeline meets whole stages without anything to train, the others do not.
+# The patterns used on each mesh; in a pipeline, some stages have nothing to train.
 CASES: dict[str, list[tuple[Case, tuple[str, ...]]]] = {
     "pp": [(Case("gpt2-tied", (2, 1, 1, 1)), ALL), (Case("llama-untied", (2, 1, 1, 1)), ALL)],
     "tp": [
@@ -50,12 +50,12 @@ CASES: dict[str, list[tuple[Case, tuple[str, ...]]]] = {
         (Case("llama-untied", (2, 1, 2, 1), recompute=1), ("first half",)),
     ],
 }
-# A start of ranks costs as much as a case.
+# Several cases share one start of ranks, which costs as much as one case.
 STARTS = {2: [kind for kind in CASES if kind != "several"], 4: ["several"]}
 
 
 def freeze(model: PreTrainedModel, trained: str) -> None:
-    """Freeze what a pattern does not match."""
+    """Freeze the parameters that do not match a pattern."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.match(trained, name) is not None)
 
@@ -91,7 +91,7 @@ def stock() -> dict[str, dict[str, Trace]]:
 
 
 @pytest.mark.parametrize("world_size", STARTS)
-def test_they_train_as_in_one_process(world_size: int) -> None:
+def test_frozen_parameters_train_as_in_one_process(world_size: int) -> None:
     cases = [case for kind in STARTS[world_size] for case, _ in CASES[kind]]
     answers = run_on_ranks(world_size, train, STARTS[world_size])
     for case, *ranks in zip(cases, *answers, strict=True):
@@ -107,13 +107,13 @@ def train_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 1, 1, 1)], ids=str)
-def test_a_model_without_anything_to_train_is_refused(mesh: tuple[int, int, int, int]) -> None:
+def test_model_without_trained_parameters_is_refused(mesh: tuple[int, int, int, int]) -> None:
     with pytest.raises(RankError, match="every parameter is frozen, so there is nothing to train"):
         run_on_ranks(mesh[0] * mesh[3], train_nothing, Case("llama-untied", mesh))
 
 
-def thaw(case: Case) -> tuple[Trace, Trace]:
-    """Train what is frozen and thawed after it was made parallel, and what is so from the beginning."""
+def unfreeze(case: Case) -> tuple[Trace, Trace]:
+    """Train a model unfrozen after `parallelize`, and one with these parameters from the start."""
     replicas.LARGE = 1
     lift_float32_casts()
     half = TRAINED[case.model]["second half"]
@@ -124,7 +124,7 @@ def thaw(case: Case) -> tuple[Trace, Trace]:
     return train_pipeline(late, batches()), train_one(case, half)
 
 
-def test_parameters_can_be_thawed_later() -> None:
-    """Copies of the model sum the gradients of what trains now, not of what trained when they were made."""
-    for late, early in run_on_ranks(2, thaw, Case("llama-untied", (1, 2, 1, 1))):
+def test_parameters_can_be_unfrozen_later() -> None:
+    """Replicas reduce gradients of parameters that train now, not of those trained at first."""
+    for late, early in run_on_ranks(2, unfreeze, Case("llama-untied", (1, 2, 1, 1))):
         assert_equal_to_reference([late], early)

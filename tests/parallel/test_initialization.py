@@ -1,4 +1,4 @@
-"""The law of the first weights: one set of values, whatever the mesh."""
+"""The initial weights are the same on every mesh."""
 
 import functools
 import hashlib
@@ -27,13 +27,13 @@ from tests.ranks import run_on_ranks
 
 NAMES = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")
 PAD = 0
-# Every mesh of the parity matrix, and two stages per process.
+# Every mesh of the parity tests, and two stages per process.
 PLANS = (*((mesh, 1) for mesh in MESHES), ((2, 1, 1, 1), 2), ((2, 1, 1, 2), 2))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that lies on one process."""
+    """The part of a tensor on one process."""
 
     shape: torch.Size
     ranges: list[slice]
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass
 class Weights:
-    """What one process holds after the initialization, under the names of a checkpoint."""
+    """The tensors of one process after initialization, under the names of a checkpoint."""
 
     fused: tuple[FusedParameter, ...]
     owned: dict[str, Piece] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Weights:
 
 
 def use_small_tiles() -> None:
-    """Let the tensors of these tiny models have many tiles, none of which ends where a shard ends."""
+    """Split the tensors of tiny models into many tiles, with other borders than the shards."""
     initialize.TILE_ROWS, initialize.TILE_COLUMNS = 10, 14
 
 
@@ -77,7 +77,7 @@ def initial_weights_of(cases: list[Case], seed: int = 0) -> list[Weights]:
 
 @functools.cache
 def all_weights(world_size: int) -> dict[Case, list[Weights]]:
-    """Initialize every model on every mesh of that many processes."""
+    """Initialize every model on every mesh of this size."""
     cases = [
         Case(name, mesh, "Interleaved1F1B" if stages > 1 else "1F1B", stages)
         for name in NAMES
@@ -88,8 +88,8 @@ def all_weights(world_size: int) -> dict[Case, list[Weights]]:
     return {case: [answer[number] for answer in answers] for number, case in enumerate(cases)}
 
 
-def put_together(pieces: Iterable[tuple[str, Piece]]) -> dict[str, Tensor]:
-    """Return the whole tensors; pieces that lie on several processes must be equal."""
+def join_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, Tensor]:
+    """Return the full tensors; pieces on several processes must be equal."""
     tensors: dict[str, Tensor] = {}
     for name, piece in pieces:
         whole = tensors.setdefault(name, torch.full(piece.shape, torch.nan, dtype=piece.values.dtype))
@@ -101,7 +101,7 @@ def put_together(pieces: Iterable[tuple[str, Piece]]) -> dict[str, Tensor]:
 
 
 def owned(ranks: list[Weights]) -> dict[str, Tensor]:
-    return put_together(item for weights in ranks for item in weights.owned.items())
+    return join_pieces(item for weights in ranks for item in weights.owned.items())
 
 
 def fingerprint(ranks: list[Weights]) -> str:
@@ -120,24 +120,24 @@ def fingerprint_of_one_process(name: str) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_one_fingerprint_for_every_mesh(world_size: int) -> None:
+def test_every_mesh_has_the_same_initial_weights(world_size: int) -> None:
     for case, ranks in all_weights(world_size).items():
         assert fingerprint(ranks) == fingerprint_of_one_process(case.model), case
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_process_holds_what_the_stock_model_has(name: str) -> None:
+def test_one_process_holds_the_parameters_of_the_stock_model(name: str) -> None:
     ranks = all_weights(1)[Case(name, (1, 1, 1, 1))]
     stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[name]), dtype=torch.float64)
     ours = join_parts(owned(ranks), ranks[0].fused)
     assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in stock.named_parameters()}
 
 
-def test_far_copies_are_equal_and_padding_rows_are_zero() -> None:
+def test_tied_copies_are_equal_and_padding_rows_are_zero() -> None:
     for world_size in (1, 2, 4, 8):
         for case, ranks in all_weights(world_size).items():
             tensors = owned(ranks)
-            copies = put_together(item for weights in ranks for item in weights.far_copies.items())
+            copies = join_pieces(item for weights in ranks for item in weights.far_copies.items())
             assert len(copies) == (case.mesh[0] > 1 and case.model != "llama-untied"), case
             assert all(torch.equal(copied, tensors[name]) for name, copied in copies.items()), case
             if case.model == "gpt2-tied":
@@ -149,7 +149,7 @@ def test_far_copies_are_equal_and_padding_rows_are_zero() -> None:
                 assert bool(tensors["lm_head.weight"][PAD].ne(0).any()), "a head of its own has no padding row"
 
 
-def test_rotary_buffers_are_those_of_the_stock_model_on_every_stage() -> None:
+def test_rotary_buffers_of_every_stage_equal_the_stock_model() -> None:
     for name in ("llama-untied", "qwen3"):
         stock = AutoModelForCausalLM.from_config(load_hf_config(MODELS[name]), dtype=torch.float64)
         expected = dict(stock.named_buffers())
@@ -163,7 +163,7 @@ def test_rotary_buffers_are_those_of_the_stock_model_on_every_stage() -> None:
                         assert torch.equal(value, expected[buffer]), (case, buffer)
 
 
-def test_another_seed_gives_other_weights() -> None:
+def test_another_seed_gives_different_weights() -> None:
     case = Case("llama-untied", (1, 1, 1, 1))
     (other,) = run_on_ranks(1, initial_weights_of, [case], 1)
     assert fingerprint(other) != fingerprint_of_one_process("llama-untied")
@@ -171,7 +171,7 @@ def test_another_seed_gives_other_weights() -> None:
 
 
 def fill_sharded_tensors() -> list[bool]:
-    """Fill tensors of 1 to 3 dimensions under several placements, and compare with the part of the whole one."""
+    """Fill tensors of 1 to 3 dimensions under several placements, and compare with the full one."""
     use_small_tiles()
     mesh = init_device_mesh("cpu", (2, 2))
     same = []
@@ -198,13 +198,13 @@ def fill(tensor: Tensor) -> None:
     initialize.fill_tiles(tensor, lambda tile, stream: nn.init.normal_(tile, generator=stream), key="a")
 
 
-def test_any_shard_of_any_dimension_is_a_part_of_the_whole() -> None:
+def test_any_shard_of_any_dimension_is_part_of_the_full_tensor() -> None:
     for same in run_on_ranks(4, fill_sharded_tensors):
         assert len(same) == 4 + 9 + 16
         assert all(same)
 
 
-def test_what_an_activation_learns_begins_as_its_constructor_says() -> None:
+def test_activation_parameters_have_the_values_of_their_constructor() -> None:
     model = build_model(tiny_config("apertus"), dtype=torch.float32)
     materialize(model, torch.device("cpu"), tied={})
     initialize_weights(model, seed=0, names={name: name for name, _ in model.named_parameters()})

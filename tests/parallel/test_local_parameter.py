@@ -1,4 +1,4 @@
-"""Stock optimizers on local parts of DTensors do what they do to whole parameters in one process."""
+"""Stock optimizers update local parts of DTensors like full parameters in one process."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.local_parameter import LocalParameter, as_local, choose_kernels, full_parameter
 from tests.ranks import run_on_ranks
 
-# One row that two processes do not share evenly, one parameter that is copied, one that is no DTensor.
+# One parameter with rows that two processes share unevenly, a replicated one, and a plain tensor.
 SHAPES = {"rows": (5, 4), "columns": (3, 5), "copied": (3,), "plain": (2, 3)}
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate()}
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
@@ -46,7 +46,7 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def give_gradients(held: dict[str, nn.Parameter], seed: int) -> None:
-    """Let autograd make them: the derivative of the sum of parameter * gradient."""
+    """Create gradients with autograd, as the derivative of the sum of parameter * gradient."""
     for name, gradient in values(seed).items():
         if seed == 2 and name == "rows":
             continue
@@ -83,7 +83,7 @@ def train_sharded() -> list[dict[str, Tensor]]:
     return results
 
 
-def train_whole() -> list[dict[str, Tensor]]:
+def train_full() -> list[dict[str, Tensor]]:
     results = []
     for name, options in OPTIMIZERS:
         for set_to_none in (True, False):
@@ -93,8 +93,8 @@ def train_whole() -> list[dict[str, Tensor]]:
     return results
 
 
-def test_stock_optimizers_do_to_local_parts_what_they_do_to_whole_parameters() -> None:
-    expected = train_whole()
+def test_stock_optimizers_update_local_parts_like_full_parameters() -> None:
+    expected = train_full()
     for found in run_on_ranks(2, train_sharded):
         for case, (here, there) in enumerate(zip(found, expected, strict=True)):
             for name in SHAPES:
@@ -102,7 +102,7 @@ def test_stock_optimizers_do_to_local_parts_what_they_do_to_whole_parameters() -
                 torch.testing.assert_close(here[name], there[name], rtol=1e-6, atol=1e-7, msg=f"{case} {name}")
 
 
-def gradients_here_and_there() -> None:
+def compare_local_and_full_gradients() -> None:
     whole = parameters()["rows"]
     local = as_local(whole)
     assert isinstance(local, nn.Parameter)
@@ -147,8 +147,8 @@ def gradients_here_and_there() -> None:
         copy.deepcopy(build("SGD", {}, [local]))
 
 
-def test_the_gradient_is_that_of_the_whole_parameter() -> None:
-    run_on_ranks(2, gradients_here_and_there)
+def test_gradient_of_a_local_part_is_that_of_the_full_parameter() -> None:
+    run_on_ranks(2, compare_local_and_full_gradients)
 
 
 def frozen_and_plain() -> None:
@@ -159,12 +159,12 @@ def frozen_and_plain() -> None:
     assert not as_local(held["rows"]).requires_grad
 
 
-def test_a_parameter_that_is_whole_is_used_as_it_is() -> None:
+def test_parameter_that_is_not_a_dtensor_is_used_directly() -> None:
     run_on_ranks(2, frozen_and_plain)
 
 
 def scaled() -> tuple[float, bool, bool]:
-    """Return the gradient after unscaling, and whether a step was taken without and with an overflow on rank 1."""
+    """Return the unscaled gradient, and whether steps without and with an overflow ran."""
     held = parameters()
     local = as_local(held["rows"])
     optimizer = build("SGD", {}, [local])
@@ -184,11 +184,11 @@ def scaled() -> tuple[float, bool, bool]:
     return largest, *taken
 
 
-def test_a_sharded_gradient_scaler_skips_a_step_on_all_processes() -> None:
+def test_sharded_gradient_scaler_skips_a_step_on_all_processes() -> None:
     assert run_on_ranks(2, scaled) == [(1.0, True, False)] * 2
 
 
-def test_kernels_are_chosen_where_torch_would_choose_them() -> None:
+def test_kernels_are_chosen_like_in_torch() -> None:
     on_cpu = build("AdamW", {}, [nn.Parameter(torch.zeros(2))])
     choose_kernels(on_cpu)
     assert on_cpu.param_groups[0]["foreach"] is None

@@ -1,4 +1,4 @@
-"""The law: in float64, every plan computes what the stock model computes in one process."""
+"""In float64, every plan computes what the stock model computes in one process."""
 
 import pytest
 
@@ -34,29 +34,31 @@ def test_every_schedule_trains_like_one_process(schedule: str, stages_per_rank: 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
-def test_sequence_and_loss_parallel_change_nothing(mesh: tuple[int, int, int, int], loss_parallel: bool) -> None:
+def test_sequence_and_loss_parallel_train_like_one_process(
+    mesh: tuple[int, int, int, int], loss_parallel: bool
+) -> None:
     prove(*(Case(model, mesh, sequence_parallel=True, loss_parallel=loss_parallel) for model in MODELS))
 
 
-def test_loss_parallel_off_changes_nothing() -> None:
+def test_loss_parallel_off_trains_like_one_process() -> None:
     prove(*(Case(model, (2, 1, 1, 2), loss_parallel=False) for model in MODELS))
 
 
-def test_sequence_parallel_interleaved() -> None:
+def test_sequence_parallel_interleaved_trains_like_one_process() -> None:
     prove(*(Case(m, (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True) for m in ("gpt2-tied", "qwen3")))
 
 
-def test_sequence_parallel_with_one_sequence_per_microbatch() -> None:
-    """GPT-2 makes its output of the shape of its input, which a part of the sequence fits by chance for more."""
+def test_sequence_parallel_with_one_sequence_per_microbatch_trains_like_one_process() -> None:
+    """GPT-2 gives its output the shape of its input, so errors show with one sequence only."""
     prove(Case("gpt2-tied", (2, 1, 2, 2), sequence_parallel=True))
 
 
 @pytest.mark.parametrize("model", ["qwen2-grouped", "mistral-grouped"])
-def test_grouped_query_heads(model: str) -> None:
+def test_grouped_query_heads_train_like_one_process(model: str) -> None:
     prove(Case(model, (2, 1, 1, 2)), Case(model, (1, 1, 2, 2), sequence_parallel=True), Case(model, (1, 2, 1, 2)))
 
 
-def test_padded_samples() -> None:
+def test_padded_samples_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), rows="padded"),
         Case("llama-untied", (2, 1, 2, 1), rows="padded"),
@@ -64,8 +66,8 @@ def test_padded_samples() -> None:
     )
 
 
-def test_separate_documents() -> None:
-    """Next to each document alone: no position, no attention and no target crosses a border."""
+def test_separate_documents_train_like_one_process() -> None:
+    """The reference trains documents alone: no position, attention, target crosses a border."""
     prove(
         Case("gpt2-tied", (2, 1, 1, 1), rows="separate"),
         Case("llama-untied", (1, 1, 1, 2), rows="separate"),
@@ -80,7 +82,7 @@ def test_separate_documents() -> None:
     )
 
 
-def test_batches_of_different_widths() -> None:
+def test_batches_of_different_widths_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), rows="bucketed"),
         Case("llama-untied", (2, 1, 2, 1), rows="bucketed"),
@@ -96,8 +98,8 @@ def test_batches_of_different_widths() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama-longrope", "llama-dynamic"])
-def test_rotary_frequencies_that_depend_on_the_length_of_the_sequence(model: str) -> None:
-    """Of a long batch, one that is shorter, one that is short, and a long one again."""
+def test_length_dependent_rotary_frequencies_train_like_one_process(model: str) -> None:
+    """The batches are long, shorter, short, and long again."""
     prove(
         Case(model, (2, 1, 1, 1), recompute=1, rows="bucketed"),
         Case(model, (1, 1, 1, 2), sequence_parallel=True, rows="bucketed"),
@@ -109,7 +111,7 @@ def test_rotary_frequencies_that_depend_on_the_length_of_the_sequence(model: str
     )
 
 
-def test_uneven_stages_and_a_stage_with_the_head_only() -> None:
+def test_uneven_stages_and_a_head_only_stage_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), layers=(3, 1)),
         Case("gpt2-tied", (2, 1, 1, 2), layers=(4, 0)),
@@ -118,14 +120,14 @@ def test_uneven_stages_and_a_stage_with_the_head_only() -> None:
     )
 
 
-def test_a_stage_for_each_layer_and_one_for_the_head() -> None:
+def test_one_stage_per_layer_and_head_trains_like_one_process() -> None:
     prove(
         Case("gpt2-short", (4, 1, 1, 1), layers=(1, 1, 1, 0)),
         Case("gpt2-short", (2, 1, 1, 2), "Interleaved1F1B", 2, layers=(1, 1, 1, 0)),
     )
 
 
-def test_recompute() -> None:
+def test_recompute_trains_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), recompute=1),
         Case("llama-untied", (1, 1, 2, 2), recompute=2, sequence_parallel=True),
@@ -133,7 +135,7 @@ def test_recompute() -> None:
     )
 
 
-def test_selective_recompute() -> None:
+def test_selective_recompute_trains_like_one_process() -> None:
     prove(
         Case("qwen3", (1, 1, 1, 2), recompute=1, recompute_mode="selective", sequence_parallel=True),
         Case("gpt2-tied", (1, 1, 1, 2), recompute=2, recompute_mode="selective"),
@@ -143,7 +145,7 @@ def test_selective_recompute() -> None:
     )
 
 
-def test_offload() -> None:
+def test_offload_trains_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 1), offload="cpu"),
         Case("qwen3", (1, 1, 1, 2), offload="cpu", sequence_parallel=True, recompute=1),
@@ -151,7 +153,7 @@ def test_offload() -> None:
     )
 
 
-def test_resharding_policies() -> None:
+def test_resharding_policies_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 2, 1), reshard="always"),
         Case("llama-untied", (1, 1, 2, 2), reshard="never"),
@@ -159,7 +161,7 @@ def test_resharding_policies() -> None:
     )
 
 
-def test_compiled_layers() -> None:
+def test_compiled_layers_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (1, 1, 1, 2), compiled=True),
         Case("llama-untied", (1, 1, 2, 1), compiled=True, recompute=1),
@@ -169,7 +171,7 @@ def test_compiled_layers() -> None:
     )
 
 
-def test_copies_that_reduce_during_the_backward_pass() -> None:
+def test_replicas_that_reduce_during_the_backward_pass_train_like_one_process() -> None:
     cases = [
         Case("gpt2-tied", (1, 2, 1, 2)),
         Case("qwen3", (2, 2, 1, 1)),
@@ -178,5 +180,5 @@ def test_copies_that_reduce_during_the_backward_pass() -> None:
     prove(*cases, run=run_with_small_messages)
 
 
-def test_vocabulary_that_tp_does_not_divide() -> None:
+def test_vocabulary_that_tp_does_not_divide_trains_like_one_process() -> None:
     prove(Case("gpt2-odd", (2, 1, 1, 2)), Case("gpt2-odd", (1, 1, 2, 2), loss_parallel=False))

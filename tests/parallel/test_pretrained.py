@@ -1,4 +1,4 @@
-"""What stock `save_pretrained` writes, in the layout of the hub, bit for bit in the shards of every kind of mesh."""
+"""Every kind of mesh loads the files of stock `save_pretrained` bit for bit into its shards."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +20,19 @@ from meshtrain.runtime.mesh import build_mesh
 from meshtrain.verify.tiny import tiny_config
 from tests.ranks import run_on_ranks
 
-# One for each file of parallel_plans/families, and those whose files on the hub are not laid out as their modules.
+# One for each file of parallel_plans/families, and those with another layout on the hub.
 FAMILIES = (
     *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense"),
     *("inkling_text", "llama", "mpt", "opt", "persimmon", "phi3", "qwen3", "stablelm", "biogpt"),
 )
 CONVERTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "jamba", "llama4_text", "gpt_neox", "nemotron_h")
-# Its heads lie in four blocks, which tp cannot cut.
+# Its heads are stored in four blocks, which tp cannot split.
 CHANGES: dict[str, dict[str, int]] = {"codegen": {"n_head": 8, "rotary_dim": 4}}
 MESHES = {"tp": {"tp": 2}, "dp_shard x tp": {"dp_shard": 2, "tp": 2}, "pp": {"pp": 2}}
 
 
 def write(folder: Path, model_type: str) -> Path:
-    """Write a tiny model in which no two values are equal, buffers included."""
+    """Write a tiny model in which no two values are equal, including buffers."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     for name, value in CHANGES.get(model_type, {}).items():
@@ -44,8 +44,8 @@ def write(folder: Path, model_type: str) -> Path:
     return folder / model_type
 
 
-def different(folder: Path, degrees: dict[str, int]) -> list[str]:
-    """Load a model on this mesh, and return the names of what is not as `from_pretrained` has it."""
+def differing_names(folder: Path, degrees: dict[str, int]) -> list[str]:
+    """Load a model on this mesh; return the names of tensors unlike in `from_pretrained`."""
     config = AutoConfig.from_pretrained(folder)
     model = build_model(config, dtype=torch.float32, attention="eager")
     wanted = stock_class(model).from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -62,7 +62,7 @@ def different(folder: Path, degrees: dict[str, int]) -> list[str]:
 
 
 def compare(folder: Path, types: Sequence[str], meshes: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    found = {(name, mesh): different(folder / name, MESHES[mesh]) for name in types for mesh in meshes}
+    found = {(name, mesh): differing_names(folder / name, MESHES[mesh]) for name in types for mesh in meshes}
     return {case: names for case, names in found.items() if names}
 
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("types", [FAMILIES, CONVERTED], ids=["families", "converted"])
-def test_every_mesh_holds_what_from_pretrained_holds(folder: Path, types: tuple[str, ...]) -> None:
+def test_every_mesh_holds_the_tensors_of_from_pretrained(folder: Path, types: tuple[str, ...]) -> None:
     for name in types:
         write(folder, name)
     assert run_on_ranks(2, compare, folder, types, ["tp", "pp"]) == [{}, {}]

@@ -1,4 +1,4 @@
-"""What an unknown module does is found by running it."""
+"""The behavior of unknown modules is detected by running them."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ from meshtrain.parallel.tensor.probes import has_place_for_none, looks_up_rows
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_embedding_looks_up_the_ids_that_it_is_given(embedding: nn.Embedding, looks_up: bool) -> None:
+def test_looks_up_rows_detects_plain_lookups(embedding: nn.Embedding, looks_up: bool) -> None:
     embedding.register_forward_hook(lambda *_: pytest.fail("a hook of the program was called"))
     assert looks_up_rows(embedding.to("meta")) == looks_up
     assert type(embedding).__mro__.count(nn.Embedding) == 1
 
 
-def test_experts_that_leave_out_the_one_behind_the_last() -> None:
+def test_experts_that_skip_an_index_after_the_last_are_detected() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 4, "experts_implementation": "eager"}
     with torch.device("meta"):
         mixtral, gpt_oss = MixtralExperts(MixtralConfig(**sizes)), GptOssExperts(GptOssConfig(**sizes))

@@ -1,4 +1,4 @@
-"""What recomputation keeps and what it computes again, counted."""
+"""Count what recomputation keeps and what it computes again."""
 
 import weakref
 from collections import Counter
@@ -20,7 +20,7 @@ LAYERS, MATRICES = 4, 7
 
 
 class Watch(TorchDispatchMode):
-    """Counts what is really computed, and remembers the memory of every result as long as somebody holds it."""
+    """Counts computed operators, and tracks the memory of every result while it is held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Watch(TorchDispatchMode):
         return result
 
     def held_bytes(self) -> int:
-        """Return how much of it is still held."""
+        """Return the bytes that are still held."""
         alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
         return sum(alive.values())
 
 
-def watched(case: Case) -> tuple[int, Counter[str]]:
-    """Return the bytes that a forward pass leaves for the backward pass, and what the backward pass computes."""
+def watch(case: Case) -> tuple[int, Counter[str]]:
+    """Return the bytes kept for the backward pass, and the operators of the backward pass."""
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
     batch = smallest_part(pipeline, batches()[0])
@@ -54,7 +54,7 @@ def watched(case: Case) -> tuple[int, Counter[str]]:
 
 
 def watch_all(cases: tuple[Case, ...]) -> list[tuple[int, Counter[str]]]:
-    return [watched(case) for case in cases]
+    return [watch(case) for case in cases]
 
 
 def products(calls: Counter[str]) -> int:
@@ -65,7 +65,7 @@ def attentions(calls: Counter[str]) -> int:
     return calls["_scaled_dot_product_flash_attention_for_cpu"]
 
 
-def test_selective_keeps_products_and_attention_and_computes_the_rest_again() -> None:
+def test_selective_keeps_products_and_attention_and_recomputes_the_rest() -> None:
     ((none, full, selective, every_second),) = run_on_ranks(1, watch_all, CASES)
     assert products(full[1]) - products(none[1]) == LAYERS * MATRICES - LAYERS  # the last product is not needed
     assert attentions(full[1]) == LAYERS
@@ -78,14 +78,14 @@ def test_selective_keeps_products_and_attention_and_computes_the_rest_again() ->
     assert full[0] < selective[0] < every_second[0] < none[0]
 
 
-def test_selective_keeps_the_results_of_collectives() -> None:
+def test_selective_keeps_results_of_collectives() -> None:
     cases = tuple(replace(case, mesh=(1, 1, 1, 2), sequence_parallel=True) for case in CASES[:3])
     for none, full, selective in run_on_ranks(2, watch_all, cases):
         names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
         sent = [sum(calls[name] for name in names) for _, calls in (none, full, selective)]
         assert sent[0] == sent[2] < sent[1]
         assert products(selective[1]) == products(none[1])
-        # Not less than without recomputation: at this width the partial sums that are kept, too, outweigh the rest.
+        # Not less than without recomputation: here the partial sums, also kept, exceed the savings.
         assert full[0] < selective[0]
 
 
@@ -101,7 +101,7 @@ def backward_of_compiled(cases: list[Case]) -> list[Counter[str]]:
     return found
 
 
-def test_selective_keeps_them_in_compiled_layers_too() -> None:
+def test_selective_keeps_the_same_results_in_compiled_layers() -> None:
     ((none, selective),) = run_on_ranks(1, backward_of_compiled, [NONE, replace(SELECTIVE, compiled=True)])
     assert products(selective) == products(none)
     assert attentions(selective) == 0

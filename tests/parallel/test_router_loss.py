@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers: its gradient and its value are those of the stock model, under every plan."""
+"""The auxiliary loss of routers and its gradient equal the stock model's under every plan."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -31,9 +31,9 @@ from tests.parallel.families import Family, resolve_family
 from tests.parity import fill
 from tests.ranks import run_on_ranks
 
-# Loaded before casts are lifted: both sides then compute everything in float64, tables of positions included.
+# Loaded before casts are lifted: both sides compute in float64, including position tables.
 MODELLING = (modeling_mixtral, modeling_qwen3_moe)
-# So large that an error in it cannot hide.
+# The coefficient is large, so that errors are visible.
 COEFFICIENT = 0.5
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 MOES = {
@@ -53,7 +53,8 @@ class Case:
     def subject(self) -> ProofCase:
         config = load_hf_config(ModelConfig(type=self.model_type, config=MOES[self.model_type]))
         plan, mesh = ParallelPlan(**self.tables), MeshPlan(**{"dp_shard": 1, **self.mesh})
-        # Two samples in a microbatch, which no mean of one-sample losses gives; one batch for every mesh.
+        # Two samples per microbatch, so that averaging per sample would be wrong; one batch for all
+        # meshes.
         return replace(make_case(config, plan, mesh, rows=self.rows), global_batch_size=4 * MICRO_BATCH_SIZE)
 
 
@@ -107,7 +108,7 @@ def test_two_processes_train_like_the_stock_model() -> None:
 
 
 def step_of_one_layer() -> tuple[list[float], list[float]]:
-    """Return the loss of transformers itself for one layer and one microbatch, and what ours are in sum."""
+    """Return transformers' loss for one layer and one microbatch, and the sum of ours."""
     lift_float32_casts()
     subject = Case("mixtral", tables={"pipeline": PipelinePlan(layers_per_stage=[1])}).subject()
     subject = replace(subject, global_batch_size=MICRO_BATCH_SIZE)
@@ -126,20 +127,20 @@ def step_of_one_layer() -> tuple[list[float], list[float]]:
     ]
 
 
-def test_one_layer_and_one_microbatch_are_what_transformers_computes() -> None:
+def test_loss_of_one_layer_and_microbatch_equals_that_of_transformers() -> None:
     ((wanted, found),) = run_on_ranks(1, step_of_one_layer)
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
 def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
-    """Return router loss and gradient norm with two loss scales, and what has added up before and after evaluation."""
+    """Return router loss and gradient norm for two loss scales, and sums around evaluations."""
     lift_float32_casts()
     subject = Case("mixtral", rows="joined").subject()
     model = build_model(subject.hf_config, dtype=torch.float64)
     mesh, device = build_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
     pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
     fill(pipeline, with_noise(initial_weights(subject)))
-    # The parameters stay as they are.
+    # The learning rate is 0, so the parameters stay unchanged.
     context = replace(build_step_context(pipeline), learning_rate=lambda step: 0.0)
     batch, found = subject.batches()[0], []
     for scale in (1.0, 1024.0):
@@ -151,7 +152,7 @@ def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     return found, [before, pipeline.router_loss.total.item()]
 
 
-def test_the_loss_scale_and_evaluation_change_nothing() -> None:
+def test_loss_scale_and_evaluation_do_not_change_the_router_loss() -> None:
     (((plain, scaled), (before, after)),) = run_on_ranks(1, losses_of_steps)
     assert scaled == pytest.approx(plain, rel=1e-12)
     assert before == after == pytest.approx(plain[0], rel=1e-12)
@@ -176,14 +177,14 @@ MOE = {**ROUTED, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
         ),
     ],
 )
-def test_models_without_the_loss_are_refused(family: Family, message: str) -> None:
+def test_models_without_a_router_loss_are_refused(family: Family, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, 1))
     assert caught.value.lines == (message,)
 
 
 @pytest.mark.parametrize("style", ["sequence_parallel", "replicated_with_grad_allreduce"])
-def test_routers_that_see_a_part_are_refused(style: str) -> None:
+def test_routers_on_a_part_of_the_sequence_are_refused(style: str) -> None:
     family = Family("mixtral", {**ROUTED, "num_local_experts": 4}, {"sequence_parallel": True})
     plan, model = resolve_family(family, (1, 1, 1, 2))
     styles = {**plan.tensor.styles, "model.layers.*.mlp.gate": style}

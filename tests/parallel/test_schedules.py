@@ -1,4 +1,4 @@
-"""Every schedule of torch, with as many stages per process as it takes, computes what the stock model computes."""
+"""Every schedule of torch, with every supported number of stages, trains like the stock model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +52,15 @@ from tests.ranks import run_on_ranks
 MODELS = ("gpt2-tied", "qwen3", "llama-untied")
 BFS, ZERO, ZBV, DUAL = "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 SPLIT = (ZERO, ZBV, DUAL)
-# Of eight layers, for two processes that hold so many stages each.
+# Parts of eight layers, for two processes with this many stages each.
 LAYERS = {1: (4, 4), 3: (2, 1, 1, 2, 1, 1), 4: (1,) * 8}
 
 
-# What torch says of itself
+# The table of schedules against torch
 
 
 def torch_schedule(name: ScheduleName, pp: int, per_rank: int, microbatches: int) -> Any:
-    """Build torch's schedule as the first process has it, over stages that are not there."""
+    """Build torch's schedule as the first process has it, over placeholder stages."""
     owners = stage_owners(PipelinePlan(schedule=name, stages_per_rank=per_rank), pp)
     stages = [
         SimpleNamespace(
@@ -82,7 +82,7 @@ def torch_schedule(name: ScheduleName, pp: int, per_rank: int, microbatches: int
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_table_says_what_torch_does(name: ScheduleName) -> None:
+def test_schedule_table_matches_torch(name: ScheduleName) -> None:
     facts, kind = SCHEDULES[name], get_schedule_class(name)
     assert (facts.stages_per_rank == 1) == issubclass(kind, PipelineScheduleSingle)
     for pp in (2, 3, 4):
@@ -112,7 +112,7 @@ def _parts(action: Any) -> tuple[Any, ...]:
     return () if action is None else action.sub_actions or (action,)
 
 
-def test_owners() -> None:
+def test_owners_of_stages() -> None:
     assert stage_owners(PipelinePlan(schedule="LoopedBFS", stages_per_rank=2), 3) == [0, 1, 2, 0, 1, 2]
     assert stage_owners(PipelinePlan(schedule="DualPipeV", stages_per_rank=2), 3) == [0, 1, 2, 2, 1, 0]
     assert stage_owners(PipelinePlan(schedule="ZBVZeroBubble"), 1) == [0]
@@ -121,7 +121,7 @@ def test_owners() -> None:
 # Parity
 
 
-def test_two_processes() -> None:
+def test_schedules_on_two_processes_train_like_one_process() -> None:
     prove(
         *(Case(model, (2, 1, 1, 1), name, 2) for name in (ZERO, ZBV) for model in MODELS),
         Case("llama-untied", (2, 1, 1, 1), BFS, 2),
@@ -133,7 +133,7 @@ def test_two_processes() -> None:
     )
 
 
-def test_four_processes() -> None:
+def test_schedules_on_four_processes_train_like_one_process() -> None:
     prove(
         Case("gpt2-tied", (2, 1, 1, 2), BFS, 2),
         Case("llama-untied", (2, 1, 1, 2), ZERO, 2, sequence_parallel=True),
@@ -141,13 +141,14 @@ def test_four_processes() -> None:
         Case("gpt2-tied", (2, 1, 1, 2), DUAL, 2, sequence_parallel=True),
         Case("gpt2-tied", (2, 1, 2, 1), ZBV, 2),
         Case("qwen3", (2, 1, 2, 1), DUAL, 2),
-        # Beyond three stages torch gathers and frees the parameters of a stage within a step.
+        # With more than three stages, torch gathers and frees the parameters of a stage within a
+        # step.
         Case("qwen3-deep", (2, 1, 2, 1), ZERO, 4, layers=LAYERS[4]),
         Case("qwen3-deep", (4, 1, 1, 1), ZBV, 2, layers=LAYERS[4]),
     )
 
 
-def test_copies_of_the_model_sum_what_a_split_backward_adds() -> None:
+def test_replicas_sum_the_gradients_of_a_split_backward() -> None:
     prove(
         Case("gpt2-tied", (2, 2, 1, 1), ZBV, 2),
         Case("llama-untied", (2, 2, 1, 1), DUAL, 2),
@@ -155,33 +156,33 @@ def test_copies_of_the_model_sum_what_a_split_backward_adds() -> None:
     )
 
 
-def test_eight_processes() -> None:
+def test_schedules_on_eight_processes_train_like_one_process() -> None:
     prove(Case("qwen3", (2, 1, 2, 2), ZBV, 2, sequence_parallel=True), Case("gpt2-tied", (2, 1, 2, 2), DUAL, 2))
 
 
-# Damage that the comparison must see
+# Damage that the comparison must detect
 
 
 def lose_gradients(name: str) -> Trace:
     return run_case(Case("llama-untied", (2, 1, 2, 1), name, 2, reshard="always"))
 
 
-def test_a_split_backward_with_resharding_is_caught() -> None:
-    """Past the check that refuses it, torch loses weight gradients: all of a stage, or those of some microbatches."""
+def test_split_backward_with_resharding_is_detected() -> None:
+    """Without the check that refuses it, torch loses the weight gradients of some microbatches."""
     for name in (ZBV, DUAL):
         traces = run_on_ranks(4, lose_gradients, name)
         with pytest.raises(AssertionError, match=r"'gradient', where='(model\.layers\.[123]|model\.norm|lm_head)\."):
             assert_equal_to_reference(traces, stock("llama-untied"))
 
 
-def forget_the_tie() -> Trace:
+def skip_tied_reduction() -> Trace:
     TiedCopies.reduce_gradients = lambda self: None  # type: ignore[method-assign]
     return run_case(Case("gpt2-tied", (2, 1, 1, 1), ZBV, 2))
 
 
-def test_a_tied_copy_that_is_not_reduced_is_caught() -> None:
+def test_tied_copy_that_is_not_reduced_is_detected() -> None:
     with pytest.raises(AssertionError, match=r"'gradient', where='transformer\.wte\.weight'"):
-        assert_equal_to_reference(run_on_ranks(2, forget_the_tie), stock("gpt2-tied"))
+        assert_equal_to_reference(run_on_ranks(2, skip_tied_reduction), stock("gpt2-tied"))
 
 
 # Dropout
@@ -196,7 +197,7 @@ DROPPED = [
 
 
 def drop() -> list[dict[str, Tensor]]:
-    """Return the gradients of one step of every case, and those of a second run of the first and of the last."""
+    """Return the gradients of a step of every case, and of repeats of the first and the last."""
     found = []
     for case in (*DROPPED, DROPPED[0], DROPPED[-1]):
         pipeline = build(case, model=WET)
@@ -211,8 +212,8 @@ def step(context: StepContext, number: int) -> StepResult:
     return train_step(context, number, local_part(context.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
 
 
-def test_dropout_is_the_same_under_every_schedule() -> None:
-    """The masks are those of stage and microbatch, wherever the stage lies and whenever its turn comes."""
+def test_dropout_is_equal_under_every_schedule() -> None:
+    """The masks depend on stage and microbatch, not on the stage's rank or its order."""
     runs = [{**first, **second} for first, second in zip(*run_on_ranks(2, drop), strict=True)]
     *each, again, recomputed_again = runs
     for case, gradients in zip(DROPPED, each, strict=True):
@@ -232,11 +233,11 @@ EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 @dataclass
 class Travel:
-    """What a process found on its way from 1F1B to ZBVZeroBubble and back.
+    """The results of one process on its way from 1F1B to ZBVZeroBubble and back.
 
     Attributes:
         steps: the third step on every schedule, as (loss, gradient norm).
-        twins: whether both ends are bit-equal: after loading, after a step, initialized, and from pretrained weights.
+        twins: whether both ends are bit-equal after a load, a step, initialization, pretrained.
         keys: of the checkpoints that each schedule wrote.
     """
 
@@ -294,7 +295,7 @@ def note(result: StepResult, seen: Travel) -> None:
 
 
 def are_twins(context: StepContext, *, only_values: bool = False) -> bool:
-    """Say whether both ends, where they lie here, are equal and nowhere zero or unset throughout."""
+    """Return whether both ends on this process are equal, and nowhere all zero or unset."""
     parameters = dict(context.pipeline.named_parameters())
     if HEAD not in parameters or EMBEDDING not in parameters:
         return True
@@ -330,8 +331,8 @@ EVALUATED = [
 Message = tuple[str, int]
 
 
-def listen() -> list[tuple[float, list[Message]]]:
-    """Evaluate, and return the loss and what this process sent to whom and received from whom, in order."""
+def record_messages() -> list[tuple[float, list[Message]]]:
+    """Evaluate, and return the loss and the messages of this process in order."""
     messages: list[Message] = []
 
     def recv(tensor: Tensor, *, group: dist.ProcessGroup, group_src: int) -> None:
@@ -353,9 +354,9 @@ def listen() -> list[tuple[float, list[Message]]]:
     return heard
 
 
-def test_evaluation_sends_in_the_order_in_which_the_other_receives() -> None:
-    """NCCL works off what two processes send each other in turn: a different order on both sides never ends."""
-    answers = run_on_ranks(4, listen)
+def test_evaluation_sends_in_the_order_of_the_receiver() -> None:
+    """NCCL runs the messages of two processes in order; a different order on both sides hangs."""
+    answers = run_on_ranks(4, record_messages)
     for number, case in enumerate(EVALUATED):
         pp, data_degree = case.mesh[0], case.mesh[2]
         heard = [answers[rank * data_degree][number][1] for rank in range(pp)]

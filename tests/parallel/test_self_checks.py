@@ -1,4 +1,4 @@
-"""Invariants that hold after any number of steps on any mesh, and a wrong plan that breaks one of them."""
+"""Invariants after any number of steps on any mesh, and a wrong plan that breaks one of them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ Q_NORM = "model.layers.*.self_attn.q_norm"
 
 @dataclass
 class Held:
-    """What one process holds after training.
+    """The tensors of one process after training.
 
     Attributes:
-        part: which stages it holds, and which part of sharded tensors.
-        data_rank: which part of each batch it read.
-        owned: stock names of what it would save.
-        whole: parameters that it holds whole, by their own names.
-        shards: its part of the others.
+        part: its stages, and its part of sharded tensors.
+        data_rank: its part of each batch.
+        owned: stock names of the parameters that it would save.
+        whole: full parameters by name.
+        shards: local parts of the others.
     """
 
     part: tuple[int, ...]
@@ -73,7 +73,7 @@ def train_all() -> list[Held]:
     return [train(build(case)) for case in CASES]
 
 
-def test_what_is_held_twice_is_equal_and_every_stock_parameter_is_held() -> None:
+def test_replicas_are_equal_and_every_stock_parameter_is_held() -> None:
     for case, ranks in zip(CASES, zip(*run_on_ranks(4, train_all), strict=True), strict=True):
         stock = build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
         expected = [name for name, _ in stock.named_parameters()]
@@ -89,14 +89,14 @@ def test_what_is_held_twice_is_equal_and_every_stock_parameter_is_held() -> None
                 for name, value in other.whole.items():
                     assert torch.equal(value, held[0].whole[name]), (case, name)
         if case.mesh[:3] == (1, 2, 1):
-            # Copies of the model, too, are bit-equal in what each shares over tp.
+            # Replicas are bit-equal, too, in the parameters that each shares over tp.
             for one, other in zip(ranks[:tp], ranks[tp:], strict=True):
                 assert (one.data_rank, other.data_rank) == (0, 1)
                 assert all(torch.equal(one.shards[name], other.shards[name]) for name in one.shards)
 
 
 def drift() -> dict[str, Tensor]:
-    """Train with a norm of the heads whose gradient is not summed, past the check that refuses it."""
+    """Train with a head norm whose gradient is not summed, without the check that refuses it."""
     rules._unsummed_replicas = lambda *_: iter(())
     case = Case("qwen3", (1, 1, 1, 2))
     plan = case.plan()
@@ -109,7 +109,7 @@ def drift() -> dict[str, Tensor]:
     return train(pipeline).whole
 
 
-def test_a_norm_whose_gradient_is_not_summed_drifts_apart() -> None:
-    """The negative control: without it the tests above could be blind."""
+def test_norm_without_a_summed_gradient_drifts_apart() -> None:
+    """A negative control: it shows that the tests above can detect differences."""
     one, other = run_on_ranks(2, drift)
     assert not any(torch.equal(one[name], other[name]) for name in one if "q_norm" in name)

@@ -1,4 +1,4 @@
-"""Tensor rules that nobody wrote: each model type trains over tp as its stock model does in one process."""
+"""Derived tensor rules: each model type trains over tp like its stock model in one process."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ FAMILIES = [
     Family("llama", {"num_key_value_heads": 1}),
     Family("qwen3", {"num_key_value_heads": 1}),
 ]
-# Flags of configurations that change what the heads pass through.
+# Options of configurations that change the operators around the heads.
 FLAGS = [
     Family("glm4_moe", {**GLM, "use_qk_norm": True}),
     Family("phi", {"qk_layernorm": True}),
@@ -94,7 +94,7 @@ MOES = [
     Family("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("inkling_text", INKLING),
 ]
-# As runs compute experts: routing to those of other processes is then left out, and not looped over.
+# With the experts implementation of runs, routing to other processes is skipped, not looped.
 GROUPED = [
     Family(model_type, config, {"experts": experts}, implementation, "float32")
     for model_type, config in (
@@ -115,8 +115,8 @@ TOGETHER = [
     Family("opt", {}, {"loss_parallel": False}),
 ]
 GEMMA3N = {"num_kv_shared_layers": 0}
-# Whose stream cannot lie in parts of the sequence, and whose plan in transformers is not used. (A gemma3n, which holds
-# a gemma3n_text, is not built without a library for images.)
+# Types whose stream cannot be split by sequence and whose transformers plan is not used. (A
+# gemma3n, which holds a gemma3n_text, needs a library for images.)
 NO_SEQUENCE_PARALLEL = [
     (Family("opt", {}, PARTS), "its layers flatten batch and sequence"),
     (Family("gemma3n_text", GEMMA3N, PARTS), "its hidden states have several copies in front of the batch"),
@@ -156,21 +156,21 @@ def test_every_family_trains_like_one_process(families: list[Family]) -> None:
     prove(families, (1, 1, 1, 2), 2)
 
 
-def test_experts_as_runs_compute_them() -> None:
+def test_grouped_experts_train_like_one_process() -> None:
     prove(GROUPED, (1, 1, 1, 2), 2, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (1, 1, 2, 2)], ids=str)
-def test_with_a_pipeline_and_with_shards(mesh: tuple[int, int, int, int]) -> None:
+def test_families_train_with_a_pipeline_and_with_shards(mesh: tuple[int, int, int, int]) -> None:
     prove(TOGETHER, mesh, 4)
 
 
-def test_four_processes_share_two_key_value_heads() -> None:
+def test_four_processes_train_with_two_key_value_heads() -> None:
     per_head = [Family("cohere", {"use_qk_norm": True}), Family("stablelm", {"qk_layernorm": True})]
     prove([Family("llama"), Family("phi3"), Family("qwen3", {}, PARTS), *per_head], (1, 1, 1, 4), 4)
 
 
-def test_experts_without_tensor_parallelism() -> None:
+def test_experts_without_tensor_parallelism_train_like_one_process() -> None:
     prove([MOES[0], MOES[4]], (2, 1, 2, 1), 4)
 
 
@@ -251,13 +251,13 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
         ),
     ],
 )
-def test_refusals(family: Family, tp: int, message: str) -> None:
+def test_unsupported_tensor_parallelism_is_refused(family: Family, tp: int, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_family(family, (1, 1, 1, tp))
     assert message in caught.value.lines
 
 
-def test_a_word_of_transformers_that_is_not_known() -> None:
+def test_unknown_style_of_transformers_is_refused() -> None:
     model = build_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
     model._tp_plan["model.layers.*.mlp.up_proj"] = "all_reduce"
     with pytest.raises(PlanError) as caught:
@@ -277,7 +277,7 @@ def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:
     return {name: full_tensor(parameter).detach() for name, parameter in pipeline.owned_parameters().items()}
 
 
-def test_experts_start_alike_on_every_mesh() -> None:
+def test_experts_start_equal_on_every_mesh() -> None:
     (one,) = run_on_ranks(1, initial_weights, (1, 1, 1, 1))
     for four in run_on_ranks(4, initial_weights, (1, 1, 2, 2)):
         assert one.keys() == four.keys()
@@ -320,7 +320,7 @@ def test_experts_start_alike_on_every_mesh() -> None:
     ],
     ids=["not summed", "per head", "counted twice", "joint"],
 )
-def test_rules_that_somebody_wrote_follow_the_heads_too(family: Family, wrong: dict[str, Style], message: str) -> None:
+def test_wrong_rules_for_the_heads_are_refused(family: Family, wrong: dict[str, Style], message: str) -> None:
     plan, model = resolve_family(family, (1, 1, 1, 2))
     tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **wrong}})
     with pytest.raises(PlanError) as caught:

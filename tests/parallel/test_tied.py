@@ -1,4 +1,4 @@
-"""Tied embeddings whose ends lie on two stages: one weight in everything but place."""
+"""Tied embeddings with both ends on different stages act as one weight."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ Ends = dict[str, Tensor]
 
 
 def train(case: Case) -> tuple[str | None, int, Ends]:
-    """Return which end this process holds, of how many copies, and its part of value, gradient and moments."""
+    """Return the end on this process, the number of copies, and its value, gradient and moments."""
     pipeline = start(case)
     context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
@@ -47,7 +47,7 @@ def train_all() -> list[tuple[str | None, int, Ends]]:
     return [train(case) for case in CASES]
 
 
-def test_both_ends_stay_bit_equal() -> None:
+def test_both_ends_of_a_tied_weight_stay_bit_equal() -> None:
     for case, ranks in zip(CASES, zip(*run_on_ranks(4, train_all), strict=True), strict=True):
         near, far = ([ends for end, _, ends in ranks if end == wanted] for wanted in ("near", "far"))
         if case.mesh[0] == 1:
@@ -63,18 +63,18 @@ def test_both_ends_stay_bit_equal() -> None:
         assert [copies for _, copies, _ in ranks] == [int(end is not None) for end, _, _ in ranks]
 
 
-def test_without_ties_nothing_happens() -> None:
+def test_reduction_without_ties_does_nothing() -> None:
     TiedCopies((), (), None).reduce_gradients()
 
 
 @pytest.mark.parametrize("ends", [1, 2])
-def test_a_tied_weight_without_a_gradient(ends: int) -> None:
+def test_tied_weight_without_a_gradient_is_an_error(ends: int) -> None:
     weight = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(AssertionError, match="a parameter has no gradient"):
         TiedCopies(weight, weight if ends == 2 else (), None).reduce_gradients()
 
 
-def test_both_ends_on_one_process() -> None:
+def test_gradients_of_both_ends_on_one_process_are_added() -> None:
     original, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     original.grad, copy.grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
     TiedCopies([original], [copy], None).reduce_gradients()

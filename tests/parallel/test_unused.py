@@ -1,4 +1,4 @@
-"""Parameters that are frozen, that nothing uses, or that only some samples use, next to torch in one process."""
+"""Frozen, unused and sometimes used parameters, compared with torch in one process."""
 
 import functools
 from dataclasses import dataclass, field
@@ -30,7 +30,8 @@ from tests.ranks import run_on_ranks
 FROZEN = ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight")
 ROUTED = ("model.layers.0.routed.weight", "model.layers.2.routed.weight")
 NEVER = ("model.layers.0.never.weight", "model.layers.2.never.weight")
-# Which samples of a step are routed to the extra parameters: those of the last data ranks, none, those of the first.
+# The samples of a step that use the extra parameters: those of the last data ranks, none, those of
+# the first.
 STEPS = ([0] * 4 + [1] * 4, [0] * 8, [1] + [0] * 7)
 CASES = {
     2: [
@@ -50,7 +51,7 @@ CASES = {
 
 @dataclass
 class Trace:
-    """What three steps leave behind, under the stock names."""
+    """The state after three steps, under the stock names."""
 
     without_gradient: list[set[str]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -60,14 +61,14 @@ class Trace:
 
 
 def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Compute Llama's layer, and for the samples whose first token says so one more projection."""
+    """Compute Llama's layer, with one more projection for samples whose first token selects it."""
     result = type(self).forward(self, hidden_states, **kwargs)
     routed = (hidden_states[:, 0, 0] > 0).nonzero().flatten()
     return result.index_add(0, routed, self.routed(hidden_states[routed])) if len(routed) else result
 
 
 def change(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze some parameters, and add some that are used for some samples, or never."""
+    """Freeze some parameters, and add some that are used for some samples or never."""
     for layer in (model.model.layers[0], model.model.layers[2]):
         width = model.config.hidden_size
         with torch.device(model.device):
@@ -88,7 +89,8 @@ def stock_model() -> PreTrainedModel:
         for name, parameter in change(stock).named_parameters():
             parameter.normal_(0.0, 0.02, generator=stream)
             parameter.add_(0.5 if parameter.dim() == 1 else 0.0)
-            # The first number of a token's embedding decides on its routing: even tokens are routed, on every layer.
+            # The first element of a token's embedding selects the extra projection: even tokens use
+            # it, on every layer.
             if name == "model.embed_tokens.weight":
                 parameter[:, 0] = torch.where(torch.arange(VOCABULARY) % 2 == 0, 3.0, -3.0)
     return stock
@@ -107,7 +109,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def reference() -> Trace:
-    """Train in one process, with nothing of meshtrain."""
+    """Train in one process, without meshtrain."""
     stock, trace = stock_model(), Trace()
     trained = {name: parameter for name, parameter in stock.named_parameters() if parameter.requires_grad}
     optimizer = build_adamw([*trained.values()])
@@ -136,7 +138,7 @@ def build(case: Case) -> Pipeline:
 
 
 def train(case: Case) -> Trace:
-    """Train on the ranks, with the product's own step."""
+    """Train on the ranks with the product's own step."""
     pipeline, trace = build(case), Trace()
     context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
@@ -150,7 +152,8 @@ def train(case: Case) -> Trace:
 
 
 def train_all(cases: list[Case]) -> list[Trace]:
-    # Every gradient of a copy is large: sent alone, as soon as it is complete.
+    # A low limit makes every gradient of a replica large: it is sent alone, as soon as it is
+    # complete.
     replicas.LARGE = 1
     return [train(case) for case in cases]
 
@@ -162,7 +165,7 @@ def expected() -> Trace:
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_they_train_as_in_one_process(world_size: int) -> None:
+def test_unused_parameters_train_as_in_one_process(world_size: int) -> None:
     wanted = expected()
     assert wanted.without_gradient == [{*NEVER}, {*NEVER, *ROUTED}, {*NEVER}]
     for traces in zip(*run_on_ranks(world_size, train_all, CASES[world_size]), strict=True):
@@ -176,7 +179,7 @@ def test_they_train_as_in_one_process(world_size: int) -> None:
                 assert tensor_error(parameter, wanted.parameters[name]) <= 1e-12, name
 
 
-def test_what_never_had_a_gradient_is_saved_without_optimizer_state() -> None:
+def test_parameters_without_gradients_are_saved_without_optimizer_state() -> None:
     (trace,) = run_on_ranks(1, train, Case("llama-untied", (1, 1, 1, 1)))
     saved = {name: {key for key in trace.saved if key.endswith(f".{name}")} for name in trace.parameters}
     assert all(keys == {f"model.{name}"} for name, keys in saved.items() if name in FROZEN)

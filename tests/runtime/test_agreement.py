@@ -1,4 +1,4 @@
-"""Processes that fail together."""
+"""User errors of some ranks are raised on all."""
 
 import pytest
 import torch.distributed as dist
@@ -18,12 +18,12 @@ def fail_on_some() -> tuple[list[int], bool, tuple[str, ...]]:
     return [], False, ()
 
 
-def test_all_ranks_raise_what_any_found_each_problem_once() -> None:
+def test_all_ranks_raise_each_problem_of_any_rank_once() -> None:
     problems = ("a", "b", "c")
     assert run_on_ranks(3, fail_on_some) == [([0, 1, 2], rank == 0, problems) for rank in range(3)]
 
 
-def test_a_process_without_a_group_is_alone() -> None:
+def test_agreement_works_without_a_process_group() -> None:
     assert gather_objects("x") == ["x"]
     assert is_first_rank()
     with pytest.raises(ModelError, match="broken"):

@@ -1,4 +1,4 @@
-"""When Python's garbage collector looks, and at what."""
+"""When Python's garbage collector runs, and which objects it scans."""
 
 import gc
 import subprocess
@@ -27,7 +27,7 @@ print(len(sys.modules), found["start 2"])
 """
 
 
-def test_the_command_line_starts_without_full_collections() -> None:
+def test_command_line_starts_without_full_collections() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", COUNT], cwd=root, capture_output=True, text=True, check=True)
     modules, full = map(int, done.stdout.split("\n")[-2].split())
@@ -35,7 +35,7 @@ def test_the_command_line_starts_without_full_collections() -> None:
     assert full == 0
 
 
-def test_what_was_holds_again_after_a_failure() -> None:
+def test_thresholds_are_restored_after_an_exception() -> None:
     before = gc.get_threshold()
 
     @rare_collections()
@@ -48,7 +48,7 @@ def test_what_was_holds_again_after_a_failure() -> None:
 
 
 def full_collections_among_garbage() -> int:
-    """Create enough garbage for a dozen collections of the middle generation; return how many were of everything."""
+    """Create garbage for a dozen middle collections; return the number of full collections."""
     found = []
     gc.callbacks.append(count := lambda phase, told: found.append((phase, told["generation"])))
     for _ in range(150_000):
@@ -58,7 +58,7 @@ def full_collections_among_garbage() -> int:
     return found.count(("start", 2))
 
 
-def test_what_was_created_is_not_looked_at_until_it_is_garbage() -> None:
+def test_live_objects_are_not_scanned_and_garbage_is_collected() -> None:
     class Node:
         me: "Node"
 
@@ -77,7 +77,7 @@ def test_what_was_created_is_not_looked_at_until_it_is_garbage() -> None:
     assert kept
 
 
-def test_what_was_frozen_stays_so() -> None:
+def test_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     try:
         before = gc.get_freeze_count()
@@ -88,13 +88,13 @@ def test_what_was_frozen_stays_so() -> None:
         gc.unfreeze()
 
 
-def test_a_public_name_is_loaded_once() -> None:
+def test_public_name_is_loaded_once() -> None:
     found = meshtrain.load_plan
     assert vars(meshtrain)["load_plan"] is found
 
 
 class CountsFrozen(Hook):
-    """Counts after every step what the collector does not look at."""
+    """Counts the frozen objects after every step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -109,10 +109,10 @@ def train_counting(*arguments: object) -> tuple[list[int], int]:
     return hook.counts, gc.get_freeze_count()
 
 
-def test_a_run_sets_aside_what_was_there_at_its_first_step(tmp_path: Path) -> None:
+def test_run_freezes_the_objects_that_exist_at_its_first_step(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=3)
     (([first, *later], after),) = run_on_ranks(1, train_counting, config, joins=False)
-    # Less, for objects go, but no new ones.
+    # The count may only fall: frozen objects are deleted, and no new ones are frozen.
     assert len(later) == 2
     assert all(100_000 < count <= first for count in later)
     assert after == 0

@@ -1,4 +1,4 @@
-"""One process fails, and all stop with the same words: the words here, real processes and real kills at the end."""
+"""One process fails and all stop with the same message, also with real processes and kills."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def report(rank: int, *frames: str, waiting: bool = True) -> Report:
     return Report(rank, f"host{rank}", "step 5, forward", frames, waiting)
 
 
-def test_a_place_says_where_it_is():
+def test_activity_describes_step_stage_microbatch_and_phase():
     place = Activity()
     assert place.words() == "start"
     place.begin_step(5)
@@ -42,7 +42,7 @@ def test_a_place_says_where_it_is():
     assert place.words() == "step 5, checkpoint"
 
 
-def test_the_limit_is_long_at_first_and_follows_the_median():
+def test_limit_is_long_at_first_and_follows_the_median():
     place = Activity()
     for step in range(STEPS_TO_JUDGE_BY):
         place.begin_step(step)
@@ -59,7 +59,7 @@ def test_the_limit_is_long_at_first_and_follows_the_median():
     assert place.limit_seconds(LIMITS) == 100.0
 
 
-def test_the_first_cause_is_told():
+def test_first_cause_is_reported():
     wrapped = RuntimeError("[Stage 1] failed")
     wrapped.__cause__ = ValueError("bad\nvalue")
     assert message_of(wrapped) == "ValueError: bad value"
@@ -72,19 +72,19 @@ def test_the_first_cause_is_told():
 
 
 @pytest.mark.parametrize("echo", ECHOES)
-def test_an_echo_is_no_cause(echo):
+def test_echo_of_another_failure_is_not_a_cause(echo):
     assert is_echo(RuntimeError(f"gloo: {echo} [127.0.0.1]:123"))
     assert not is_echo(RuntimeError("out of memory"))
 
 
-def test_a_failure_survives_its_file(tmp_path):
+def test_failure_is_written_and_read(tmp_path):
     failure = Failure("stuck", 1, "h", "is stuck", step=3, reports=(report(0, "a.py:1 in f"), report(1)))
     failure.write(tmp_path / "new")
     assert failure_from_json((tmp_path / "new" / "failure.json").read_text()) == failure
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["failure.json"]
 
 
-def test_of_many_reports_some_are_shown():
+def test_some_of_many_reports_are_shown():
     failure = Failure("stuck", 1, "h", "is stuck", reports=tuple(report(rank, "a.py:1 in f") for rank in range(18)))
     lines = failure.lines()
     assert lines[0] == "rank 1 on h is stuck"
@@ -92,7 +92,7 @@ def test_of_many_reports_some_are_shown():
     assert (len(lines), lines[-1]) == (18, "  and 2 more, in failure.json")
 
 
-def test_who_waits_for_nobody_is_stuck():
+def test_rank_that_does_not_wait_is_hung():
     waits, works, silent = report(0, "torch"), report(1, "model", waiting=False), report(2, waiting=False)
     assert find_hang([waits, works, silent]) == [silent]
     assert find_hang([waits, works]) == [works]
@@ -108,9 +108,9 @@ def test_who_waits_for_nobody_is_stuck():
     assert message(waits, waits) == f"and all others wait for each other: {over}"
 
 
-def test_a_main_thread_is_seen_from_outside():
+def test_main_thread_is_inspected_from_another_thread():
     frames = innermost_frames()
-    assert describe(frames[1]).endswith("in test_a_main_thread_is_seen_from_outside")
+    assert describe(frames[1]).endswith("in test_main_thread_is_inspected_from_another_thread")
     assert describe(frames[0]).startswith("meshtrain/runtime/hang.py:")
     assert not is_waiting(frames)
 
@@ -121,13 +121,13 @@ def frame_in(file: str) -> FrameType:
     return names["frame"]
 
 
-def test_who_writes_files_for_torch_does_not_wait():
+def test_writing_files_in_torch_is_not_waiting():
     collective = frame_in("/x/torch/distributed/distributed_c10d.py")
     assert is_waiting([collective])
     assert not is_waiting([collective, frame_in("/x/torch/distributed/checkpoint/filesystem.py")])
 
 
-def test_a_main_thread_that_waits_for_the_saving_one_is_where_that_is():
+def test_main_thread_that_waits_for_a_save_has_the_frames_of_the_save():
     seen, may_end = [], threading.Event()
 
     def look() -> None:
@@ -140,7 +140,7 @@ def test_a_main_thread_that_waits_for_the_saving_one_is_where_that_is():
     threading.Thread(target=look).start()
     saving.join()
     assert any(frame.endswith(" in run") for frame in seen)
-    assert not any(" in test_a_main_thread" in frame for frame in seen)
+    assert not any(" in test_main_thread" in frame for frame in seen)
 
 
 END_UNHEARD = """
@@ -165,7 +165,7 @@ guard._end(Failure("gone", 1, "h", "is gone"))
 """
 
 
-def test_who_is_read_by_nobody_ends_all_the_same(tmp_path):
+def test_failing_rank_without_readers_ends(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", END_UNHEARD, str(tmp_path)], stderr=subprocess.PIPE)
     try:
         assert process.wait(60) == 3
@@ -192,8 +192,8 @@ guard._end(Failure(sys.argv[2], 1, "h", "is it", reports=tuple(reports)))
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("stuck", (1.0, 2.5)), ("exception", (1.0, 2.5)), ("gone", (3.0, 5.0))])
-def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
-    """Of three ranks, the last is silent; the second is the cause, and reads it after a second."""
+def test_host_of_the_store_waits_for_its_readers(tmp_path, kind, seconds):
+    """Of three ranks, the last is silent; the second is the cause, and reads it after 1 s."""
     command = [sys.executable, "-c", HOST_THE_STORE, str(tmp_path), kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
@@ -210,7 +210,7 @@ def test_who_hosts_the_store_lets_all_read_that_can(tmp_path, kind, seconds):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Let rank 1 fail in all ways, some at once; with more of them the machine itself would seem stuck."""
+    """Let rank 1 fail in all ways, at most four at once, which the machine can bear."""
     names = [*FAULTS, "freeze for long", "freeze while stopping"]
     directories = [tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names]
     for name, directory in zip(names, directories, strict=True):
@@ -233,18 +233,18 @@ WHERE = "step 6, stage 1, microbatch 2, forward"
         ("sleep", {0, 1}, f"hangs in {WHERE}, at tests/chaos/faulty.py:", 3),
     ],
 )
-def test_all_say_who_failed_within_ten_seconds(outcomes, fault, who_speaks, words, code):
+def test_all_ranks_name_the_failed_rank_within_ten_seconds(outcomes, fault, who_speaks, words, code):
     outcome = outcomes[fault]
     assert outcome.seconds < 10.0
     assert {int(line.split()[1]) for line in outcome.stops()} == who_speaks
     assert [line for line in outcome.stops() if not (" stops: rank 1 on " in line and words in line)] == []
     assert outcome.exit_codes == {0: 3, 1: code}
     assert outcome.failure["rank"] == 1
-    # Rank 0 had it.
+    # Rank 0 held the lock.
     assert outcome.locks == 0
 
 
-def test_what_an_exception_leaves(outcomes):
+def test_exception_is_recorded_with_its_activity_and_traceback(outcomes):
     outcome = outcomes["raise"]
     place = {name: outcome.failure[name] for name in ("kind", "step", "phase", "stage", "microbatch")}
     assert place == {"kind": "exception", "step": 6, "phase": "forward", "stage": 1, "microbatch": 2}
@@ -253,7 +253,7 @@ def test_what_an_exception_leaves(outcomes):
     assert outcome.error.count("ValueError: the fault of the test\n\nThe above exception") == 1
 
 
-def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
+def test_user_error_of_one_rank_is_printed_once(outcomes):
     outcome = outcomes["mistake"]
     assert outcome.seconds < 10.0
     assert outcome.mistakes() == ["error: rank 1: a file of this machine is broken; fix it"]
@@ -263,7 +263,7 @@ def test_a_mistake_that_one_rank_finds_is_said_once(outcomes):
     assert outcome.failure["kind"] == "mistake"
 
 
-def test_a_stuck_run_leaves_what_all_were_doing(outcomes, tmp_path_factory):
+def test_hang_is_recorded_with_the_activity_of_all_ranks(outcomes, tmp_path_factory):
     reports = outcomes["sleep"].failure["reports"]
     assert [(each["rank"], each["is_waiting"]) for each in reports] == [(0, True), (1, False)]
     assert reports[1]["frames"][0].endswith("in strike")
@@ -281,8 +281,8 @@ def test_a_stuck_run_leaves_what_all_were_doing(outcomes, tmp_path_factory):
         ("freeze while stopping", "is gone, last seen in ", 6.0),
     ],
 )
-def test_a_silent_rank_is_named_by_those_that_are_not(outcomes, name, words, seconds):
-    """Nothing resets the connection, as on NCCL or when a machine loses its power."""
+def test_silent_rank_is_named_by_the_others(outcomes, name, words, seconds):
+    """Nothing resets the connection, as with NCCL or when a machine loses its power."""
     outcome = outcomes[name]
     (line,) = outcome.stops()
     assert "rank 0 stops: rank 1 on " in line

@@ -1,4 +1,4 @@
-"""Machines that do not see each other are named; here two that are the same one, with real sockets."""
+"""Machines that cannot reach each other are named; here with real sockets on one machine."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ from tests.ranks import run_on_ranks
 Answer = tuple[tuple[str, ...], int | None] | None
 
 
-def be_host(present: Callable[[Host], Host], patience_seconds: float, absent: int | None) -> Answer:
-    """Be a machine of two; the second presents itself to the others as it is told."""
+def act_as_host(present: Callable[[Host], Host], patience_seconds: float, absent: int | None) -> Answer:
+    """Act as one of two machines; the second announces itself to the others with `present`."""
     rank = rank_from_environment()
     os.environ.update(GROUP_WORLD_SIZE="2", GROUP_RANK=str(rank), LOCAL_RANK="0")
     hosts.CONNECT_SECONDS = 1.0
@@ -35,7 +35,7 @@ def be_host(present: Callable[[Host], Host], patience_seconds: float, absent: in
     return None
 
 
-def as_it_is(host: Host) -> Host:
+def unchanged(host: Host) -> Host:
     return host
 
 
@@ -43,19 +43,19 @@ def at_a_closed_port(host: Host) -> Host:
     return replace(host, port=1) if host.number == 1 else host
 
 
-def with_the_number_of_another(host: Host) -> Host:
+def with_another_number(host: Host) -> Host:
     return replace(host, number=7) if host.number == 1 else host
 
 
 def answers(present: Callable[[Host], Host], *, patience_seconds: float = 20.0, absent: int | None = None) -> list:
-    return run_on_ranks(2, be_host, present, patience_seconds, absent, joins=False)
+    return run_on_ranks(2, act_as_host, present, patience_seconds, absent, joins=False)
 
 
-def test_hosts_that_see_each_other_go_on() -> None:
-    assert answers(as_it_is) == [None, None]
+def test_reachable_hosts_pass() -> None:
+    assert answers(unchanged) == [None, None]
 
 
-def test_a_host_that_cannot_be_reached_is_named_by_all_and_said_by_one() -> None:
+def test_unreachable_host_is_named_on_all_and_printed_by_one() -> None:
     first, second = answers(at_a_closed_port)
     assert first == second
     (problem,), teller = first
@@ -66,24 +66,24 @@ def test_a_host_that_cannot_be_reached_is_named_by_all_and_said_by_one() -> None
     assert teller == 0
 
 
-def test_another_machine_that_answers_is_not_the_one() -> None:
-    (problem,), _ = answers(with_the_number_of_another)[0]
+def test_answer_of_another_machine_is_refused() -> None:
+    (problem,), _ = answers(with_another_number)[0]
     assert "another machine answers there" in problem
 
 
-def test_a_host_that_never_comes_is_named() -> None:
-    first, second = answers(as_it_is, patience_seconds=1.0, absent=1)
+def test_host_that_never_connects_is_named() -> None:
+    first, second = answers(unchanged, patience_seconds=1.0, absent=1)
     assert first == (("machine 1 (GROUP_RANK) of 2 never came: look at its log, or start it",), 0)
     assert second is None
 
 
-def test_one_machine_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_machine_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     check_hosts(dist.HashStore(), 0.0)
 
 
-def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
@@ -93,8 +93,8 @@ def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(1.0)
 
 
-def test_a_port_that_another_program_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun chooses a free port seconds before rank 0 listens there."""
+def test_port_in_use_by_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun chooses a free port seconds before rank 0 listens on it."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0}.items():

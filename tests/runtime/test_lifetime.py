@@ -1,4 +1,4 @@
-"""Processes end with the one that started them, and who comes next waits for them."""
+"""Processes end with the process that started them."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def is_alive(process: int) -> bool:
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_killed_parent_takes_its_child_along_and_its_lock(tmp_path):
+def test_killed_parent_ends_its_child_and_releases_its_lock(tmp_path):
     lock = tmp_path / "logs" / "workers.lock"
     wait_for_holders(lock)
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(lock)])
@@ -57,7 +57,7 @@ def test_a_killed_parent_takes_its_child_along_and_its_lock(tmp_path):
     assert (parent.wait(), killing.wait()) == (-signal.SIGKILL, 0)
 
 
-def test_only_children_that_are_forked_meanwhile_die():
+def test_only_children_forked_in_the_context_die_with_the_parent():
     parent = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
     mortal, other = map(int, parent.stdout.readline().split())
     os.kill(parent.pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ time.sleep(60)
 """
 
 
-def test_a_worker_ends_with_its_torchrun_and_not_with_the_thread_that_started_it():
+def test_worker_ends_with_its_torchrun_and_not_with_the_starting_thread():
     parent = subprocess.Popen(
         [sys.executable, "-c", TORCHRUN, WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -103,7 +103,7 @@ def test_a_worker_ends_with_its_torchrun_and_not_with_the_thread_that_started_it
     time.sleep(1.0)
     assert is_alive(int(worker))
     parent.kill()
-    # Standard output ends when the last of the two is gone.
+    # Standard output is closed when both processes have ended.
     begin = time.monotonic()
     shown, errors = parent.communicate(timeout=60)
     assert time.monotonic() - begin < 10

@@ -1,4 +1,4 @@
-"""One process at a time: real processes and real kills here, other machines by the files that they would write."""
+"""A folder is locked by one process at a time; with real processes, kills and lock files."""
 
 import os
 import signal
@@ -39,14 +39,14 @@ except ConfigError as error:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a heartbeat take a tenth of a second."""
+    """Use a heartbeat of a tenth of a second."""
     for name, seconds in (("BEAT", 0.1), ("SAME_JOB", 0.6), ("LEASE", 1.2), ("GLANCE", 0.02)):
         monkeypatch.setattr(lock, f"{name}_SECONDS", seconds)
 
 
 @pytest.fixture(params=["new", "there", "memory", "file"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Return a folder that is to be locked."""
+    """Return a folder to lock, as a path or behind a URL."""
     if request.param == "there":
         (tmp_path / "out").mkdir()
     if request.param == "memory":
@@ -56,17 +56,17 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Return a folder of this machine."""
+    """Return a folder on this machine."""
     return tmp_path / "out"
 
 
 def hold(folder: Place) -> Any:
-    """Return the lock of a folder, to be entered."""
+    """Return the unentered lock of a folder."""
     return locked(folder, "out", "choose another", ConfigError)
 
 
 def refusal(folder: Place) -> str:
-    """Return what is said when the lock cannot be taken."""
+    """Return the message if the lock cannot be taken."""
     with pytest.raises(ConfigError) as caught, hold(folder):
         pass
     (problem,) = caught.value.lines
@@ -88,7 +88,7 @@ def other_process(folder: Place | str) -> Iterator[subprocess.Popen]:
 
 
 def write_claim(folder: Path, holder: Holder, *, beat: int = 1, holds: bool = True, token: str = "0") -> Path:
-    """Write what another process would write."""
+    """Write the lock file of another process."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{MARK}{token}"
     path.write_bytes(content_of(holder, holds=holds, beat=beat))
@@ -100,7 +100,7 @@ def elsewhere(**changes: Any) -> Holder:
     return replace(this_process(), host="far", pid=7, started="1", machine="another boot", since="noon", **changes)
 
 
-def test_the_second_is_refused_with_who_holds_it(folder: Place) -> None:
+def test_second_process_is_refused_and_the_holder_is_named(folder: Place) -> None:
     with hold(folder):
         here = this_process()
         said = refusal(folder)
@@ -112,7 +112,7 @@ def test_the_second_is_refused_with_who_holds_it(folder: Place) -> None:
         pass
 
 
-def test_nothing_is_left(out: Path) -> None:
+def test_released_lock_leaves_no_files(out: Path) -> None:
     with hold(out / "deep" / "deeper"):
         assert [path.name.partition("-")[0] for path in (out / "deep").iterdir()] == [".deeper.lock"]
     assert not out.exists()
@@ -122,7 +122,7 @@ def test_nothing_is_left(out: Path) -> None:
     assert list(out.iterdir()) == []
 
 
-def test_a_folder_that_appears_meanwhile_stays_locked(out: Path) -> None:
+def test_folder_created_while_locked_stays_locked(out: Path) -> None:
     with hold(out):
         out.mkdir()
         assert "in use" in refusal(out)
@@ -131,7 +131,7 @@ def test_a_folder_that_appears_meanwhile_stays_locked(out: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_killed_holder_gives_way_at_once(out: Path, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lock_of_a_killed_holder_is_taken_at_once(out: Path, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
     where = UPath(f"{scheme}{out}") if scheme else out
     with other_process(where) as process:
         assert f"process {process.pid} on " in refusal(where)
@@ -139,7 +139,7 @@ def test_a_killed_holder_gives_way_at_once(out: Path, scheme: str, capsys: pytes
         time.sleep(1.5)
         assert f"process {process.pid} on " in refusal(where)
         process.kill()
-        # Not waited for: it is a zombie now.
+        # The process is not reaped: it is a zombie now.
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
         with hold(where):
@@ -147,14 +147,14 @@ def test_a_killed_holder_gives_way_at_once(out: Path, scheme: str, capsys: pytes
         assert capsys.readouterr().out == ""
 
 
-def test_another_process_with_the_number_of_a_dead_one_is_not_the_holder(out: Path) -> None:
+def test_new_process_with_the_pid_of_a_dead_holder_is_not_the_holder(out: Path) -> None:
     here = this_process()
     claim = write_claim(out, replace(here, started=str(int(here.started) - 1)))
     with hold(out):
         assert not claim.exists()
 
 
-def test_a_process_of_another_user_that_proc_hides_may_live(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_hidden_by_proc_may_be_alive(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "is_hidden", lambda pid: pid == 99)
     monkeypatch.setattr(lock, "started_at", lambda pid: None if pid == 99 else "5")
     write_claim(out, replace(this_process(), pid=99))
@@ -165,7 +165,7 @@ def test_a_process_of_another_user_that_proc_hides_may_live(out: Path, monkeypat
 
 @contextmanager
 def beating(folder: Path, holder: Holder) -> Iterator[None]:
-    """Renew the lock of another machine."""
+    """Renew the lock like a process of another machine."""
     is_over = threading.Event()
     path = write_claim(folder, holder)
 
@@ -184,7 +184,7 @@ def beating(folder: Path, holder: Holder) -> Iterator[None]:
         thread.join()
 
 
-def test_a_live_holder_on_another_machine_is_found_by_its_heartbeat(out: Path) -> None:
+def test_live_holder_on_another_machine_is_detected_by_its_heartbeat(out: Path) -> None:
     begin = time.monotonic()
     with beating(out, elsewhere()):
         assert refusal(out) == (
@@ -193,10 +193,10 @@ def test_a_live_holder_on_another_machine_is_found_by_its_heartbeat(out: Path) -
     assert time.monotonic() - begin < 1.0
 
 
-def test_a_dead_holder_on_another_machine_is_outwaited(
+def test_lock_of_a_dead_holder_on_another_machine_is_taken_after_a_wait(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same job for a shorter time; after Slurm has put the job back into its queue not at all, and silently."""
+    """The wait is shorter for the same job; a job that Slurm has requeued does not wait."""
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     found = []
@@ -216,14 +216,14 @@ def test_a_dead_holder_on_another_machine_is_outwaited(
     ]
 
 
-def test_a_file_that_says_nothing_counts_as_long_as_it_changes(out: Path) -> None:
+def test_unreadable_lock_file_counts_for_a_time(out: Path) -> None:
     write_claim(out, elsewhere()).write_bytes(b"")
     begin = time.monotonic()
     with hold(out):
         assert time.monotonic() - begin >= 1.2
 
 
-def test_of_many_that_come_at_once_one_gets_it(folder: Place) -> None:
+def test_one_of_many_simultaneous_processes_gets_the_lock(folder: Place) -> None:
     locks = [Lock(folder, "out", "choose another", ConfigError) for _ in range(8)]
     barrier, held, refused = threading.Barrier(len(locks)), [], []
 
@@ -246,7 +246,7 @@ def test_of_many_that_come_at_once_one_gets_it(folder: Place) -> None:
     held[0].release()
 
 
-def test_who_stood_still_too_long_has_lost_it(folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_holder_loses_the_lock(folder: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with hold(folder) as mine:
         assert mine.check() is None
         # As another machine sees a holder that does nothing.
@@ -260,7 +260,7 @@ def test_who_stood_still_too_long_has_lost_it(folder: Place, monkeypatch: pytest
             assert said == mine.loss()
 
 
-def test_who_goes_on_after_that_finds_its_file_gone(folder: Place) -> None:
+def test_holder_detects_that_its_lock_file_is_gone(folder: Place) -> None:
     with hold(folder) as mine:
         for claim in list_claims(folder):
             claim.unlink()
@@ -269,12 +269,12 @@ def test_who_goes_on_after_that_finds_its_file_gone(folder: Place) -> None:
         assert list_claims(folder) == []
 
 
-def test_a_place_that_cannot_be_written_is_said_in_a_line(out: Path) -> None:
+def test_unwritable_folder_is_a_one_line_error(out: Path) -> None:
     out.write_text("a file")
     assert refusal(out / "deep") == "out: cannot write its lock: Not a directory; make room, or choose another"
 
 
-def test_a_lock_without_a_beat_is_renewed_in_place(out: Path) -> None:
+def test_heartbeat_rewrites_the_lock_file_in_place(out: Path) -> None:
     with hold(out):
         (claim,) = list_claims(out)
         seen = set()

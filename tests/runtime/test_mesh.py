@@ -1,4 +1,4 @@
-"""One coordinate system for all processes."""
+"""All processes share one coordinate system."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ def sums() -> tuple[float, list[int] | None, list[int] | None]:
     return total, peers[0], peers[1]
 
 
-def test_tp_is_the_innermost_axis_and_pp_the_outermost() -> None:
+def test_tp_is_the_innermost_and_pp_the_outermost_axis() -> None:
     expected = [(pp, replicate, 0, tp, replicate) for pp in (0, 1) for replicate in (0, 1) for tp in (0, 1)]
     assert run_on_ranks(8, coordinates) == expected
 

@@ -1,4 +1,4 @@
-"""Memory that is there before it is written to."""
+"""Memory pages that are allocated before they are written."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ KNOWS_HOW = sys.platform == "linux" and tuple(map(int, os.uname().release.split(
 
 
 def fresh_tensor() -> torch.Tensor:
-    """Return memory that no one has written to, and that begins within a page."""
+    """Return memory that is not yet written to, and that begins within a page."""
     return torch.frombuffer(mmap.mmap(-1, NUM_PAGES * mmap.PAGESIZE), dtype=torch.uint8)[100:-100]
 
 
@@ -27,13 +27,13 @@ def faults_of_filling(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.skipif(not KNOWS_HOW, reason="a Linux from 5.14 on does it")
-def test_what_was_brought_is_there() -> None:
+def test_populated_pages_cause_no_page_faults() -> None:
     tensor = fresh_tensor()
     populate_pages(tensor)
     assert faults_of_filling(tensor) < NUM_PAGES / 100
 
 
-def test_values_stay() -> None:
+def test_populating_pages_keeps_values() -> None:
     tensor = torch.arange(1000, 9000)
     for part in (tensor, tensor[3:], tensor[:0]):
         populate_pages(part)
@@ -41,15 +41,15 @@ def test_values_stay() -> None:
 
 
 @pytest.fixture
-def on_another_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _advise.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     yield
     _advise.cache_clear()
 
 
-@pytest.mark.usefixtures("on_another_system")
-def test_another_system_is_not_asked() -> None:
+@pytest.mark.usefixtures("other_system")
+def test_other_systems_skip_the_call() -> None:
     tensor = fresh_tensor()
     populate_pages(tensor)
     assert faults_of_filling(tensor) > 0

@@ -42,15 +42,15 @@ def timeouts(directory: Path) -> tuple[int, int, set[timedelta]]:
         return process.rank, process.world_size, {backend.wrapped_pg.options._timeout for backend in backends}
 
 
-def test_the_guard_speaks_before_torch_does(tmp_path: Path) -> None:
-    """Every group of a run gets a timeout that no limit of the guard comes near."""
+def test_torch_timeouts_are_longer_than_those_of_the_guard(tmp_path: Path) -> None:
+    """Every process group has a timeout far above the limits of the guard."""
     day = {timedelta(days=1)}
     assert run_on_ranks(2, timeouts, tmp_path, joins=False) == [(0, 2, day), (1, 2, day)]
     assert list(tmp_path.iterdir()) == []
 
 
 def train_twice(directory: Path) -> list[bool]:
-    """Leave a word in the store of the process group and in the guard's; return whether the next start finds them."""
+    """Set a key in both stores of a run; return whether the next start finds it."""
     found = []
     for _ in range(2):
         with run_process(directory, HangLimits(60.0, 60.0, 10.0)) as here:
@@ -63,7 +63,7 @@ def train_twice(directory: Path) -> list[bool]:
     return found
 
 
-def test_a_program_that_trains_twice_finds_nothing_of_its_first_run(tmp_path: Path) -> None:
+def test_second_training_of_a_program_has_empty_stores(tmp_path: Path) -> None:
     assert run_on_ranks(2, train_twice, tmp_path, joins=False) == [[False] * 4] * 2
 
 
@@ -80,18 +80,18 @@ crash()
 OWN_FILE = "import faulthandler; faulthandler.enable(open('stacks', 'w'))"
 
 
-def test_a_process_that_crashes_leaves_its_python_stack(tmp_path: Path) -> None:
+def test_crashed_process_writes_its_python_stack(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in ended.stderr
     assert "in crash" in ended.stderr
-    # Where the program has asked for them elsewhere, they go there.
+    # If the program has enabled stacks elsewhere, they are written there.
     ended = subprocess.run([sys.executable, "-c", OWN_FILE + CRASH], cwd=tmp_path, capture_output=True, text=True)
     assert "in crash" in (tmp_path / "stacks").read_text()
     assert "in crash" not in ended.stderr
 
 
-def test_a_process_without_stderr_joins() -> None:
+def test_process_without_stderr_joins() -> None:
     code = "from meshtrain.runtime.process import join_for_script; join_for_script(); print('joined')"
     ended = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], stdout=subprocess.PIPE)
     assert (ended.returncode, ended.stdout) == (0, b"joined\n")
@@ -107,7 +107,7 @@ def leave_early() -> str:
     return said.getvalue()
 
 
-def test_a_program_that_ends_on_one_rank_alone_says_so() -> None:
+def test_program_that_ends_on_one_rank_alone_prints_a_message() -> None:
     said, nothing = run_on_ranks(2, leave_early, joins=False)
     assert nothing == ""
     assert said == (

@@ -1,4 +1,4 @@
-"""The first signal is a wish, the second an end, even while the main thread is blocked in C."""
+"""The first signal requests a stop and the second ends the process, even if blocked in C."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ with catch_stop_signals() as stop:
 """
 
 
-def test_a_blocked_process_hears_the_first_and_ends_at_the_second():
+def test_blocked_process_gets_the_first_signal_and_ends_at_the_second():
     with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
@@ -35,7 +35,7 @@ def test_a_blocked_process_hears_the_first_and_ends_at_the_second():
         assert process.wait(10) == 128 + signal.SIGUSR1
 
 
-def test_what_was_there_before_is_there_again():
+def test_previous_signal_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with catch_stop_signals() as stop:
         assert (stop.is_asked(), stop.reason()) == (False, 0)
@@ -48,11 +48,11 @@ def test_what_was_there_before_is_there_again():
 
 
 @pytest.mark.parametrize(("late", "reason"), [(-1.0, TIME_IS_UP), (60.0, 0)])
-def test_a_deadline_is_a_reason_too(late, reason):
+def test_passed_deadline_is_a_reason_to_stop(late, reason):
     assert StopRequest(deadline=time.monotonic() + late).reason() == reason
 
 
-def test_the_copy_that_torchrun_hands_on_is_no_second_signal():
+def test_copy_of_a_signal_from_torchrun_is_not_a_second_signal():
     stop = StopRequest(copy_seconds=60.0)
     stop.take(signal.SIGTERM)
     stop.take(signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_reasons_have_names():
     assert [describe_reason(reason) for reason in (TIME_IS_UP, signal.SIGTERM)] == ["stop_after", "SIGTERM"]
 
 
-def test_a_hook_may_ask_and_a_signal_is_named_before_it():
+def test_hook_may_request_a_stop_and_a_signal_takes_precedence():
     request = StopRequest(deadline=time.monotonic())
     assert request.reason() == TIME_IS_UP
     request.ask()

@@ -1,4 +1,4 @@
-"""Small real runs: configurations, text, and what a run leaves behind."""
+"""Small real runs: configurations, text, and the files that a run leaves."""
 
 import json
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ MODELS = {
     "gpt2-dropout": ModelConfig(type="gpt2", config={"vocab_size": VOCABULARY, **GPT2}),
     "qwen3": ModelConfig(type="qwen3", config={"vocab_size": VOCABULARY, **QWEN3}),
 }
-# As a person writes them; a run is both.
+# As users write them; RUN_TEXT and the text of a model make a run.
 RUN_TEXT = """
 run_directory = "out"
 steps = 6
@@ -101,7 +101,7 @@ def build_plan(mesh: Mesh, *, schedule: str = "1F1B", sequence_parallel: bool = 
 
 
 def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -> RunConfig:
-    """Return a run of 6 steps whose text and cache lie beside the run directory."""
+    """Return a run of 6 steps with its text and cache beside the run directory."""
     text = directory.parent / "text.jsonl"
     if not text.exists():
         write_text(text)
@@ -119,7 +119,8 @@ def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -
             tokenizer=TokenizerConfig(vocab_size=VOCABULARY),
             cache_directory=str(directory.parent / "cache"),
         ),
-        # As in the parity matrix: a small epsilon turns the rounding of a zero gradient into a step.
+        # As in the parity tests: a smaller epsilon would turn the rounding of a zero gradient into
+        # a step.
         optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-4),
         learning_rate=LearningRateConfig(name="constant"),
         evaluation=EvaluationConfig(),
@@ -130,7 +131,7 @@ def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -
 
 
 def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, Any]]:
-    """Train on this rank as the command line does, and return what each step was given."""
+    """Train on this rank like the command line, and return the inputs of each step."""
     from meshtrain.training import loop
     from meshtrain.training.run import train
 
@@ -153,13 +154,13 @@ def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, 
 
 
 def samples_seen(ranks: list[list[dict[str, Any]]]) -> dict[int, tuple[list[int], list[list[int]]]]:
-    """Return step -> sample ids and rows of tokens of the whole global batch, put together from all ranks."""
+    """Return step -> sample ids and token rows of the full global batch, joined from all ranks."""
     result = {}
     for steps in zip(*ranks, strict=True):
         rows = {seen["place"]: seen["tokens"] for seen in steps if seen["reads"]}
         assert all(seen["ids"] == steps[0]["ids"] for seen in steps)
         for seen in steps:
-            # Between the embedding and the head there are no tokens, just zeros and pads.
+            # Ranks between the embedding and the head have no tokens, but zeros and pads.
             assert seen["tokens"] == rows[seen["place"]] if seen["reads"] else np.unique(seen["tokens"]).max() <= 1
         result[steps[0]["step"]] = (steps[0]["ids"], [row for place in sorted(rows) for row in rows[place]])
     return result
@@ -176,7 +177,7 @@ def steps_of(directory: Path) -> list[dict[str, float]]:
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """Return everything that the newest checkpoint of a run holds: weights and AdamW's moments."""
+    """Return weights and AdamW's moments in the newest checkpoint of a run."""
     checkpoint = find_checkpoint(directory)
     metadata = read_metadata(checkpoint)
     entries = tensor_entries(metadata)

@@ -1,4 +1,4 @@
-"""Bad steps in real runs: each policy, its bounds, what is said, and that no restart changes what is learned."""
+"""Bad steps in real runs: each policy, its limits and messages, and resuming."""
 
 import json
 import math
@@ -37,10 +37,10 @@ EVERY_2 = CheckpointConfig(every=2, keep=9)
 
 
 def train_with_bad_samples(config: RunConfig, bad: Set[int]) -> tuple[list[dict[str, Any]], str, str]:
-    """Train on this rank, with a gradient that is not finite on the last rank whenever a bad sample comes.
+    """Train on this rank; with a bad sample, a gradient of the last rank is not finite.
 
     Returns:
-        What each step was given, what was shown, and why training stopped, if it did.
+        The inputs of each step, the output, and the reason of a stop, if any.
     """
     from meshtrain.training import loop
     from meshtrain.training import step as step_module
@@ -70,8 +70,8 @@ def train_with_bad_samples(config: RunConfig, bad: Set[int]) -> tuple[list[dict[
     return seen, shown.getvalue(), said
 
 
-def go(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen, str, str]:
-    """Train on as many ranks as the plan says; a step that was done again counts as the last time."""
+def train_run(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen, str, str]:
+    """Train on as many ranks as the plan needs; a repeated step counts as the last time."""
     mesh = config.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
     answers = run_on_ranks(world_size, train_with_bad_samples, config, bad, joins=False)
@@ -101,7 +101,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, di
     config = build_run(
         tmp_path_factory.mktemp("runs") / "whole", "gpt2", build_plan((2, 1, 1, 1)), steps=8, checkpoint=EVERY_2
     )
-    seen, _, said = go(config)
+    seen, _, said = train_run(config)
     assert not said
     return config, ids(seen)
 
@@ -114,12 +114,12 @@ def beside(config: RunConfig, name: str, **changes: Any) -> RunConfig:
 # Policies
 
 
-def test_a_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+def test_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, samples = undisturbed
     config = beside(whole, "skip", bad_steps=SKIP)
-    seen, shown, said = go(config, {samples[2][0]})
+    seen, shown, said = train_run(config, {samples[2][0]})
     assert not said
-    # The data goes on, and the parameters are those of before.
+    # Training continues with the next batch, and the parameters are unchanged.
     assert ids(seen) == samples
     assert losses(config)[:3] == losses(whole)[:3]
     assert losses(config)[3] != losses(whole)[3]
@@ -135,31 +135,34 @@ def test_a_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[in
     manifest = read_manifest(list_checkpoints(out(config) / CHECKPOINTS_NAME)[0])
     assert (manifest.step, manifest.skipped_steps) == (8, 1)
     resumed = stopped_after(config, 4, "skip-4")
-    go(resumed)
+    train_run(resumed)
     assert_same_bits(config, resumed)
 
 
-def test_a_run_of_bad_steps_ends_a_run_that_skips(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
-    """Two are allowed in a row; those before and behind a good one are not in a row."""
+def test_too_many_consecutive_bad_steps_end_a_run_that_skips(
+    undisturbed: tuple[RunConfig, dict[int, list[int]]],
+) -> None:
+    """Two bad steps in a row are allowed; a good step between resets the count."""
     whole, samples = undisturbed
     config = beside(whole, "skips", bad_steps=BadStepsConfig(policy="skip", max_skips=2))
     bad = {samples[step][0] for step in (0, 1, 3, 4, 5)}
-    _, _, said = go(config, bad)
+    _, _, said = train_run(config, bad)
     assert [note["step"] for note in notes(config)] == [1, 2, 4, 5]
     assert said.startswith("step 6: the loss is ")
     assert "the gradient norm nan; 2 bad steps in a row were skipped before it, and bad_steps.max_skips is 2;" in said
     assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_skips")
-    # What is done about bad steps may change; the checkpoint of step 4 knows of those before.
-    assert not go(config.model_copy(update={"bad_steps": BadStepsConfig(policy="skip", max_skips=3)}), bad)[2]
+    # The bad_steps settings may change on resume; the checkpoint of step 4 stores the earlier
+    # count.
+    assert not train_run(config.model_copy(update={"bad_steps": BadStepsConfig(policy="skip", max_skips=3)}), bad)[2]
     assert [step["bad_steps"] for step in steps_of(out(config))] == [1, 2, 2, 3, 4, 5, 5, 5]
 
 
-def test_a_rewind_leaves_the_batch_out_on_every_mesh(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+def test_rewind_omits_the_bad_batch_on_every_mesh(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, samples = undisturbed
     bad = {samples[3][5], samples[6][0]}
     saving = CheckpointConfig(every=2, keep=9, in_background=True)
     config = beside(whole, "rewind", bad_steps=REWIND, checkpoint=saving, steps=6)
-    seen, shown, said = go(config, bad)
+    seen, shown, said = train_run(config, bad)
     assert not said
     found = ids(seen)
     assert [found[step] for step in range(6)] == [samples[place] for place in (0, 1, 2, 4, 5, 7)]
@@ -177,27 +180,27 @@ def test_a_rewind_leaves_the_batch_out_on_every_mesh(undisturbed: tuple[RunConfi
     histories = [read_manifest(path).history for path in list_checkpoints(out(config) / CHECKPOINTS_NAME)]
     assert [history and history.left_out for history in histories] == [(3, 6), (3,), None]
 
-    # Killed between the two, on the same mesh; before the first, on another.
+    # Killed between the two steps, on the same mesh; killed before the first, on another mesh.
     resumed = stopped_after(config, 4, "rewind-4")
-    assert ids(go(resumed, bad)[0]) == {step: found[step] for step in (4, 5)}
+    assert ids(train_run(resumed, bad)[0]) == {step: found[step] for step in (4, 5)}
     assert_same_bits(config, resumed)
     elsewhere = stopped_after(config, 2, "rewind-2").model_copy(update={"plan": build_plan((1, 1, 1, 2))})
-    assert ids(go(elsewhere, bad)[0]) == {step: found[step] for step in (2, 3, 4, 5)}
+    assert ids(train_run(elsewhere, bad)[0]) == {step: found[step] for step in (2, 3, 4, 5)}
     assert losses(elsewhere) == pytest.approx(losses(config), rel=1e-12)
 
 
-def test_a_run_is_not_rewound_without_end_or_to_nowhere(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+def test_rewinds_are_limited_and_need_a_checkpoint(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, samples = undisturbed
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": BadStepsConfig(policy="rewind", max_rewinds=1)}
     config = beside(whole, "rewinds", **alone)
-    _, _, said = go(config, {samples[2][0], samples[3][0]})
+    _, _, said = train_run(config, {samples[2][0], samples[3][0]})
     assert [note["bad_step"] for note in notes(config)] == [3]
     assert said.startswith("step 3: the loss is ")
     assert "gradient norm nan; rewinds before it: 1, and bad_steps.max_rewinds is 1; stopped" in said
     assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_rewinds")
 
     config = beside(whole, "nowhere", **alone)
-    _, _, said = go(config, {samples[1][0]})
+    _, _, said = train_run(config, {samples[1][0]})
     assert said.startswith("step 2: the loss is ")
     assert said.endswith(
         f"the gradient norm nan; there is no checkpoint yet to go back to. Samples of this step: "
@@ -206,7 +209,7 @@ def test_a_run_is_not_rewound_without_end_or_to_nowhere(undisturbed: tuple[RunCo
     )
 
 
-def test_a_rewind_does_not_begin_again_with_what_shall_end(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+def test_rewind_does_not_repeat_sources_that_end(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, _ = undisturbed
     sources = {"all": MixedSourceConfig(train=whole.data.train, repeat=False)}
     data = whole.data.model_copy(update={"sources": sources, "sequence_length": 32})
@@ -216,25 +219,25 @@ def test_a_rewind_does_not_begin_again_with_what_shall_end(undisturbed: tuple[Ru
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": REWIND, "data": data}
     bad = set(feed.order.sample_ids(2)[:1].tolist())
 
-    _, _, said = go(beside(whole, "ending", steps=steps, **alone), bad)
+    _, _, said = train_run(beside(whole, "ending", steps=steps, **alone), bad)
     assert said.startswith("step 3: the loss is ")
     assert "; this batch cannot be left out\n" in said
     assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
 
     config = beside(whole, "ending-before", steps=steps - 1, **alone)
-    seen, _, said = go(config, bad)
+    seen, _, said = train_run(config, bad)
     assert not said
     shown = [sample for of_step in ids(seen).values() for sample in of_step]
     assert len(shown) == len(set(shown)) == 8 * (steps - 1)
     with pytest.raises(RankError, match=rf"after {steps - 1:,} steps without the batches that rewinds leave out \(1\)"):
-        go(config.model_copy(update={"steps": steps}))
+        train_run(config.model_copy(update={"steps": steps}))
 
 
 # Spikes
 
 
-def test_a_strange_document_is_a_spike_and_ordinary_text_is_none(tmp_path: Path) -> None:
-    """The text learns in order; a document of letters that occur nowhere else lies in the batches 15 and 16."""
+def test_unusual_document_is_a_spike_and_ordinary_text_is_not(tmp_path: Path) -> None:
+    """The text is learned in order; a document of other letters is in batches 15 and 16."""
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(WORDS, 20)) for _ in range(100)]
     texts.insert(60, "".join(map(chr, draw.integers(0x100, 0x800, 90))))
@@ -249,7 +252,7 @@ def test_a_strange_document_is_a_spike_and_ordinary_text_is_none(tmp_path: Path)
         optimizer=OptimizerConfig(learning_rate=2e-3, epsilon=1e-4),
     )
     config = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
-    seen, _, said = go(config)
+    seen, _, said = train_run(config)
     assert not said
     found = notes(config)
     assert [(note["step"], note["bad_step"]) for note in found] == [(15, 16), (15, 16)]
@@ -265,7 +268,7 @@ def test_a_strange_document_is_a_spike_and_ordinary_text_is_none(tmp_path: Path)
 
     # The window is part of the state.
     resumed = stopped_after(config, 18, "resumed").model_copy(update={"plan": build_plan((1, 1, 1, 1))})
-    assert ids(go(resumed)[0]) == {step: ids(seen)[step] for step in (18, 19)}
+    assert ids(train_run(resumed)[0]) == {step: ids(seen)[step] for step in (18, 19)}
     ends = [read_manifest(list_checkpoints(out(one) / CHECKPOINTS_NAME)[0]).history for one in (config, resumed)]
     assert all(end is not None and end.left_out == (15, 16) and len(end.losses) == 10 for end in ends)
     assert ends[0] is not None
@@ -276,7 +279,7 @@ def test_a_strange_document_is_a_spike_and_ordinary_text_is_none(tmp_path: Path)
     assert ends[1].norms[:8] == ends[0].norms[:8]
 
 
-def test_a_spike_is_told_by_the_good_steps_of_a_full_window() -> None:
+def test_spike_is_detected_from_the_good_steps_of_a_full_window() -> None:
     history = StepHistory(BadStepsConfig(spike_z_score=5, window=10))
     for step in range(9):
         assert history.fault(1e9, 1e9) is None
@@ -305,7 +308,7 @@ def test_a_spike_is_told_by_the_good_steps_of_a_full_window() -> None:
     assert unwatched.saved() == SavedHistory(bad_steps=1, bad_in_a_row=1)
 
 
-def test_outliers_do_not_widen_what_is_ordinary() -> None:
+def test_outliers_do_not_change_the_robust_z_score() -> None:
     ordinary = [1.0, 2.0, 3.0, 4.0, 5.0]
     assert robust_z_score(3.0 + 1.4826, ordinary) == pytest.approx(1.0)
     assert robust_z_score(3.0 + 1.4826, [*ordinary[:4], 1e9]) == pytest.approx(1.0)
@@ -313,11 +316,11 @@ def test_outliers_do_not_widen_what_is_ordinary() -> None:
     assert robust_z_score(1.0, [0.0] * 5) > 1e300
 
 
-# What is kept
+# State that is kept
 
 
 def break_a_parameter(config: RunConfig) -> str:
-    """Let a parameter of the last rank be lost after the last step before a checkpoint, and return what is said."""
+    """Damage a parameter of the last rank after the last step before a save; return the message."""
     from meshtrain.training import loop
 
     step_of_product = loop.train_step
@@ -335,7 +338,7 @@ def break_a_parameter(config: RunConfig) -> str:
     return str(caught.value)
 
 
-def test_a_state_that_is_not_finite_is_never_saved(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
+def test_state_that_is_not_finite_is_never_saved(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     config = beside(undisturbed[0], "broken", bad_steps=SKIP)
     first, second = run_on_ranks(2, break_a_parameter, config, joins=False)
     assert first == second
@@ -346,7 +349,7 @@ def test_a_state_that_is_not_finite_is_never_saved(undisturbed: tuple[RunConfig,
     assert [path.name for path in list_checkpoints(out(config) / CHECKPOINTS_NAME)] == ["step-2"]
 
 
-def test_a_checkpoint_from_before_there_was_a_history_can_be_read(tmp_path: Path) -> None:
+def test_manifest_without_a_step_history_is_read(tmp_path: Path) -> None:
     names = ("plan_hash", "model_type", "architecture", "data_identity")
     old = Manifest(step=3, seed=0, global_batch_size=8, mesh={}, **dict.fromkeys(names, ""))
     fields = {name: value for name, value in old.model_dump(mode="json").items() if name not in ("history", "checksum")}
@@ -359,7 +362,7 @@ def test_a_checkpoint_from_before_there_was_a_history_can_be_read(tmp_path: Path
         read_manifest(tmp_path)
 
 
-def test_a_rewind_needs_checkpoints(tmp_path: Path) -> None:
+def test_rewind_policy_needs_checkpoints(tmp_path: Path) -> None:
     fields = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), bad_steps=REWIND).model_dump()
     RunConfig(**fields)
     with pytest.raises(

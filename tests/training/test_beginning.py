@@ -1,4 +1,4 @@
-"""A run without a checkpoint begins at step 0 only if none was ever saved."""
+"""A run without a checkpoint starts at step 0 only if it has never saved one."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import FAULTY, torchrun
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
-from tests.training.test_resume import go, in_float32, refusal, without_torchrun
+from tests.training.test_resume import in_float32, refusal, train_run, without_torchrun
 
 HOW_TO_BEGIN = "To start again at step 0, choose another run_directory or remove out/metrics.jsonl"
 WHERE = "restore the checkpoint, or set checkpoint.directory to where it is. "
@@ -25,13 +25,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return a run of two steps that saved at its end."""
     place = tmp_path_factory.mktemp("saved")
     config = build_run(place / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2, checkpoint=CheckpointConfig())
-    go(config)
+    train_run(config)
     return config
 
 
 @pytest.fixture
 def copied(saved: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """Return a copy of it. Its metrics end in what a killed process may leave."""
+    """Return a copy of the saved run, whose metrics end as after a kill."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(saved.run_directory), "out")
     with Path("out/metrics.jsonl").open("a") as file:
@@ -59,7 +59,7 @@ def remove_manifest(out: Path) -> None:
         (remove_manifest, "out/checkpoints/step-2 has no manifest.json"),
     ],
 )
-def test_a_run_whose_checkpoint_is_gone_is_refused(
+def test_run_whose_checkpoint_is_missing_is_refused(
     saved: RunConfig, copied: RunConfig, damage: Callable[[Path], None], missing: str
 ) -> None:
     damage(Path(copied.run_directory))
@@ -70,7 +70,7 @@ def test_a_run_whose_checkpoint_is_gone_is_refused(
     assert Path("out/metrics.jsonl").read_bytes() == before
 
 
-def test_another_directory_of_checkpoints_is_refused_and_removing_the_metrics_begins_anew(copied: RunConfig) -> None:
+def test_other_checkpoint_directory_is_refused_until_the_metrics_are_removed(copied: RunConfig) -> None:
     other = copied.model_copy(update={"checkpoint": CheckpointConfig(directory=str(Path("elsewhere").absolute()))})
     Path("run.toml").write_text(dump_toml(other))
     for verb in (["train", "run.toml"], ["check", "run.toml", "--world-size", "1"]):
@@ -81,12 +81,12 @@ def test_another_directory_of_checkpoints_is_refused_and_removing_the_metrics_be
         assert shown.stderr.endswith(f" was saved, but elsewhere does not exist; {WHERE}{HOW_TO_BEGIN}\n")
         assert len(shown.stderr.splitlines()) == 1
     Path("out/metrics.jsonl").unlink()
-    assert list(go(other)) == [0, 1]
+    assert list(train_run(other)) == [0, 1]
     assert [metrics["step"] for metrics in steps_of(Path("out"))] == [1, 2]
     assert Path("elsewhere/step-2/manifest.json").is_file()
 
 
-def test_a_run_that_was_killed_before_its_first_save_begins_again_by_itself(tmp_path: Path) -> None:
+def test_run_killed_before_its_first_save_restarts_from_the_beginning(tmp_path: Path) -> None:
     config = build_run(
         tmp_path / "out", "gpt2", in_float32((2, 1, 1, 1)), steps=8, checkpoint=CheckpointConfig(every=7)
     )
@@ -104,10 +104,10 @@ def test_a_run_that_was_killed_before_its_first_save_begins_again_by_itself(tmp_
     assert places == [f"{tmp_path}/out/checkpoints/step-{step}" for step in (7, 8)]
 
 
-def test_a_checkpoint_in_the_background_counts_when_it_is_complete(tmp_path: Path) -> None:
+def test_background_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> None:
     saving = CheckpointConfig(every=1, in_background=True)
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2, checkpoint=saving)
-    go(config)
+    train_run(config)
     objects = [metrics for metrics in read_metrics(tmp_path / "out") if "checkpoint" in metrics]
     assert [metrics["step"] for metrics in objects] == [1, 2]
     assert all("checkpoint_background_seconds" in metrics for metrics in objects)

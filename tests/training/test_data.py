@@ -1,6 +1,6 @@
-"""What training reads, end to end: mixtures, separate documents, uneven widths, conversations and streams.
+"""Training data end to end: mixtures, separate documents, widths, conversations and streams.
 
-Each run is stopped after two steps and goes on on another mesh, and is compared with one that nobody disturbed.
+Each run stops after two steps, resumes on another mesh, and is compared with an undisturbed one.
 """
 
 import json
@@ -52,7 +52,7 @@ def write_talk(path: Path) -> str:
 
 
 def data_of(directory: Path, name: str) -> DataConfig:
-    """Return what a run reads."""
+    """Return the data settings of a run."""
     texts = [str(write_text(directory / f"{number}.jsonl", documents=40, seed=number)) for number in range(2)]
     common: dict[str, Any] = {
         "sequence_length": 32,
@@ -85,18 +85,18 @@ def run_of(directory: Path, name: str, out: str, mesh: tuple[int, int, int, int]
     return run.model_copy(update={"data": data_of(directory, name)})
 
 
-def go(config: RunConfig) -> dict[int, Any]:
+def train_run(config: RunConfig) -> dict[int, Any]:
     mesh = config.plan.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
     return samples_seen(run_on_ranks(ranks, train_here, config, joins=False))
 
 
 @pytest.mark.parametrize("name", ["mixture", "uneven", "chat", "stream", "streams"])
-def test_a_run_goes_on_on_other_meshes_with_the_same_samples(tmp_path: Path, name: str) -> None:
-    expected = go(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
+def test_run_resumes_on_other_meshes_with_the_same_samples(tmp_path: Path, name: str) -> None:
+    expected = train_run(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
     seen: dict[int, Any] = {}
     for steps, mesh in zip((2, 4, 6), MESHES, strict=True):
-        seen |= go(run_of(tmp_path, name, "traveling", mesh, steps=steps))
+        seen |= train_run(run_of(tmp_path, name, "traveling", mesh, steps=steps))
 
     assert seen == expected
     pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
@@ -111,11 +111,11 @@ def test_a_run_goes_on_on_other_meshes_with_the_same_samples(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["chat", "stream"])
-def test_a_run_may_go_on_without_broken_records(tmp_path: Path, name: str) -> None:
+def test_run_with_skipped_bad_records_resumes(tmp_path: Path, name: str) -> None:
     config = run_of(tmp_path, name, "out", (1, 1, 1, 1), steps=2)
-    go(config)
+    train_run(config)
     skipping = {"data": config.data.model_copy(update={"on_bad_record": "skip"}), "steps": 4}
-    assert list(go(config.model_copy(update=skipping))) == [2, 3]
+    assert list(train_run(config.model_copy(update=skipping))) == [2, 3]
 
 
 def open_token_files(config: RunConfig) -> list[str]:
@@ -126,7 +126,9 @@ def open_token_files(config: RunConfig) -> list[str]:
 
 
 @pytest.mark.parametrize(("documents", "between"), [("joined", []), ("separate", ["documents.bin"])])
-def test_between_embedding_and_head_no_token_is_opened(tmp_path: Path, documents: str, between: list[str]) -> None:
+def test_ranks_between_embedding_and_head_open_no_token_file(
+    tmp_path: Path, documents: str, between: list[str]
+) -> None:
     config = run_of(tmp_path, "mixture", "out", (4, 1, 1, 1), steps=2)
     source = config.data.sources["one"]
     data = DataConfig(
@@ -145,7 +147,7 @@ def test_between_embedding_and_head_no_token_is_opened(tmp_path: Path, documents
     assert second == third == between
 
 
-def test_what_cannot_be_is_told_before_training(tmp_path: Path) -> None:
+def test_epochs_and_steps_that_the_data_lacks_are_refused_before_training(tmp_path: Path) -> None:
     mixture = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     with pytest.raises(
         ConfigError, match="`epochs` = 2, but a mixture has no epochs, each source has its own; set `steps`"
@@ -181,19 +183,19 @@ def test_what_cannot_be_is_told_before_training(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_words_that_would_do_nothing_are_refused(changes: dict[str, Any], problem: str) -> None:
+def test_data_settings_without_effect_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         DataConfig(**changes)
 
 
-def test_documents_of_a_class_without_positions(tmp_path: Path) -> None:
+def test_separate_documents_of_a_class_without_positions_are_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     bloom = config.model.model_copy(update={"type": "bloom", "config": {"vocab_size": 300}, "attention": "eager"})
     with pytest.raises(ModelError, match="BloomForCausalLM does not accept position_ids, which keep documents apart"):
         resolve_run(config.model_copy(update={"model": bloom}), 1)
 
 
-def test_separate_documents_of_a_model_whose_frequencies_depend_on_the_length(tmp_path: Path) -> None:
+def test_separate_documents_with_length_dependent_frequencies_are_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     tables = {"rope_parameters": LONGROPE, "max_position_embeddings": 40}
     model = config.model.model_copy(update={"type": "llama", "config": {**LLAMA, "vocab_size": 300, **tables}})
@@ -209,9 +211,7 @@ def test_separate_documents_of_a_model_whose_frequencies_depend_on_the_length(tm
         assert resolve_run(config.model_copy(update={"data": config.data.model_copy(update=data)}), 1)
 
 
-def test_a_class_is_seen_to_keep_documents_apart_before_it_is_trusted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_separate_documents_of_a_class_are_proven_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     ensure_proven(resolve_run(config))
     assert "proving its documents apart on a tiny copy of it" in capsys.readouterr().out
@@ -219,12 +219,12 @@ def test_a_class_is_seen_to_keep_documents_apart_before_it_is_trusted(
     assert capsys.readouterr().out == ""
 
 
-def test_the_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
-    """Each as if it were the only one, and their mean over all tokens."""
+def test_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
+    """Each loss is that of a run with this source alone; their mean is over all tokens."""
     config = run_of(tmp_path, "mixture", "both", (1, 1, 1, 1), steps=1)
     held_out = {name: source.model_copy(update={"validation": 0.3}) for name, source in config.data.sources.items()}
     both = config.data.model_copy(update={"sources": held_out})
-    go(config.model_copy(update={"data": both}))
+    train_run(config.model_copy(update={"data": both}))
     (found,) = (line for line in read_metrics(tmp_path / "both") if "eval_loss" in line)
 
     data = prepare_data(both)
@@ -240,7 +240,7 @@ def count_tokens(samples: Samples) -> int:
     return int((samples.read(np.arange(len(samples)))["labels"] != IGNORE_INDEX).sum())
 
 
-def test_a_class_that_does_not_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+def test_class_that_does_not_separate_documents_is_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     opt = {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(type="opt", config={**opt, "word_embed_proj_dim": 32})

@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward pass and the optimizer, against torch in one process."""
+"""Gradients between the backward pass and the optimizer, against torch in one process."""
 
 import hashlib
 
@@ -40,16 +40,16 @@ CASES = {
 
 
 def global_gradient(name: str, shape: torch.Size) -> Tensor:
-    """Return a gradient that depends on nothing but the name of its parameter."""
+    """Return a gradient that depends on the name of its parameter only."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def set_gradients(pipeline: Pipeline) -> None:
-    """Give every parameter its part of its global gradient, laid out as the parameter."""
+    """Set every parameter's part of its global gradient, with the layout of the parameter."""
     canonical = pipeline.canonical_names()
     for name, parameter in pipeline.named_parameters():
-        # The far copy of a tied weight has the gradient of its original.
+        # The tied copy on another stage has the gradient of its original.
         value = global_gradient(canonical[name], parameter.shape)
         for dim, index in enumerate(local_indices(parameter)):
             value = value.index_select(dim, index)
@@ -59,7 +59,7 @@ def set_gradients(pipeline: Pipeline) -> None:
 
 
 def norm_and_scaling(case: Case) -> tuple[float, float, float, float, bool, list[str]]:
-    """Return the norm, a sum over pp, the norm after scaling and the norm after scaling that was not needed."""
+    """Return the norm, a sum over pp, and the norms after needed and unneeded scaling."""
     pipeline = build(case)
     set_gradients(pipeline)
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
@@ -83,7 +83,7 @@ def norms_and_scalings(cases: list[Case]) -> list[tuple]:
 
 
 def norm_in_one_process(model: str) -> tuple[float, set[str]]:
-    """Return what torch computes from the same gradients, whole and in one process, and their names."""
+    """Return torch's norm of the full gradients in one process, and their names."""
     config = load_hf_config(MODELS[model])
     stock = build_model(config, dtype=torch.float64)
     unfuse(stock, with_family(ParallelPlan(), config.model_type).tensor.fused)
@@ -96,7 +96,7 @@ def norm_in_one_process(model: str) -> tuple[float, set[str]]:
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_the_norm_is_that_of_one_process(world_size: int) -> None:
+def test_gradient_norm_equals_that_of_one_process(world_size: int) -> None:
     ranks = run_on_ranks(world_size, norms_and_scalings, CASES[world_size])
     for number, case in enumerate(CASES[world_size]):
         expected, names = norm_in_one_process(case.model)
@@ -112,7 +112,7 @@ def test_the_norm_is_that_of_one_process(world_size: int) -> None:
 
 
 def finish(case: Case) -> tuple[set[str], dict[str, float], dict[str, float]]:
-    """Give each process gradients of its own, finish them, and return by what they grew."""
+    """Set different gradients on each process, finish them, and return their new values."""
     pipeline = build(case)
     before = float(2 ** torch.distributed.get_rank())
     for _, parameter in pipeline.named_parameters():
@@ -142,9 +142,10 @@ def finish_all() -> list[tuple[set[str], dict[str, float], dict[str, float]]]:
     return [finish(case) for case in FINISHED]
 
 
-def test_finishing_sums_what_is_partial_and_nothing_else() -> None:
+def test_finishing_sums_partial_gradients_only() -> None:
     for rank, (pipeline, sequence_parallel, copies) in enumerate(run_on_ranks(4, finish_all)):
-        # Each rank had 2 ** rank in every gradient. Ranks 0 and 1 hold the first stage, 2 and 3 the last.
+        # Each rank had 2 ** rank in every gradient. Ranks 0 and 1 hold the first stage, 2 and 3 the
+        # last.
         summed, owned, far = pipeline
         assert summed == {name for name in owned if "q_norm" in name or "k_norm" in name}
         for name, value in owned.items():
@@ -156,7 +157,7 @@ def test_finishing_sums_what_is_partial_and_nothing_else() -> None:
                 assert value == 2.0**rank
         assert far == ({"model.embed_tokens.weight": 1.0 + 4.0 if rank == 2 else 2.0 + 8.0} if rank >= 2 else {})
 
-        # Two copies of the model: ranks 0 and 2 hold the same part of it.
+        # Two replicas: ranks 0 and 2 hold the same part of the model.
         summed, owned, _ = sequence_parallel
         behind_rowwise = {name for name in owned if name.endswith("c_proj.bias")}
         assert summed == behind_rowwise | {name for name in owned if ".ln_1." in name or ".ln_2." in name}
@@ -179,7 +180,7 @@ def finish_without_a_gradient() -> str:
     return ""
 
 
-def test_a_parameter_without_a_gradient_is_named() -> None:
+def test_parameter_without_a_gradient_is_named() -> None:
     assert run_on_ranks(1, finish_without_a_gradient) == ["model.norm.weight has no gradient"]
 
 

@@ -1,4 +1,4 @@
-"""A user's hook next to the built-in ones: it is told the same, and what it asks for is done on all ranks."""
+"""A user's hook gets the same metrics as the built-in ones, and its requests reach all ranks."""
 
 import json
 import os
@@ -29,13 +29,13 @@ from tests.training.runs import build_plan, build_run, read_checkpoint, read_met
 from tests.training.test_metrics import evaluated_run
 from tests.training.test_resume import without_torchrun
 
-# Of one rank.
+# The values of these keys are those of one rank.
 TIMES = ("seconds", "_per_second", "memory_bytes")
 Call = dict[str, Any]
 
 
 class Recorder(Hook):
-    """Keeps everything it is told, and talks to its like on the other ranks at every call."""
+    """Records all calls, and communicates with the recorders on other ranks at every call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -81,7 +81,7 @@ class Recorder(Hook):
 
 
 def train_with(config: RunConfig, *hooks: Hook) -> tuple[str, str]:
-    """Train on this rank; return what was shown and why it was stopped."""
+    """Train on this rank; return the output and the reason for a stop."""
     said = ""
     with redirect_stdout(StringIO()) as shown:
         try:
@@ -97,7 +97,7 @@ def record(config: RunConfig) -> tuple[list[Call], str]:
 
 
 def rows_of(calls: list[Call]) -> list[dict[str, Any]]:
-    """Return what metrics.jsonl should hold beside the averages of epochs."""
+    """Return the expected rows of metrics.jsonl, without the averages of epochs."""
     rows = []
     for call in calls:
         if call["moment"] != "end":
@@ -115,13 +115,13 @@ def without_times(calls: list[Call]) -> list[Call]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_users_hook_is_told_what_the_files_are_written_from(tmp_path: Path, in_background: bool) -> None:
+def test_user_hook_gets_the_metrics_of_the_files(tmp_path: Path, in_background: bool) -> None:
     config = evaluated_run(tmp_path / "out", (2, 1, 1, 1))
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=3, in_background=in_background)})
     (calls, shown), (others, nothing) = run_on_ranks(2, record, config, joins=False)
 
     written = [row for row in read_metrics(tmp_path / "out") if "epoch_steps" not in row]
-    # The file also records where a checkpoint was published.
+    # The file also records the publication of a checkpoint.
     without_location = [[item for item in row.items() if item[0] != "checkpoint"] for row in written]
     assert [list(row.items()) for row in rows_of(calls)] == without_location
     assert without_times(calls) == without_times(others)
@@ -146,7 +146,7 @@ def test_a_users_hook_is_told_what_the_files_are_written_from(tmp_path: Path, in
 
 
 class StopsEarly(Hook):
-    """Ends when the evaluation is done `patience` times; what it counts survives a restart."""
+    """Stops after `patience` evaluations; the count survives a restart."""
 
     def __init__(self, patience: int, rank: int) -> None:
         self.patience, self.rank = patience, rank
@@ -158,7 +158,7 @@ class StopsEarly(Hook):
             state.request_stop()
 
 
-def test_one_rank_stops_early_and_all_end_with_it(tmp_path: Path) -> None:
+def test_stop_request_of_one_rank_ends_all(tmp_path: Path) -> None:
     config = evaluated_run(tmp_path / "out", (2, 1, 1, 1))
     (shown, _), _ = run_on_ranks(2, train_with, config, StopsEarly(1, 1), joins=False)
     assert shown.splitlines()[-2:] == [
@@ -172,7 +172,7 @@ def test_one_rank_stops_early_and_all_end_with_it(tmp_path: Path) -> None:
 
 
 def values_of(root: Path) -> dict[str, Any]:
-    """Read a run's checkpoint in a program of one's own."""
+    """Load a run's checkpoint in a separate program."""
     pipeline = start(
         Case("gpt2-tied", (1, 1, 1, 1)), model=build_run(root / "x", "gpt2", build_plan((1, 1, 1, 1))).model
     )
@@ -182,7 +182,7 @@ def values_of(root: Path) -> dict[str, Any]:
 
 
 class SavesAside(Hook):
-    """Keeps what the last step has left, in a place of its own."""
+    """Saves the final state in a directory of its own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -194,7 +194,7 @@ class SavesAside(Hook):
         meshtrain.save_checkpoint(self.directory, state)
 
 
-def test_the_state_of_a_hook_is_one_that_can_be_saved(tmp_path: Path) -> None:
+def test_hook_can_save_its_state_as_a_checkpoint(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((2, 1, 1, 1)), steps=2)
     run_on_ranks(2, train_with, config, SavesAside(tmp_path / "aside"), joins=False)
     ours, theirs = read_checkpoint(tmp_path / "out"), read_checkpoint(tmp_path / "aside")
@@ -204,7 +204,7 @@ def test_the_state_of_a_hook_is_one_that_can_be_saved(tmp_path: Path) -> None:
 
 
 class Unlucky(Hook):
-    """Has a problem after a step, or raises, on one rank."""
+    """Raises a user error or another exception after a step on one rank."""
 
     def __init__(self, step: int, *, problem: str | None = None) -> None:
         self.step, self.problem = step, problem
@@ -222,7 +222,7 @@ def record_beside(config: RunConfig, hook: Hook) -> tuple[list[Call], str, str]:
     return recorder.calls, shown, said
 
 
-def test_a_problem_of_one_rank_stops_all_in_a_line(tmp_path: Path) -> None:
+def test_user_error_in_a_hook_of_one_rank_stops_all_with_one_line(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 2, 1, 1)))
     answers = run_on_ranks(2, record_beside, config, Unlucky(2, problem="no room; make some"), joins=False)
     for calls, shown, said in answers:
@@ -249,7 +249,7 @@ def rewound(config: RunConfig) -> tuple[list[Call], str]:
 
 
 @pytest.mark.parametrize("policy", ["rewind", "skip"])
-def test_bad_steps_are_told_with_a_note(tmp_path: Path, policy: Any) -> None:
+def test_hooks_are_notified_of_bad_steps(tmp_path: Path, policy: Any) -> None:
     config = build_run(
         tmp_path / "out",
         "gpt2",
@@ -272,7 +272,7 @@ def test_bad_steps_are_told_with_a_note(tmp_path: Path, policy: Any) -> None:
             ("step", 5, None),
             ("end", 5, None),
         ]
-        # What was told of step 3 before does not count.
+        # The first notification of step 3 is superseded.
         calls = calls[:3] + calls[next(index for index, call in enumerate(calls) if call["note"].get("answer")) :]
         del calls[0]["note"]["parameters_checksum"]
     else:
@@ -301,8 +301,8 @@ for run, raises in zip(sys.argv[1:], (False, True)):
 """
 
 
-def test_a_program_with_a_hook_trains_run_files(tmp_path: Path) -> None:
-    """Two, one after the other: the hook of the second raises."""
+def test_program_with_a_hook_trains_run_files(tmp_path: Path) -> None:
+    """Train two runs in sequence; the hook of the second raises."""
     for name in ("greets", "raises"):
         config = build_run(tmp_path / name, "gpt2", build_plan((1, 2, 1, 1)), steps=3)
         (tmp_path / f"{name}.toml").write_text(dump_toml(config))
@@ -334,7 +334,7 @@ def join_before(config: RunConfig) -> str:
     return str(raised.value)
 
 
-def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_wrong_hooks_and_nested_process_groups_are_refused(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
     assert run_on_ranks(1, join_before, config) == [
         "train joins the process group by itself, and this program has joined one already; call it in a program of its "

@@ -1,4 +1,4 @@
-"""One run in a run directory at a time: real processes, real kills."""
+"""Only one run uses a run directory at a time; with real processes and kills."""
 
 import os
 import re
@@ -29,10 +29,10 @@ def config_of(directory: Path, name: str = "out", **changes: Any) -> RunConfig:
     return build_run(directory / name, "gpt2", in_float32((1, 1, 1, 1)), **changes)
 
 
-def test_a_second_run_is_refused_and_workers_end_with_their_torchrun(
+def test_second_run_is_refused_and_workers_end_with_their_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rank 0 has the store then, so that its end tells nobody that torchrun is gone.
+    # Rank 0 then hosts the store, so that no connection breaks when torchrun is killed.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     changes = {"steps": 100_000, "logging": LoggingConfig(every=100_000), "checkpoint": CheckpointConfig(every=3)}
     config = build_run(tmp_path / "out", "gpt2", in_float32((2, 1, 1, 1)), **changes)
@@ -66,7 +66,7 @@ def test_a_second_run_is_refused_and_workers_end_with_their_torchrun(
 
 
 @pytest.mark.parametrize("where", ["memory://shared", "first/checkpoints"])
-def test_two_runs_with_one_place_for_checkpoints_are_refused(tmp_path: Path, where: str) -> None:
+def test_two_runs_with_one_checkpoint_directory_are_refused(tmp_path: Path, where: str) -> None:
     place = where if "://" in where else str(tmp_path / where)
     saving = CheckpointConfig(directory=place)
     first = config_of(tmp_path, "first", checkpoint=saving if "://" in where else CheckpointConfig())
@@ -82,17 +82,17 @@ def test_two_runs_with_one_place_for_checkpoints_are_refused(tmp_path: Path, whe
     assert not (tmp_path / "second").exists()
 
 
-def test_other_ranks_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_hold_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with locked_run(config_of(tmp_path)) as lock:
         assert lock.locks == ()
 
 
 class TakenOver(Hook):
-    """Do what another machine does that takes this process for dead."""
+    """Acts like another machine that considers this process dead."""
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
-        """Remove the file of the lock, after the first step."""
+        """Remove the lock file after the first step."""
         for claim in list_claims(Path(state.config.run_directory)):
             claim.unlink()
 
@@ -104,7 +104,7 @@ def be_taken_over(config: RunConfig) -> tuple[str, list[int]]:
     return str(caught.value), [int(path.name.removeprefix("step-")) for path in list_checkpoints(out / "checkpoints")]
 
 
-def test_a_run_that_was_taken_over_stops_before_it_saves(tmp_path: Path) -> None:
+def test_run_that_lost_its_lock_stops_before_it_saves(tmp_path: Path) -> None:
     config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=2))
     ((said, saved),) = run_on_ranks(1, be_taken_over, config, joins=False)
     assert said == (
@@ -128,7 +128,7 @@ class Failing(Hook):
         raise ConfigError("no such thing")
 
 
-def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
+def test_exception_releases_the_lock(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run_on_ranks(1, fail_at_first, config, joins=False)
     assert list_claims(Path(config.run_directory)) == []

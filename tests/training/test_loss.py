@@ -1,4 +1,4 @@
-"""The loss, whole and sharded over the vocabulary, against torch's own cross-entropy."""
+"""The loss, of full logits and sharded over the vocabulary, equals torch's cross-entropy."""
 
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ def differentiate(loss: MeanLoss, logits: Tensor, labels: Tensor) -> tuple[Tenso
 
 
 def expected(problem: Problem, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return torch's sum over the tokens in at least float32, divided by the number of tokens, and its gradient."""
+    """Return torch's mean loss, computed in at least float32, and its gradient."""
     logits, labels = problem.make()
     logits = logits.requires_grad_()
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
@@ -72,7 +72,7 @@ def check(problem: Problem, value: Tensor, gradient: Tensor, num_tokens: int) ->
     assert gradient.dtype == problem.dtype
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}[problem.dtype]
     assert torch.allclose(value, expected_value, rtol=tolerance, atol=0), problem
-    # The gradient itself is bfloat16: one rounding may fall the other way.
+    # The gradient itself is bfloat16, so one rounding may differ.
     rtol = 2**-7 if problem.dtype == torch.bfloat16 else 0
     assert torch.allclose(gradient, expected_gradient, rtol=rtol, atol=tolerance), problem
     assert bool(gradient.isfinite().all())
@@ -91,7 +91,7 @@ def sharded_losses() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_over_the_vocabulary(world_size: int) -> None:
+def test_sharded_loss_equals_the_cross_entropy_of_torch(world_size: int) -> None:
     ranks = run_on_ranks(world_size, sharded_losses)
     for problem, answers in zip(PROBLEMS, zip(*ranks, strict=True), strict=True):
         values = [value for value, _ in answers]
@@ -100,21 +100,21 @@ def test_sharded_over_the_vocabulary(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_whole_logits(problem: Problem) -> None:
+def test_loss_of_full_logits_equals_the_cross_entropy_of_torch(problem: Problem) -> None:
     loss = TokenLoss(problem.vocabulary, None).mean_over(torch.tensor(7))
     check(problem, *differentiate(loss, *problem.make()), num_tokens=7)
 
 
-def test_microbatches_add_up_to_the_mean_over_all_tokens() -> None:
+def test_losses_of_microbatches_add_up_to_the_mean_over_all_tokens() -> None:
     logits, labels = Problem(11).make()
     loss = TokenLoss(11, None).mean_over(count_trained_tokens(labels))
     assert loss.num_tokens.item() == 9
-    # The last microbatch has no trained token at all.
+    # The last microbatch has no trained token.
     total = sum(loss(part, targets) for part, targets in zip(logits.split(1), labels.split(1), strict=True))
     mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     assert torch.allclose(total, mean, rtol=1e-14, atol=0)
 
 
-def test_trained_tokens() -> None:
+def test_trained_tokens_are_counted() -> None:
     assert count_trained_tokens(torch.tensor([[1, -100], [-100, 0]])).item() == 2
     assert count_trained_tokens(torch.full((2, 3), -100)).item() == 0

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard and the screen, all from the same numbers."""
+"""The metrics of a run: metrics.jsonl, TensorBoard and the screen show the same numbers."""
 
 import json
 import math
@@ -47,19 +47,19 @@ TAGS = (
     | {f"epoch/{name}" for name in ("teraflops_per_second", "data_seconds")}
     | {"epoch/forward_backward_seconds", "epoch/optimizer_seconds"}
 )
-# 6 per matrix parameter, in 4 layers of width 32 and the head, and the attention over 16 tokens.
+# 6 FLOPs per matrix parameter, in 4 layers of width 32 and the head, and attention over 16 tokens.
 FLOPS_PER_TOKEN = 6 * (4 * 12 * 32**2 + VOCABULARY * 32) + 4 * 6 * 16 * 32
 
 
 def evaluated_run(directory: Path, mesh: Mesh) -> RunConfig:
-    """Return a run of 6 steps, 3 to the epoch, with an evaluation every 2 and a checkpoint every 3."""
+    """Return a run of 6 steps, 3 per epoch, with evaluations every 2 and checkpoints every 3."""
     write_text(directory.parent / "text.jsonl", documents=28)
     config = build_run(directory, "gpt2", build_plan(mesh), form="padded", evaluation=EvaluationConfig(every=2))
     return config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.2, "drop_last": False})})
 
 
 def train_and_show(config: RunConfig) -> str:
-    """Train on this rank, and return what it showed on standard output."""
+    """Train on this rank, and return its standard output."""
     with redirect_stdout(StringIO()) as shown:
         train_here(config)
     return shown.getvalue()
@@ -67,12 +67,12 @@ def train_and_show(config: RunConfig) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[str]]:
-    """Return a run with 2 stages x 2 data ranks, and what its ranks showed."""
+    """Return a run with 2 stages x 2 data ranks, and the output of its ranks."""
     config = evaluated_run(tmp_path_factory.mktemp("run") / "out", (2, 1, 2, 1))
     return config, run_on_ranks(4, train_and_show, config, joins=False)
 
 
-def test_every_object_has_its_keys_and_its_place(run: tuple[RunConfig, list[str]]) -> None:
+def test_objects_have_their_keys_and_order(run: tuple[RunConfig, list[str]]) -> None:
     objects = read_metrics(Path(run[0].run_directory))
     kinds = {
         "parameters_checksum": START,
@@ -101,7 +101,7 @@ def test_every_object_has_its_keys_and_its_place(run: tuple[RunConfig, list[str]
     assert all(keys == kinds[kind] for _, kind, keys in seen)
 
 
-def test_the_averages_of_an_epoch_are_those_of_its_steps(run: tuple[RunConfig, list[str]]) -> None:
+def test_averages_of_an_epoch_are_those_of_its_steps(run: tuple[RunConfig, list[str]]) -> None:
     objects = read_metrics(Path(run[0].run_directory))
     for summary in (metrics for metrics in objects if "epoch_steps" in metrics):
         steps = [metrics for metrics in objects if "loss" in metrics and metrics["epoch"] == summary["epoch"]]
@@ -111,7 +111,7 @@ def test_the_averages_of_an_epoch_are_those_of_its_steps(run: tuple[RunConfig, l
             assert summary[name] == pytest.approx(average)
 
 
-def test_the_seconds_are_split_and_the_tokens_counted(run: tuple[RunConfig, list[str]]) -> None:
+def test_seconds_are_split_and_tokens_are_counted(run: tuple[RunConfig, list[str]]) -> None:
     steps = [metrics for metrics in read_metrics(Path(run[0].run_directory)) if "loss" in metrics]
     for number, metrics in enumerate(steps, start=1):
         parts = [metrics[f"{name}_seconds"] for name in ("data", "forward_backward", "optimizer")]
@@ -124,7 +124,7 @@ def test_the_seconds_are_split_and_the_tokens_counted(run: tuple[RunConfig, list
         assert flops == pytest.approx(FLOPS_PER_TOKEN)
 
 
-def test_the_head_says_how_the_run_is_laid_out(run: tuple[RunConfig, list[str]]) -> None:
+def test_output_starts_with_the_layout_of_the_run(run: tuple[RunConfig, list[str]]) -> None:
     lines = [" ".join(line.split()) for line in run[1][0].splitlines()]
     assert [line for line in lines if line.startswith(("pipeline", "shard", "offload", "stage", "0 ", "1 "))] == [
         "pipeline 1F1B, layers per stage [2, 2]",
@@ -143,8 +143,8 @@ def test_the_head_says_how_the_run_is_laid_out(run: tuple[RunConfig, list[str]])
     )
 
 
-def test_rank_0_alone_shows_the_loss_that_is_written(run: tuple[RunConfig, list[str]]) -> None:
-    """The loss is computed on the last stage, and over all data ranks."""
+def test_rank_0_alone_prints_the_written_loss(run: tuple[RunConfig, list[str]]) -> None:
+    """The loss is computed on the last stage and over all data ranks."""
     config, (first, *others) = run
     assert others == ["", "", ""]
     shown = re.findall(r"^step (\d+)/6  (loss|eval loss) ([\d.]+)", first, re.MULTILINE)
@@ -166,8 +166,8 @@ def test_rank_0_alone_shows_the_loss_that_is_written(run: tuple[RunConfig, list[
     assert 0 < float(entropy[2]) < math.log(300)
 
 
-def test_what_nothing_trains_is_said_once(tmp_path: Path) -> None:
-    """The decoder of mBART alone keeps the attention to an encoder that it does not have."""
+def test_untrained_parameters_are_listed_once(tmp_path: Path) -> None:
+    """mBART's decoder alone keeps its attention to an encoder that does not exist."""
     sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2)
     model = ModelConfig(type="mbart", config={"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes})
@@ -179,7 +179,7 @@ def test_what_nothing_trains_is_said_once(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_shows_the_same_numbers(run: tuple[RunConfig, list[str]]) -> None:
+def test_tensorboard_has_the_same_numbers(run: tuple[RunConfig, list[str]]) -> None:
     directory = Path(run[0].run_directory)
     events = read_events(directory)
     assert set(events.Tags()["scalars"]) == TAGS
@@ -190,14 +190,14 @@ def test_tensorboard_shows_the_same_numbers(run: tuple[RunConfig, list[str]]) ->
 
 
 def read_events(directory: Path) -> EventAccumulator:
-    """Read what TensorBoard would."""
+    """Read the events like TensorBoard."""
     events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
     return events
 
 
 def write_steps(directory: Path, first_step: int, last_step: int, *, scale: float = 1.0) -> None:
-    """Write metrics as a run does; whoever looks meanwhile sees all of them."""
+    """Write metrics like a run, in steps that a reader can see meanwhile."""
     progress = TrainingProgress(last_step, every=100)
     with MetricsWriter(directory, first_step=first_step, progress=progress, tensorboard=True) as writer:
         for step in range(first_step + 1, last_step + 1):
@@ -207,7 +207,7 @@ def write_steps(directory: Path, first_step: int, last_step: int, *, scale: floa
         assert writer.problem is None
 
 
-def test_after_a_resume_no_step_stands_twice(tmp_path: Path) -> None:
+def test_no_step_is_written_twice_after_a_resume(tmp_path: Path) -> None:
     write_steps(tmp_path, 0, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "checkp')
@@ -225,14 +225,14 @@ def test_after_a_resume_no_step_stands_twice(tmp_path: Path) -> None:
     assert scalars == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
-def test_a_resume_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+def test_restart_without_a_checkpoint_replaces_the_metrics(tmp_path: Path) -> None:
     write_steps(tmp_path, 0, 2)
     write_steps(tmp_path, 0, 1)
     assert [metrics["step"] for metrics in read_metrics(tmp_path)] == [1]
     assert [scalar.step for scalar in read_events(tmp_path).Scalars("train/loss")] == [1]
 
 
-def test_a_file_that_cannot_be_written_is_a_problem_and_no_exception(tmp_path: Path) -> None:
+def test_unwritable_metrics_file_is_reported_and_does_not_raise(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     progress = TrainingProgress(1, every=100)
     with MetricsWriter(tmp_path, first_step=0, progress=progress, tensorboard=True) as writer:

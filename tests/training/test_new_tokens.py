@@ -1,4 +1,4 @@
-"""Chat data on a pretrained model that has never seen the tokens of the chat template: from the run file alone."""
+"""Chat data with new special tokens for a pretrained model, from the run file alone."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def write_model(directory: Path) -> PreTrainedModel:
-    """Write a pretrained model and its tokenizer into one directory, as the hub has them."""
+    """Write a pretrained model and its tokenizer into one directory, like on the hub."""
     corpus = open_corpus(write_text(directory / "text.jsonl"), cache=Cache(directory / "cache"))
     tokenizer = train_tokenizer([corpus], VOCABULARY, Cache(directory / "cache"))
     torch.manual_seed(0)
@@ -72,13 +72,13 @@ def test_new_tokens_are_trained_resumed_and_exported(tmp_path: Path) -> None:
     assert model.config.vocab_size == VOCABULARY + 2
     rows, known = model.get_input_embeddings().weight, base.get_input_embeddings().weight.double()
     assert rows.shape[0] == VOCABULARY + 2
-    # Trained for four steps of 1e-2, from where they began.
+    # Trained for four steps of 1e-2 from their initial values.
     assert (rows[:VOCABULARY] - known).abs().max() < 0.05
     assert (rows[VOCABULARY:] - known.mean(0)).abs().max() < 0.05
     assert not torch.equal(rows[VOCABULARY], rows[VOCABULARY + 1])
 
 
-def test_a_checkpoint_is_not_enlarged(tmp_path: Path) -> None:
+def test_enlarging_the_vocabulary_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     run_on_ranks(1, train_here, run_of(tmp_path, build_plan((1, 1, 1, 1))), joins=False)
     again = run_of(tmp_path, build_plan((1, 1, 1, 1)), path="run/checkpoints/step-2")

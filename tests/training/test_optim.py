@@ -25,7 +25,7 @@ from tests.ranks import run_on_ranks
 
 RATE, DECAY = 1e-2, 0.5
 CONFIG = OptimizerConfig(learning_rate=RATE, weight_decay=DECAY, epsilon=1e-4)
-# Vectors, embeddings, fused projections; plain, sharded over tp, over dp_shard, and over both.
+# Vectors, embeddings, fused projections: unsharded, sharded over tp, over dp_shard, and over both.
 CASES = {
     1: [Case("gpt2-tied", (1, 1, 1, 1)), Case("qwen3", (1, 1, 1, 1))],
     4: [Case("gpt2-tied", (1, 1, 2, 2)), Case("qwen3", (2, 1, 1, 2)), Case("gpt2-odd", (1, 1, 4, 1))],
@@ -46,7 +46,7 @@ def set_gradients(pipeline: Pipeline, value: float) -> None:
 
 
 def decayed(case: Case) -> dict[str, tuple[int, float, float]]:
-    """Return the dimensions of every parameter, and how far a step without a gradient changed it."""
+    """Return the dimensions of every parameter, and its change in a step without a gradient."""
     pipeline = start(case)
     with torch.no_grad():
         for _, parameter in pipeline.named_parameters():
@@ -67,7 +67,7 @@ def decayed_in_all(cases: list[Case]) -> list[dict[str, tuple[int, float, float]
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_weight_decay_leaves_out_norms_and_biases(world_size: int) -> None:
+def test_weight_decay_excludes_norms_and_biases(world_size: int) -> None:
     for answers in run_on_ranks(world_size, decayed_in_all, CASES[world_size]):
         for found in answers:
             assert {dims for dims, _, _ in found.values()} == {1, 2}
@@ -79,7 +79,7 @@ def test_weight_decay_leaves_out_norms_and_biases(world_size: int) -> None:
 
 
 def moments_over_two_steps(case: Case, root: Path) -> dict[str, Any]:
-    """Step twice, then load what the first step left into another optimizer and take its second step."""
+    """Take two steps; repeat the second with another optimizer that loads the first's state."""
     pipeline = start(case)
     optimizer = build_optimizer(pipeline, CONFIG)
     parameters = dict(pipeline.named_parameters())
@@ -128,7 +128,7 @@ def _snapshot(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: local_tensor(p.detach()).clone() for name, p in pipeline.named_parameters()}
 
 
-def test_moments_lie_as_the_parameters_and_carry_the_optimizer_over_a_restart(tmp_path: Path) -> None:
+def test_moments_have_the_layout_of_parameters_and_survive_a_restart(tmp_path: Path) -> None:
     (one,) = run_on_ranks(1, moments_over_two_steps, CASES[1][0], tmp_path / "one")
     answers = [one, *run_on_ranks(4, moments_over_two_steps, CASES[4][0], tmp_path / "four")]
     assert [answer["sharded"] for answer in answers] == [False, True, True, True, True]
@@ -141,7 +141,7 @@ def test_moments_lie_as_the_parameters_and_carry_the_optimizer_over_a_restart(tm
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("name", get_args(ScheduleName))
-def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> None:
+def test_learning_rates_equal_those_of_transformers(name: str, warmup: int) -> None:
     steps, arguments = 12, ARGUMENTS.get(name, {})
     warmup = 0 if name == "constant" else warmup
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=RATE)
@@ -178,13 +178,13 @@ def problems(name: str, warmup: int = 0, **arguments: Any) -> tuple[str, ...]:
         ("polynomial", 9, {"power": "two"}, "unsupported operand type(s) for **"),
     ],
 )
-def test_arguments_that_a_schedule_refuses(name: str, warmup: int, arguments: dict[str, Any], reason: str) -> None:
+def test_wrong_schedule_arguments_are_refused(name: str, warmup: int, arguments: dict[str, Any], reason: str) -> None:
     (problem,) = problems(name, warmup, **arguments)
     assert problem.startswith(f"learning_rate: the schedule {name!r} refuses its arguments: ")
     assert reason in problem
 
 
-def test_what_a_schedule_would_leave_out_without_a_word() -> None:
+def test_settings_that_a_schedule_ignores_are_refused() -> None:
     assert problems("constant", 5, num_cycles=1) == (
         "learning_rate.warmup_steps: the schedule 'constant' does not use it; leave it out",
         "learning_rate.arguments: the schedule 'constant' does not use it; leave it out",

@@ -1,4 +1,4 @@
-"""Number formats: what each does to a step, and dynamic loss scaling on every axis."""
+"""Number formats: the effect of each on a step, and dynamic loss scaling on every axis."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
 from tests.training.test_metrics import train_and_show
-from tests.training.test_resume import assert_same_bits, go, stopped_after
+from tests.training.test_resume import assert_same_bits, stopped_after, train_run
 
 FLOAT32 = PrecisionPlan()
 BFLOAT16 = PrecisionPlan(compute="bfloat16")
@@ -56,25 +56,25 @@ FLOAT16 = PrecisionPlan(compute="float16")
         ),
     ],
 )
-def test_formats_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
+def test_incompatible_formats_are_refused(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         PrecisionPlan(**words)
     assert message in str(caught.value)
 
 
-def test_a_scale_that_starts_below_its_minimum() -> None:
+def test_initial_scale_below_its_minimum_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"`initial` = 1\.0 is below `minimum` = 4\.0; raise one or lower it"):
         LossScalePlan(initial=1.0, minimum=4.0)
 
 
-def test_the_scale_moves_as_megatron_moves_it() -> None:
+def test_loss_scale_changes_like_in_megatron() -> None:
     plan = LossScalePlan(initial=16.0, growth_interval=3, hysteresis=2, minimum=4.0)
     scale = build_loss_scale(PrecisionPlan(compute="float16", loss_scale=plan))
     seen = []
     for overflowed in map(bool, (1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 1)):
         scale.update(overflowed=overflowed)
         seen.append((scale.value, scale.hysteresis_left > 0, scale.can_be_lower))
-    # The first overflow is forgiven; two good steps do not forgive another. Growth does.
+    # The first overflow is tolerated. Good steps do not reset this tolerance, growth does.
     values = [16.0, 16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0, 4.0]
     assert [value for value, _, _ in seen] == values
     assert [can for _, _, can in seen] == [value > 4.0 for value in values]
@@ -83,7 +83,7 @@ def test_the_scale_moves_as_megatron_moves_it() -> None:
     assert other == scale
 
 
-def test_without_float16_nothing_is_scaled_or_tolerated() -> None:
+def test_loss_scale_is_constant_without_float16() -> None:
     scale = build_loss_scale(PrecisionPlan())
     for _ in range(9):
         scale.update(overflowed=False)
@@ -96,7 +96,7 @@ def test_without_float16_nothing_is_scaled_or_tolerated() -> None:
 
 
 def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list[Tensor]]:
-    """Train from the stock weights; return what the steps said, the evaluation, and what lies on this rank."""
+    """Train from the stock weights; return step results, evaluation and local values."""
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
     context = build_step_context(pipeline)
@@ -125,8 +125,8 @@ def steps_in_all_formats() -> dict[str, tuple[list[StepResult], float, list[Tens
     return found
 
 
-def test_every_format_trains_a_hybrid_plan() -> None:
-    """2 stages x 2 tp with sequence parallel; the numbers of a step are those of float32, as far as digits allow."""
+def test_every_format_trains_on_a_hybrid_mesh() -> None:
+    """2 stages x 2 tp with sequence parallel; the results equal float32's up to rounding."""
     for answer in run_on_ranks(4, steps_in_all_formats):
         expected, expected_evaluation, _ = answer["float32"]
         for name in FORMATS:
@@ -139,7 +139,7 @@ def test_every_format_trains_a_hybrid_plan() -> None:
                 assert not result.is_skipped
                 scaling = {"loss_scale": 65536.0, "skipped_steps": 0} if name == "float16" else {}
                 assert result.scaling == scaling
-        # Where memory lies does not matter to arithmetic.
+        # Memory on the CPU does not change the arithmetic.
         (results, evaluation, parameters), (others, other_evaluation, other_parameters) = (
             answer[name] for name in ("offload", "bfloat16")
         )
@@ -149,7 +149,7 @@ def test_every_format_trains_a_hybrid_plan() -> None:
 
 
 def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients of a step, and those of the stock model's microbatches added in the reduction's format."""
+    """Return the gradients of a step, and the stock model's, added in the reduce format."""
     pipeline = build(case)
     fill(pipeline, stock_weights(case.model))
     context = replace(build_step_context(pipeline), max_gradient_norm=float("inf"))
@@ -173,7 +173,7 @@ def accumulated(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found, {name: value.bfloat16() for name, value in sums.items()}
 
 
-def test_microbatches_are_added_in_the_format_of_the_reduction() -> None:
+def test_gradients_of_microbatches_are_added_in_the_reduce_format() -> None:
     for precision in (PURE, ALL_BFLOAT16):
         ((found, expected),) = run_on_ranks(1, accumulated, Case("llama-untied", (1, 1, 1, 1), precision=precision))
         assert found.keys() == expected.keys()
@@ -190,12 +190,12 @@ def scaled(pipeline_case: Case, **words: Any) -> StepContext:
     return build_step_context(pipeline)
 
 
-def poison(places: dict[str, int]) -> Any:
-    """Make one gradient of one process infinite after the backward pass; return what undoes it."""
+def poison(ranks_by_axis: dict[str, int]) -> Any:
+    """Make a gradient of one process infinite after the backward pass; return an undo function."""
     finish = step_module.finish_gradients
 
     def finish_poisoned(pipeline: Pipeline) -> None:
-        if all(axis_rank(pipeline.mesh, axis) == place for axis, place in places.items()):
+        if all(axis_rank(pipeline.mesh, axis) == axis_position for axis, axis_position in ranks_by_axis.items()):
             parameter = next(p for _, p in pipeline.named_parameters() if p.dim() == 2)
             assert parameter.grad is not None
             local_tensor(parameter.grad).view(-1)[:1] = torch.inf
@@ -206,7 +206,7 @@ def poison(places: dict[str, int]) -> Any:
 
 
 def overflow(case: Case) -> dict[str, Any]:
-    """Skip a step that overflows in one corner of the mesh, and go on."""
+    """Skip a step that overflows on one rank of the mesh, and continue."""
     context = replace(scaled(case, initial=1024.0, hysteresis=1), learning_rate=lambda step: 0.01 / (step + 1))
     first = run_step(context, 0)
     before = [local_tensor(p.detach()).clone() for _, p in context.pipeline.named_parameters()]
@@ -230,7 +230,7 @@ def stop_at_the_minimum() -> str:
     return ""
 
 
-def test_all_processes_skip_a_step_that_overflows_on_one() -> None:
+def test_overflow_on_one_process_skips_the_step_on_all() -> None:
     case = Case("llama-tied", (2, 1, 1, 2))
     for answer in [*run_on_ranks(4, overflow, case), *run_on_ranks(2, overflow, Case("gpt2-tied", (1, 1, 2, 1)))]:
         first, skipped, last = answer["results"]
@@ -245,7 +245,7 @@ def test_all_processes_skip_a_step_that_overflows_on_one() -> None:
         assert isinstance(answer["scale"], LossScale)
 
 
-def test_an_overflow_at_the_minimum_stops_the_run() -> None:
+def test_overflow_at_the_minimum_scale_stops_the_run() -> None:
     (message,) = run_on_ranks(1, stop_at_the_minimum)
     assert message.startswith("step 1: the loss is 4.")
     assert "the gradient norm inf; stopped before the optimizer step" in message
@@ -261,7 +261,7 @@ def overflow_to_the_minimum_and_skip() -> tuple[list[StepResult], tuple[int, int
     return results, (context.history.num_skipped, context.history.num_bad, context.history.bad_in_a_row)
 
 
-def test_only_an_overflow_that_the_scale_cannot_answer_is_a_bad_step() -> None:
+def test_overflow_is_a_bad_step_at_the_minimum_scale_only() -> None:
     ((results, counts),) = run_on_ranks(1, overflow_to_the_minimum_and_skip)
     assert [result.is_skipped for result in results] == [True, True, False]
     assert [result.fault is None for result in results] == [True, False, True]
@@ -270,18 +270,18 @@ def test_only_an_overflow_that_the_scale_cannot_answer_is_a_bad_step() -> None:
     assert counts == (2, 1, 0)
 
 
-# Whole runs
+# Complete runs
 
 
-def test_a_run_in_float16_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    """The scale begins far too high, so steps are skipped before and behind the checkpoint."""
+def test_float16_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """The initial scale is far too high, so steps are skipped before and after the checkpoint."""
     loss_scale = LossScalePlan(initial=2.0**40, backoff_factor=2.0**-8, growth_interval=2, growth_factor=2.0**20)
     precision = PrecisionPlan(compute="float16", loss_scale=loss_scale)
     plan = build_plan((2, 1, 1, 1)).model_copy(update={"precision": precision})
     whole = build_run(tmp_path / "whole", "gpt2", plan, steps=9)
-    seen = go(whole)
+    seen = train_run(whole)
     resumed = stopped_after(whole, 3, "resumed")
-    assert go(resumed) == {step: seen[step] for step in range(3, 9)}
+    assert train_run(resumed) == {step: seen[step] for step in range(3, 9)}
     assert_same_bits(whole, resumed)
     scaling = [
         [(step["loss_scale"], step["skipped_steps"]) for step in steps_of(Path(config.run_directory))]
@@ -295,13 +295,13 @@ def test_a_run_in_float16_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert [start["step"] for start in starts] == [0, 3]
 
 
-def test_an_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    """The moments that a checkpoint fills are the ones that the optimizer works with."""
+def test_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """The optimizer works with the moments that a checkpoint fills."""
     plan = build_plan((1, 1, 2, 1)).model_copy(update={"precision": BFLOAT16, "shard": ShardPlan(offload="cpu")})
     whole = build_run(tmp_path / "whole", "gpt2", plan, self_checks=False)
     shown = run_on_ranks(2, train_and_show, whole, joins=False)[0]
     assert "shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway" in shown
     resumed = stopped_after(whole, 3, "resumed")
-    go(resumed)
+    train_run(resumed)
     assert_same_bits(whole, resumed)
     assert not any("parameters_checksum" in metrics for metrics in read_metrics(tmp_path / "resumed"))

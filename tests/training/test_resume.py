@@ -1,4 +1,4 @@
-"""Stop and go on: on the same mesh as if nothing had happened, on any other as exactly as sums in float64 allow."""
+"""Stop and resume: bit-equal on the same mesh, and equal up to float64 rounding on any other."""
 
 import os
 import shutil
@@ -38,8 +38,8 @@ COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "tr
 Seen = dict[int, tuple[list[int], list[list[int]]]]
 
 
-def go(config: RunConfig) -> Seen:
-    """Train on as many ranks as the plan says, and return what each step was given."""
+def train_run(config: RunConfig) -> Seen:
+    """Train on as many ranks as the plan needs, and return the inputs of each step."""
     mesh = config.plan.mesh
     return samples_seen(
         run_on_ranks(mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp, train_here, config, joins=False)
@@ -47,7 +47,7 @@ def go(config: RunConfig) -> Seen:
 
 
 def stopped_after(config: RunConfig, step: int, name: str) -> RunConfig:
-    """Copy a finished run as it was when it had been killed before its next checkpoint after `step`."""
+    """Copy a finished run as if it had been killed before the first checkpoint after `step`."""
     whole, cut = Path(config.run_directory), Path(config.run_directory).with_name(name)
     shutil.copytree(whole, cut)
     for checkpoint in (cut / CHECKPOINTS_NAME).iterdir():
@@ -57,7 +57,7 @@ def stopped_after(config: RunConfig, step: int, name: str) -> RunConfig:
 
 
 def values(config: RunConfig) -> list[dict[str, float]]:
-    """Return what the steps wrote down that is neither a time nor a memory size."""
+    """Return the written metrics of the steps that are not times or memory sizes."""
     return [{name: metrics[name] for name in COMPARED} for metrics in steps_of(Path(config.run_directory))]
 
 
@@ -71,7 +71,7 @@ def assert_same_bits(whole: RunConfig, resumed: RunConfig) -> None:
 
 
 def in_float32(mesh: Mesh) -> ParallelPlan:
-    """Return a plan in the number format that runs have unless they say otherwise."""
+    """Return a plan in the default number format of runs."""
     return build_plan(mesh).model_copy(update={"precision": PrecisionPlan()})
 
 
@@ -85,12 +85,12 @@ def in_float32(mesh: Mesh) -> ParallelPlan:
     ],
     ids=["gpt2-pp-tp", "gpt2-float32-fsdp", "qwen3-fsdp-tp", "qwen3-interleaved"],
 )
-def test_the_same_mesh_gives_the_same_bits(tmp_path: Path, model: str, plan: ParallelPlan) -> None:
+def test_same_mesh_resumes_with_the_same_bits(tmp_path: Path, model: str, plan: ParallelPlan) -> None:
     saving = CheckpointConfig(every=3, in_background=model == "qwen3")
     whole = build_run(tmp_path / "whole", model, plan, checkpoint=saving)
-    seen = go(whole)
+    seen = train_run(whole)
     resumed = stopped_after(whole, 3, "resumed")
-    assert go(resumed) == {step: seen[step] for step in (3, 4, 5)}
+    assert train_run(resumed) == {step: seen[step] for step in (3, 4, 5)}
     assert_same_bits(whole, resumed)
 
 
@@ -108,15 +108,15 @@ CHAIN = (
 
 
 @pytest.mark.parametrize("model", ["gpt2", "qwen3"])
-def test_every_other_mesh_goes_on_with_the_same_losses(tmp_path: Path, model: str) -> None:
-    """From mesh to mesh, one step on each, and back to the first."""
+def test_other_meshes_resume_with_the_same_losses(tmp_path: Path, model: str) -> None:
+    """Change the mesh after every step, and return to the first."""
     steps = 1 + len(CHAIN)
     whole = build_run(tmp_path / "whole", model, CHAIN[-1], steps=steps)
-    expected = go(whole)
+    expected = train_run(whole)
     traveling = build_run(tmp_path / "traveling", model, CHAIN[-1], steps=1)
-    seen = go(traveling)
+    seen = train_run(traveling)
     for step, plan in enumerate(CHAIN, start=2):
-        seen |= go(traveling.model_copy(update={"plan": plan, "steps": step}))
+        seen |= train_run(traveling.model_copy(update={"plan": plan, "steps": step}))
     assert seen == expected
     pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
     assert [found["step"] for _, found in pairs] == list(range(1, steps + 1))
@@ -129,7 +129,7 @@ def test_every_other_mesh_goes_on_with_the_same_losses(tmp_path: Path, model: st
     assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-12
 
 
-def test_epochs_filled_up_batches_and_padded_samples_go_on(tmp_path: Path) -> None:
+def test_epochs_filled_batches_and_padded_samples_resume(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl", documents=20)
     changes: dict[str, Any] = {
         "form": "padded",
@@ -139,21 +139,21 @@ def test_epochs_filled_up_batches_and_padded_samples_go_on(tmp_path: Path) -> No
     }
     whole = build_run(tmp_path / "whole", "gpt2", build_plan((1, 1, 2, 1)), **changes)
     whole = whole.model_copy(update={"data": whole.data.model_copy(update={"drop_last": False})})
-    expected = go(whole)
+    expected = train_run(whole)
     first, second = ([ids for step in epoch for ids in expected[step][0]] for epoch in ((0, 1, 2), (3, 4, 5)))
     assert sorted(first) == sorted(second) == [-1] * 4 + list(range(20))
     assert first != second
     assert [metrics["epoch"] for metrics in values(whole)] == [1, 1, 1, 2, 2, 2]
 
     at_the_border = stopped_after(whole, 3, "border")
-    assert go(at_the_border) == {step: expected[step] for step in (3, 4, 5)}
+    assert train_run(at_the_border) == {step: expected[step] for step in (3, 4, 5)}
     assert_same_bits(whole, at_the_border)
 
     elsewhere = stopped_after(whole, 2, "elsewhere").model_copy(update={"plan": build_plan((2, 1, 1, 1))})
-    assert go(elsewhere) == {step: expected[step] for step in (2, 3, 4, 5)}
+    assert train_run(elsewhere) == {step: expected[step] for step in (2, 3, 4, 5)}
     losses = [[metrics["loss"] for metrics in values(config)] for config in (whole, elsewhere)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    # The average of an epoch counts its steps before the stop.
+    # The average of an epoch includes its steps before the stop.
     epochs = [[m for m in read_metrics(Path(c.run_directory)) if "epoch_loss" in m] for c in (whole, elsewhere)]
     assert [metrics["epoch_steps"] for metrics in epochs[1]] == [3, 3]
     assert [m["epoch_loss"] for m in epochs[1]] == pytest.approx([m["epoch_loss"] for m in epochs[0]], rel=1e-12)
@@ -161,15 +161,15 @@ def test_epochs_filled_up_batches_and_padded_samples_go_on(tmp_path: Path) -> No
 
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """Return a run that has done its only step; one stands beside its directory."""
+    """Return a run that has done its only step; the test runs beside its directory."""
     monkeypatch.chdir(tmp_path)
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
-    go(config)
+    train_run(config)
     return config
 
 
 def refusal(config: RunConfig) -> list[str]:
-    """Train in this process, and return what is said."""
+    """Train in this process, and return the problems."""
     with pytest.raises(UserError) as caught:
         train(config)
     if dist.is_initialized():
@@ -177,7 +177,7 @@ def refusal(config: RunConfig) -> list[str]:
     return list(caught.value.lines)
 
 
-def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
+def test_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
     optimizer = stopped.optimizer.model_copy(update={"learning_rate": 0.5})
     model = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_embd": 64, "n_inner": 8}})
     other = stopped.model_copy(update={"seed": 7, "optimizer": optimizer, "model": model, "steps": 9})
@@ -191,8 +191,8 @@ def test_the_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
     ]
 
 
-def refusals_of_a_stranger(config: RunConfig) -> list[str]:
-    """Ask for directories that lie where this user may not write, and where this user may not look; and for a run."""
+def refusals_without_permission(config: RunConfig) -> list[str]:
+    """Use run directories and a run file for which this user lacks permission."""
     if os.getuid() == 0:
         os.setuid(65534)
     with tempfile.TemporaryDirectory() as place:
@@ -206,9 +206,9 @@ def refusals_of_a_stranger(config: RunConfig) -> list[str]:
         return [problem.replace(place, "") for problem in [*found, *caught.value.lines]]
 
 
-def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_directories_without_permission_are_refused(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
-    (said,) = run_on_ranks(1, refusals_of_a_stranger, config, joins=False)
+    (said,) = run_on_ranks(1, refusals_without_permission, config, joins=False)
     assert said == [
         "run_directory = /readable/some/where: /readable is not writable; choose another directory",
         "run_directory = /locked/some/where: /locked is not writable; choose another directory",
@@ -217,7 +217,7 @@ def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_length_that_changed_is_said(tmp_path: Path) -> None:
+def test_changed_length_is_reported(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
 
     def said(**changes: Any) -> str | None:
@@ -227,23 +227,23 @@ def test_a_length_that_changed_is_said(tmp_path: Path) -> None:
     write_resolved(config, config.plan)
     assert said() is None
     assert said(steps=4000) == "steps was 1 and is 4,000"
-    # Which of the two is longer, only the data can tell.
+    # Only the data determines which of the two is longer.
     assert said(steps=None, epochs=1) is None
     write_resolved(config.model_copy(update={"steps": None, "epochs": 1200}), config.plan)
     assert said(steps=None, epochs=2) == "epochs was 1,200 and is 2"
 
 
-def test_a_directory_with_nothing_to_lose_is_no_other_run(stopped: RunConfig) -> None:
+def test_directory_without_progress_may_be_reused(stopped: RunConfig) -> None:
     out = Path(stopped.run_directory)
     shutil.rmtree(out / CHECKPOINTS_NAME)
     other = stopped.model_copy(update={"seed": 7})
     assert len(refusal(other)) == 2
     (out / "metrics.jsonl").write_text("")
-    go(other)
+    train_run(other)
     assert "seed = 7" in (out / "run.toml").read_text()
 
 
-def test_the_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
+def test_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     (Path(stopped.run_directory) / "run.toml").unlink()
     checkpoint = "out/checkpoints/step-1"
     last = "out holds another run: choose another run_directory, or restore the settings that this one started with"
@@ -257,7 +257,7 @@ def test_the_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
         "(128, 32) there and (64, 32) here and 9 more",
         last,
     ]
-    # The shapes alone would not tell.
+    # The shapes alone would not differ.
     heads = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_head": 2}})
     assert refusal(stopped.model_copy(update={"model": heads})) == [
         f"{checkpoint}: model.config.n_head is 4 there and 2 here",
@@ -270,7 +270,7 @@ def test_the_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     assert qwen3[2:] == [last]
 
 
-def test_the_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig) -> None:
+def test_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig) -> None:
     write_text(Path("text.jsonl"), seed=1)
     assert refusal(stopped) == [
         "out/checkpoints/step-1: the data is not what it was trained on: text, tokenizer, form or length has changed",
@@ -289,7 +289,7 @@ def test_the_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunCo
     ]
 
 
-def test_the_newest_are_kept_and_the_end_is_saved_once(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_the_last_step_is_saved_once(tmp_path: Path) -> None:
     config = build_run(
         tmp_path / "out",
         "gpt2",
@@ -298,7 +298,7 @@ def test_the_newest_are_kept_and_the_end_is_saved_once(tmp_path: Path) -> None:
         data=build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1))).data.model_copy(update={"validation": 0.2}),
         evaluation=EvaluationConfig(every=4),
     )
-    go(config)
+    train_run(config)
     out = Path(config.run_directory)
     assert sorted(path.name for path in (out / CHECKPOINTS_NAME).iterdir()) == ["step-4", "step-6"]
     objects = read_metrics(out)
@@ -307,7 +307,7 @@ def test_the_newest_are_kept_and_the_end_is_saved_once(tmp_path: Path) -> None:
     assert [metrics["step"] for metrics in objects if "epoch_steps" in metrics] == [6]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(stopped: RunConfig) -> None:
+def test_finished_run_says_so_and_changes_nothing(stopped: RunConfig) -> None:
     out = Path(stopped.run_directory)
     Path("run.toml").write_text(dump_toml(stopped))
     metrics, saved = (out / "metrics.jsonl").read_bytes(), (out / "checkpoints/step-1").stat()
@@ -323,16 +323,16 @@ def test_a_finished_run_says_so_and_changes_nothing(stopped: RunConfig) -> None:
 
 
 def without_torchrun() -> dict[str, str]:
-    """Return the environment of a person's shell."""
+    """Return the environment of a user's shell."""
     return {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
-def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
-    """torchrun, two ranks, SIGKILL in the middle; then the same command again."""
+def test_run_with_a_killed_rank_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """Run torchrun with two ranks, kill one with SIGKILL, then run the same command again."""
     plan = in_float32((1, 1, 1, 2))
     changes: dict[str, Any] = {"steps": 16, "checkpoint": CheckpointConfig(every=3)}
     whole = build_run(tmp_path / "whole", "gpt2-dropout", plan, **changes)
-    go(whole)
+    train_run(whole)
     killed = build_run(tmp_path / "killed", "gpt2-dropout", plan, **changes)
     (tmp_path / "run.toml").write_text(dump_toml(killed))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -350,20 +350,20 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path) -> None:
     assert_same_bits(whole, killed)
 
 
-def test_a_damaged_checkpoint_is_left_out_and_the_run_ends_the_same(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_ignored_and_the_run_ends_equal(tmp_path: Path) -> None:
     whole = build_run(tmp_path / "whole", "gpt2-dropout", in_float32((1, 1, 1, 2)))
-    seen = go(whole)
+    seen = train_run(whole)
     damaged = stopped_after(whole, 6, "damaged")
     file = Path(damaged.run_directory) / CHECKPOINTS_NAME / "step-6" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert go(damaged) == {step: seen[step] for step in (3, 4, 5)}
+    assert train_run(damaged) == {step: seen[step] for step in (3, 4, 5)}
     assert_same_bits(whole, damaged)
 
 
 def wait_for(path: Path, *, process: subprocess.Popen) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     for _ in range(1200):
         if path.exists():
             return

@@ -1,4 +1,4 @@
-"""Runs of models whose rotary frequencies depend on the length of the sequence."""
+"""Runs of models with length-dependent rotary frequencies."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ def run_of(directory: Path, model: ModelConfig, mesh: Mesh, **data: Any) -> RunC
     return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
 
 
-def go(config: RunConfig) -> list[tuple[int, float, float]]:
-    """Train on as many ranks as the plan says; return the width of each batch, and what its step has written down."""
+def train_run(config: RunConfig) -> list[tuple[int, float, float]]:
+    """Train on as many ranks as the plan needs; return width and metrics of each step."""
     mesh = config.plan.mesh
     ranks = run_on_ranks(mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp, train_here, config, joins=False)
     written = {step["step"]: step for step in steps_of(Path(config.run_directory))}
@@ -49,27 +49,27 @@ def assert_equal(found: list[tuple[int, float, float]], wanted: list[tuple[int, 
         assert step == pytest.approx(expected, rel=1e-12, abs=0)
 
 
-def test_phi3_with_long_sequences_trains_on_a_mesh_as_in_one_process(tmp_path: Path) -> None:
+def test_phi3_with_long_sequences_trains_like_in_one_process(tmp_path: Path) -> None:
     evaluation = {"evaluation": EvaluationConfig(every=2), "steps": 4}
     alone, pipelined = (
-        go(run_of(tmp_path / name, PHI3, mesh, validation=0.2).model_copy(update=evaluation))
+        train_run(run_of(tmp_path / name, PHI3, mesh, validation=0.2).model_copy(update=evaluation))
         for name, mesh in (("alone", (1, 1, 1, 1)), ("pipelined", (2, 1, 1, 2)))
     )
     assert_equal(pipelined, alone)
 
 
-def test_a_run_goes_on_with_the_frequencies_that_it_had(tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_frequencies(tmp_path: Path) -> None:
     write_lines(tmp_path / "text.jsonl", seed=0)
     write_lines(tmp_path / "others.jsonl", seed=1)
     padded = {"form": "padded", "pad_to_multiple_of": 2, "group_by_length": 6}
-    # An evaluation on other widths changes nothing of it.
+    # An evaluation on other widths does not change the frequencies.
     evaluated = {**padded, "validation": [str(tmp_path / "others.jsonl")]}
     whole = run_of(tmp_path / "whole", GROWING, (1, 1, 1, 1), **evaluated)
-    wanted = go(whole.model_copy(update={"evaluation": EvaluationConfig(every=1)}))
-    # The third batch is not longer than the one before, and not so short that the frequencies begin anew.
+    wanted = train_run(whole.model_copy(update={"evaluation": EvaluationConfig(every=1)}))
+    # The third batch is not longer than the second, and not short enough to reset the frequencies.
     assert [width for width, *_ in wanted][1:3] == [12, 10]
     traveling = run_of(tmp_path / "traveling", GROWING, (2, 1, 1, 1), **padded)
-    go(traveling.model_copy(update={"steps": 2}))
+    train_run(traveling.model_copy(update={"steps": 2}))
     assert read_manifest(find_checkpoint(tmp_path / "traveling")).rotary_length == 12
-    found = go(traveling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
+    found = train_run(traveling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
     assert_equal(found, wanted[2:])

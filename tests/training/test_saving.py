@@ -1,4 +1,4 @@
-"""Checkpoints of a program with a loop of its own: any torch optimizer, from any mesh to any mesh."""
+"""Checkpoints of programs with their own loop: any torch optimizer, from any mesh to any mesh."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -33,9 +33,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adagrad": {"lr": 1e-2},
     "NAdam": {"lr": 1e-3, "betas": (0.8, 0.99)},
 }
-# It gives everything a state before the first step.
+# This optimizer creates all state before the first step.
 EAGER = ("Adagrad",)
-# The tied embedding is whole, cut in rows by tp or by dp_shard, and on two stages; 101 rows are shared by none evenly.
+# The tied embedding is unsharded, sharded by rows over tp or dp_shard, and on two stages; nothing
+# divides 101 rows.
 TP = Case("gpt2-odd", (1, 1, 1, 2))
 SHARDED = Case("gpt2-odd", (1, 1, 2, 1))
 STAGES = Case("gpt2-odd", (2, 1, 1, 2))
@@ -66,7 +67,7 @@ def state_with(pipeline: Pipeline, name: str, **options: Any) -> TrainState:
 
 
 def give_gradients(pipeline: Pipeline, step: int) -> None:
-    """Give every parameter but one a gradient that is a function of the step and of its value, so of no mesh."""
+    """Set gradients that depend on step and value alone, for every parameter but one."""
     for fqn, parameter in pipeline.named_parameters():
         if parameter.requires_grad and fqn != NEVER:
             parameter.grad = (parameter.detach() * (step + 1)).cos()
@@ -96,7 +97,7 @@ def leave(case: Case, root: Path) -> None:
 
 
 def pass_on(case: Case, root: Path, to: Path) -> None:
-    """Load what another mesh has left, save it as it is, and a step later."""
+    """Load the checkpoint of another mesh, save it unchanged, and save it a step later."""
     pipeline = begin(case)
     for name in OPTIMIZERS:
         state = state_with(pipeline, name, lr=0.5)
@@ -115,12 +116,12 @@ def pass_on(case: Case, root: Path, to: Path) -> None:
 
 
 def check_states(pipeline: Pipeline, optimizer: Optimizer, without: set[str]) -> None:
-    """Check that what was trained has a state, both ends of a tied weight included, and what was not has none."""
+    """Check that trained parameters, with both ends of a tie, have state, and others none."""
     for fqn, parameter in pipeline.named_parameters():
         assert bool(state_tensors(optimizer, {fqn: parameter})) == (fqn not in without), fqn
 
 
-def test_every_optimizer_travels_over_meshes_bit_for_bit(tmp_path: Path) -> None:
+def test_every_optimizer_resumes_on_other_meshes_bit_for_bit(tmp_path: Path) -> None:
     homes = [tmp_path / str(number) for number in range(4)]
     run_on_ranks(2, leave, TP, homes[0])
     for number, case in enumerate((SHARDED, STAGES, ALONE), start=1):
@@ -143,7 +144,7 @@ def test_every_optimizer_travels_over_meshes_bit_for_bit(tmp_path: Path) -> None
 
 
 class Counting(torch.optim.SGD):
-    """Keeps numbers of Python, nothing, and now and then what no checkpoint holds."""
+    """Keeps Python numbers, None, and sometimes values that no checkpoint can hold."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -167,12 +168,12 @@ def keep_numbers(root: Path) -> dict[str, Any]:
     }
 
 
-def test_numbers_of_python_come_back_as_such(tmp_path: Path) -> None:
+def test_python_numbers_in_optimizer_state_are_restored(tmp_path: Path) -> None:
     assert run_on_ranks(1, keep_numbers, tmp_path) == [{"count": 6, "share": 0.1, "is_late": True}]
 
 
 def without_local_parts(root: Path) -> None:
-    """Save an optimizer that works on the DTensors themselves, and load it into one that works on local parts."""
+    """Save an optimizer of DTensors, and load it into one of local parts."""
     pipeline = begin(TP)
     trained = [(fqn, parameter) for fqn, parameter in pipeline.named_parameters() if parameter.requires_grad]
     groups = [{"params": [p for _, p in trained if p.dim() == dims], "weight_decay": 0.0} for dims in (2, 1)]
@@ -189,11 +190,11 @@ def without_local_parts(root: Path) -> None:
     take_steps(pipeline, state, 1)
 
 
-def test_whole_and_local_parameters_have_the_same_states(tmp_path: Path) -> None:
+def test_dtensor_and_local_parameters_have_the_same_states(tmp_path: Path) -> None:
     run_on_ranks(2, without_local_parts, tmp_path)
 
 
-def test_options_take_the_kind_that_they_have_here() -> None:
+def test_restored_options_keep_their_types() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.Adam(parameters, lr=torch.tensor(0.5, dtype=torch.float64), betas=(0.5, 0.6))
     rate = optimizer.param_groups[0]["lr"]
@@ -205,7 +206,7 @@ def test_options_take_the_kind_that_they_have_here() -> None:
 
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
-    """Save as a run does, and load with an own AdamW; first without a configuration, which tells what model it is."""
+    """Save like a run and load with a custom AdamW, first without a model configuration."""
     from meshtrain.checkpoint.dcp.store import save_checkpoint
     from meshtrain.checkpoint.storage.publishing import Retention
     from meshtrain.training.state import saved_tensors
@@ -229,12 +230,12 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     return same and mine.keys() == tensors.keys(), [group["lr"] for group in state.optimizer.param_groups]
 
 
-def test_the_checkpoint_of_a_run_fills_an_own_optimizer(tmp_path: Path) -> None:
+def test_checkpoint_of_a_run_fills_a_custom_optimizer(tmp_path: Path) -> None:
     assert run_on_ranks(2, load_a_run, tmp_path) == [(True, [0.25, 0.25])] * 2
 
 
 def messages(root: Path) -> list[str]:
-    """Return what is refused: first while saving, then while loading."""
+    """Return the messages of refusals, first while saving, then while loading."""
     pipeline = begin(TP)
     state = state_with(pipeline, "Adam")
     take_steps(pipeline, state, 1)
@@ -308,7 +309,7 @@ def messages(root: Path) -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_refused_in_a_line_on_all_processes(tmp_path: Path) -> None:
+def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, messages, tmp_path)
     assert first == second
     assert [line.replace(str(tmp_path), "ROOT") for line in first] == [

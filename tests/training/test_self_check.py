@@ -1,4 +1,4 @@
-"""The checks that every run makes of itself: silent where nothing is wrong, by name where something is."""
+"""The self-checks of every run pass without damage and name each damage."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.parity import Case, batches
 from tests.ranks import run_on_ranks
 from tests.training.runs import MODELS as RUN_MODELS
 
-# By world size; tied, with norms on heads, with dropout, with uneven shards.
+# By world size: tied, with norms on heads, with dropout, with uneven shards.
 CASES = {
     1: [Case("gpt2-tied", (1, 1, 1, 1)), Case("qwen3", (1, 1, 1, 1)), Case("gpt2-odd", (1, 1, 1, 1))],
     2: [
@@ -44,7 +44,7 @@ def without_advice(error: TrainingStopped) -> list[str]:
 
 
 def first_step(pipeline: Pipeline, batch: dict[str, Tensor] | None = None) -> list[str]:
-    """Run the first step as a run does, and return what it said and whether a parameter had changed by then."""
+    """Run the first step like a run, and return its problems; they stop it before any update."""
     context = replace(build_step_context(pipeline), inspect=FirstStepCheck(pipeline))
     before = [local_tensor(p.detach()).clone() for _, p in pipeline.named_parameters()]
     try:
@@ -67,7 +67,7 @@ def checksums(cases: list[Case]) -> list[str]:
     return found
 
 
-def test_every_mesh_has_the_same_checksum_and_passes() -> None:
+def test_every_mesh_passes_with_the_same_checksum() -> None:
     one = dict(zip((case.model for case in CASES[1]), run_on_ranks(1, checksums, CASES[1])[0], strict=True))
     assert len(set(one.values())) == len(one)
     for world_size in (2, 8):
@@ -75,7 +75,7 @@ def test_every_mesh_has_the_same_checksum_and_passes() -> None:
             assert answer == [one[case.model] for case in CASES[world_size]]
 
 
-def test_the_checksum_sees_every_bit_and_every_place() -> None:
+def test_checksum_depends_on_every_bit_and_position() -> None:
     values = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
     whole = checksum(values, "a")
     swapped = values.clone()
@@ -92,7 +92,7 @@ def test_the_checksum_sees_every_bit_and_every_place() -> None:
     assert checksum(torch.tensor(1.0), "a") != 0
 
 
-def said(check: Callable[[], object]) -> list[str]:
+def problems_of(check: Callable[[], object]) -> list[str]:
     try:
         check()
     except TrainingStopped as error:
@@ -129,20 +129,20 @@ def _add(pipeline: Pipeline, name: str, amount: float) -> None:
 def perturbed_replica() -> list[str]:
     pipeline = start(Case("llama-untied", (1, 2, 1, 1)))
     _add(pipeline, "model.layers.2.mlp.up_proj.weight", 1e-9 * axis_rank(pipeline.mesh, "dp_replicate"))
-    return said(lambda: check_parameters(pipeline))
+    return problems_of(lambda: check_parameters(pipeline))
 
 
 def perturbed_norm() -> list[str]:
     pipeline = start(Case("llama-untied", (1, 1, 1, 2)))
     _add(pipeline, "model.norm.weight", 1e-9 * axis_rank(pipeline.mesh, "tp"))
-    return said(lambda: check_parameters(pipeline))
+    return problems_of(lambda: check_parameters(pipeline))
 
 
 def untied_copy() -> list[str]:
     pipeline = start(Case("llama-tied", (2, 1, 1, 1)))
     if pipeline.has_last_stage:
         _add(pipeline, "lm_head.weight", 1e-9)
-    return said(lambda: check_parameters(pipeline))
+    return problems_of(lambda: check_parameters(pipeline))
 
 
 def misplaced_parameters() -> list[str]:
@@ -152,7 +152,7 @@ def misplaced_parameters() -> list[str]:
         model.embed_tokens.register_parameter("weight", nn.Parameter(torch.ones(1)))
         model.layers[3].mlp.register_parameter("extra", nn.Parameter(torch.ones(1)))
         del model.norm.weight
-    return said(lambda: check_parameters(pipeline))
+    return problems_of(lambda: check_parameters(pipeline))
 
 
 DAMAGE: dict[Callable[[], list[str]], str] = {

@@ -1,4 +1,4 @@
-"""One optimizer step: what it reads from the device, and how long its parts take."""
+"""One optimizer step: its reads from the device, and the time of its parts."""
 
 import inspect
 import time
@@ -22,16 +22,16 @@ READS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__
 
 
 class HostReads(TorchFunctionMode):
-    """Notes where in meshtrain the host waits for the value of a tensor."""
+    """Records where in meshtrain the host waits for the value of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.locations: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = inspect.stack(context=0)[1]
         if func in READS and Path(caller.filename).is_relative_to(meshtrain.__path__[0]):
-            self.places.append(f"{Path(caller.filename).name}: {caller.function}")
+            self.locations.append(f"{Path(caller.filename).name}: {caller.function}")
         return func(*args, **(kwargs or {}))
 
 
@@ -40,17 +40,17 @@ def reads_of_a_step(case: Case) -> list[str]:
     take_step(context, 0)
     with HostReads() as reads:
         take_step(context, 1)
-    return reads.places
+    return reads.locations
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2)], ids=str)
-def test_a_step_reads_from_the_device_once(mesh: tuple[int, int, int, int]) -> None:
+def test_step_reads_from_the_device_once(mesh: tuple[int, int, int, int]) -> None:
     case = Case("qwen3", mesh)
     assert run_on_ranks(case.world_size, reads_of_a_step, case) == [["step.py: train_step"]] * case.world_size
 
 
 def slow_step() -> tuple[StepResult, float]:
-    """Return a step whose passes take 0.2 s longer and whose gradients 0.4 s, and how long it took."""
+    """Return the result and the duration of a step with slower passes and gradients."""
     context = build_step_context(start(Case("qwen3", (1, 1, 1, 1))))
     take_step(context, 0)
     compute, finish = step_module._compute_gradients, step_module.finish_gradients
@@ -68,7 +68,7 @@ def slow_step() -> tuple[StepResult, float]:
     return take_step(context, 1), time.perf_counter() - begin
 
 
-def test_the_seconds_of_the_parts_of_a_step_add_up() -> None:
+def test_seconds_of_the_parts_of_a_step_add_up() -> None:
     ((result, seconds),) = run_on_ranks(1, slow_step)
     assert result.forward_backward_seconds >= 0.2
     assert result.optimizer_seconds >= 0.4
@@ -76,7 +76,7 @@ def test_the_seconds_of_the_parts_of_a_step_add_up() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which works behind the host")
-def test_marks_measure_what_the_gpu_does() -> None:
+def test_marks_measure_gpu_time() -> None:
     device = torch.device("cuda")
     first = mark(device)
     torch.cuda._sleep(200_000_000)

@@ -1,4 +1,4 @@
-"""Stop, restart, fail: real processes, real signals."""
+"""Runs stop, restart and fail, with real processes and signals."""
 
 import os
 import re
@@ -21,26 +21,26 @@ from tests.chaos.elastic import lose_a_machine
 from tests.chaos.stops import FAULTY, children_of, is_running, torchrun
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_run
-from tests.training.test_resume import assert_same_bits, go, in_float32, wait_for, without_torchrun
+from tests.training.test_resume import assert_same_bits, in_float32, train_run, wait_for, without_torchrun
 
 ALONE = [sys.executable, "-m", "meshtrain"]
 RESTART = 75
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> RunConfig:
-    """Return a run on two ranks that nobody disturbed."""
+def undisturbed_run(tmp_path: Path) -> RunConfig:
+    """Return a run on two ranks without a disturbance."""
     config = build_run(
         tmp_path / "whole", "gpt2-dropout", in_float32((2, 1, 1, 1)), steps=16, checkpoint=CheckpointConfig(every=3)
     )
-    go(config)
+    train_run(config)
     return config
 
 
-def disturbed(whole: RunConfig, name: str, **changes: Any) -> tuple[RunConfig, str]:
+def disturbed(undisturbed_run: RunConfig, name: str, **changes: Any) -> tuple[RunConfig, str]:
     """Return the same run in another directory, and its file."""
-    directory = Path(whole.run_directory).with_name(name)
-    config = whole.model_copy(update={"run_directory": str(directory), **changes})
+    directory = Path(undisturbed_run.run_directory).with_name(name)
+    config = undisturbed_run.model_copy(update={"run_directory": str(directory), **changes})
     file = directory.with_suffix(".toml")
     file.write_text(dump_toml(config))
     return config, str(file)
@@ -54,14 +54,14 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    """Start a command whose output is wanted."""
+    """Start a command and capture its output."""
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=without_torchrun()
     )
 
 
-def test_one_rank_is_asked_and_all_save_the_same_step(whole: RunConfig) -> None:
-    config, file = disturbed(whole, "asked")
+def test_signal_on_one_rank_makes_all_save_the_same_step(undisturbed_run: RunConfig) -> None:
+    config, file = disturbed(undisturbed_run, "asked")
     command = torchrun("-m", "meshtrain", "train", file)
     process = start(*command)
     wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
@@ -75,12 +75,12 @@ def test_one_rank_is_asked_and_all_save_the_same_step(whole: RunConfig) -> None:
     again = run(*command)
     assert again.returncode == 0, again.stderr
     assert f"step {found[2]} done" in again.stdout
-    assert_same_bits(whole, config)
+    assert_same_bits(undisturbed_run, config)
 
 
-def test_the_others_go_on_when_one_rank_has_to_go(whole: RunConfig) -> None:
-    """SIGTERM to one of several, as when the machine of one is preempted: its torchrun ends, the others must not."""
-    config, file = disturbed(whole, "preempted")
+def test_other_ranks_continue_when_one_is_preempted(undisturbed_run: RunConfig) -> None:
+    """Send SIGTERM to one rank, as for a preempted machine: its torchrun ends, others continue."""
+    config, file = disturbed(undisturbed_run, "preempted")
     process = start(*torchrun("--max-restarts", "1", "-m", "meshtrain", "train", file))
     wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
     os.kill(children_of(process.pid)[1], signal.SIGTERM)
@@ -89,14 +89,16 @@ def test_the_others_go_on_when_one_rank_has_to_go(whole: RunConfig) -> None:
     found = re.search(r"^Stopped by SIGTERM: (\d+) of 16 steps are done", shown, re.M)
     assert found, shown
     assert f"step {found[1]} done" in shown
-    assert_same_bits(whole, config)
+    assert_same_bits(undisturbed_run, config)
 
 
-def test_all_end_when_the_store_no_longer_answers(whole: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is torchrun that has it here; frozen it closes no connection, just as a machine whose link is cut."""
-    # Where there are several machines the launch scripts say 1: rank 0 has it then.
+def test_all_ranks_end_when_the_store_stops_answering(
+    undisturbed_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeze torchrun, which hosts the store: like a cut link, it closes no connection."""
+    # With several machines the launch scripts set 1, so that rank 0 hosts the store.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
-    config, file = disturbed(whole, "silent", steps=100_000, logging=LoggingConfig(every=100_000))
+    config, file = disturbed(undisturbed_run, "silent", steps=100_000, logging=LoggingConfig(every=100_000))
     process = start(*torchrun("-m", "meshtrain", "train", file))
     wait_for(Path(config.run_directory) / CHECKPOINTS_NAME / "step-3", process=process)
     workers = children_of(process.pid)
@@ -110,7 +112,7 @@ def test_all_end_when_the_store_no_longer_answers(whole: RunConfig, monkeypatch:
     assert re.search(r"^rank 1 stops: rank 0 on \S+ does not answer, nor does the store there: ", shown, re.M), shown
 
 
-def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Path) -> None:
+def test_time_limit_of_a_single_process_has_its_own_exit_code(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", in_float32((1, 1, 1, 1)), stop_after="0s")
     (tmp_path / "run.toml").write_text(dump_toml(config))
     stopped = run(*ALONE, "train", str(tmp_path / "run.toml"))
@@ -123,7 +125,7 @@ def test_a_time_limit_ends_a_single_process_with_its_own_exit_code(tmp_path: Pat
     assert "step 1 done" in ended.stdout
 
 
-def train_and_be_asked_while_evaluating(config: RunConfig) -> Ending:
+def train_with_a_signal_in_evaluation(config: RunConfig) -> Ending:
     evaluate = loop.evaluate
 
     def evaluate_long(*arguments: Any) -> tuple[float, int]:
@@ -134,21 +136,21 @@ def train_and_be_asked_while_evaluating(config: RunConfig) -> Ending:
     return train(config)
 
 
-def test_a_wish_to_stop_during_an_evaluation_waits_for_no_further_step(tmp_path: Path) -> None:
+def test_stop_request_during_an_evaluation_is_obeyed_before_the_next_step(tmp_path: Path) -> None:
     config = build_run(
         tmp_path / "out", "gpt2", in_float32((1, 1, 1, 1)), evaluation=EvaluationConfig(every=2, max_batches=1)
     )
     config = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.2})})
-    assert run_on_ranks(1, train_and_be_asked_while_evaluating, config, joins=False) == [Ending.ASKED]
+    assert run_on_ranks(1, train_with_a_signal_in_evaluation, config, joins=False) == [Ending.ASKED]
     (saved,) = (tmp_path / "out" / CHECKPOINTS_NAME).iterdir()
     assert saved.name == "step-2"
     assert read_manifest(saved).evaluation_loss is not None
 
 
 @pytest.mark.parametrize("share", ["0", "1"])
-def test_torchrun_starts_a_run_again_that_lost_a_rank(whole: RunConfig, share: str) -> None:
+def test_torchrun_restarts_a_run_that_lost_a_rank(undisturbed_run: RunConfig, share: str) -> None:
     """With the store that torchrun keeps over a restart, and with a new one."""
-    config, file = disturbed(whole, "killed")
+    config, file = disturbed(undisturbed_run, "killed")
     (*options, script), fault = torchrun(str(FAULTY)), ("kill", "1", "8", "1", "train", file)
     restarted = run(*options, "--max-restarts", "2", script, *fault, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share)
     assert restarted.returncode == 0, restarted.stderr
@@ -156,9 +158,9 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank(whole: RunConfig, share: s
     assert restarted.stdout.count("Resumed from") == 1
     assert "step 6 done" in restarted.stdout
     assert not (Path(config.run_directory) / "failure.json").exists()
-    assert_same_bits(whole, config)
+    assert_same_bits(undisturbed_run, config)
 
 
-def test_a_run_goes_on_when_one_of_two_machines_is_lost(tmp_path: Path) -> None:
-    """`python -m tests.chaos.elastic` does it with the store that torchrun keeps over a restart too."""
+def test_run_continues_when_one_of_two_machines_is_lost(tmp_path: Path) -> None:
+    """`python -m tests.chaos.elastic` also tests the store that torchrun keeps over a restart."""
     lose_a_machine(tmp_path)

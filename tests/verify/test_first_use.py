@@ -1,4 +1,4 @@
-"""Which classes must be proven before they train, and what makes a proof one of another thing."""
+"""Which classes must be proven before they train, and what a proof covers."""
 
 import json
 import sys
@@ -41,13 +41,13 @@ CONFIG = {
 
 @pytest.fixture
 def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
-    """Return what has been proven so far, in a directory with text; nothing of it is computed."""
+    """Return the list of proofs requested so far; no proof is computed."""
     cases: list[ProofCase] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
     def note(case: ProofCase, directory: Path, switch: str, flags: list[str]) -> None:
-        # A process that is started now would run the program that asks, and that again.
+        # A started process would run the main program again, and so start further ones.
         assert not hasattr(sys.modules["__main__"], "__file__")
         cases.append(case)
 
@@ -58,7 +58,7 @@ def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ProofCase]:
 
 
 def write_model(directory: Path, *, times: int) -> None:
-    """Write a model that brings its own class, and calls itself a llama."""
+    """Write a model with a class of its own, whose type is llama."""
     directory.mkdir(exist_ok=True)
     (directory / "modeling_twice.py").write_text(FOREIGN.format(times=times))
     own = {"auto_map": {"AutoModelForCausalLM": "modeling_twice.Twice"}, "architectures": ["Twice"]}
@@ -70,19 +70,19 @@ def ensure_proven(text: str) -> None:
     first_use.ensure_proven(resolve_run(load_run("run.toml")))
 
 
-def test_a_class_that_comes_with_a_model_of_a_known_type_is_unknown(tmp_path: Path, proven: list[ProofCase]) -> None:
+def test_class_from_the_model_folder_is_proven(tmp_path: Path, proven: list[ProofCase]) -> None:
     text = '[model]\npath = "model"\ntrust_remote_code = true\n'
     write_model(tmp_path / "model", times=2)
     for _ in range(2):
         ensure_proven(text)
-        # Of that class is the tiny copy too; the second time its proof is there already.
+        # The tiny copy has the same class; the second time, the proof exists.
         assert [case.architecture for case in proven] == ["Twice"]
     write_model(tmp_path / "model", times=3)
     ensure_proven(text)
     assert [case.architecture for case in proven] == ["Twice", "Twice"]
 
 
-def test_a_stock_class_of_a_known_type_is_known(proven: list[ProofCase]) -> None:
+def test_stock_class_of_a_known_type_needs_no_proof(proven: list[ProofCase]) -> None:
     for more in ("", "trust_remote_code = true\n"):
         ensure_proven(LLAMA_TEXT.replace("[model.config]", f"{more}[model.config]"))
     assert not proven
@@ -110,11 +110,11 @@ tp = {tp}
     [
         ("", 0),
         ("apply_residual_connection_post_layernorm = true", 0),
-        # A value that no variant of BLOOM was proven with.
+        # No variant of BLOOM was proven with this value.
         ("pretraining_tp = 3", 1),
     ],
 )
-def test_a_family_is_proven_once_with_flags_that_no_proof_covers(
+def test_family_with_uncovered_flags_is_proven_once(
     flags: str, times: int, proven: list[ProofCase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -126,7 +126,7 @@ def test_a_family_is_proven_once_with_flags_that_no_proof_covers(
     assert len(proven) == times
 
 
-def test_a_program_too_proves_a_family_with_flags_that_no_proof_covers(
+def test_program_proves_a_family_with_uncovered_flags(
     proven: list[ProofCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

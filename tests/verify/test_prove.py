@@ -1,4 +1,4 @@
-"""`meshtrain verify` proves what is right, finds every kind of damage, and says where it is."""
+"""`meshtrain verify` proves correct plans, and detects and locates every kind of damage."""
 
 import functools
 import json
@@ -64,8 +64,8 @@ def no_damage() -> None:
     """Leave everything as it is."""
 
 
-def forget_the_norms_of_heads() -> None:
-    """Lose the rule that sums the gradients of q_norm and k_norm over tp."""
+def skip_head_norm_reduction() -> None:
+    """Remove the rule that sums the gradients of q_norm and k_norm over tp."""
     parallelize = parallel.parallelize
 
     def without_norms(*args: Any, **kwargs: Any) -> Any:
@@ -76,8 +76,8 @@ def forget_the_norms_of_heads() -> None:
     parallel.parallelize = without_norms
 
 
-def weight_microbatches_alike() -> None:
-    """Take the mean of the means of the microbatches."""
+def weight_microbatches_equally() -> None:
+    """Use the mean of the microbatches' means."""
 
     def mean(self: MeanLoss, logits: Tensor, labels: Tensor) -> Tensor:
         return self.total(logits, labels) / (labels != -100).sum().clamp(min=1) / 4
@@ -85,8 +85,8 @@ def weight_microbatches_alike() -> None:
     MeanLoss.__call__ = mean  # type: ignore[method-assign]
 
 
-def lose_a_layer() -> None:
-    """Let the first layer of the second stage hand on what it gets."""
+def skip_a_layer() -> None:
+    """Let the first layer of the second stage return its input."""
     parallelize = parallel.parallelize
 
     def without_layer(*args: Any, **kwargs: Any) -> Any:
@@ -99,8 +99,8 @@ def lose_a_layer() -> None:
     parallel.parallelize = without_layer
 
 
-def forget_the_length() -> None:
-    """Compute with the frequencies of short sequences."""
+def ignore_the_length() -> None:
+    """Compute with the frequencies of short sequences only."""
     train = parallel.train_pipeline
 
     def with_fixed_frequencies(pipeline: Any, batches: Any) -> Trace:
@@ -111,13 +111,13 @@ def forget_the_length() -> None:
     parallel.train_pipeline = with_fixed_frequencies
 
 
-def leave_tied_copies_alone() -> None:
-    """Do not add up the gradients of the two ends of a tie."""
+def skip_tied_reduction() -> None:
+    """Do not add the gradients of the two ends of a tie."""
     tied.TiedCopies.reduce_gradients = lambda self: None  # type: ignore[method-assign]
 
 
 def skip_strided_shards() -> None:
-    """Ask `is_shard()` which gradients the norm must be summed for."""
+    """Use `is_shard()` to select the gradients whose norms are summed."""
 
     def axes(gradient: Tensor) -> frozenset[str]:
         if not isinstance(gradient, DTensor):
@@ -143,7 +143,7 @@ def qwen3() -> ProofCase:
     return case_of("qwen3", {"tp": 2})
 
 
-def test_what_is_right_is_proven() -> None:
+def test_correct_plans_are_proven() -> None:
     found, divergent = findings_of(no_damage, case_of("qwen3", {"pp": 2, "tp": 2}))
     assert all(finding.holds for finding in found.values()), found
     assert found["initial weights"].error == 0.0
@@ -151,52 +151,52 @@ def test_what_is_right_is_proven() -> None:
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
-def test_frequencies_that_depend_on_the_length_are_proven(rope: dict[str, Any]) -> None:
+def test_length_dependent_frequencies_are_proven(rope: dict[str, Any]) -> None:
     plan = with_family(ParallelPlan(), "llama")
     config = AutoConfig.for_model("llama", **{**LLAMA, "rope_parameters": rope})
     found, divergent = findings_of(no_damage, make_case(config, plan, MeshPlan(pp=2, dp_shard=1), rows="bucketed"))
     assert all(finding.holds for finding in found.values()), found
     assert divergent is None
-    found, divergent = findings_of(forget_the_length, make_case(config, plan, MeshPlan(pp=2, dp_shard=1)))
+    found, divergent = findings_of(ignore_the_length, make_case(config, plan, MeshPlan(pp=2, dp_shard=1)))
     assert not found["loss"].holds
     assert divergent == "model.layers.0"
 
 
-def test_a_missing_rule_for_the_norms_of_heads() -> None:
-    found, divergent = findings_of(forget_the_norms_of_heads, qwen3())
+def test_missing_rule_for_head_norms_is_detected() -> None:
+    found, divergent = findings_of(skip_head_norm_reduction, qwen3())
     assert found["gradient"].error > 1e-2
     assert found["gradient"].where.endswith(("q_norm.weight", "k_norm.weight"))
-    # The forward pass is right, and so is the loss of the first step.
+    # The forward pass and the loss of the first step are correct.
     assert divergent is None
 
 
-def test_microbatches_that_weigh_alike() -> None:
-    found, divergent = findings_of(weight_microbatches_alike, case_of("gpt2", {"pp": 2}))
+def test_equally_weighted_microbatches_are_detected() -> None:
+    found, divergent = findings_of(weight_microbatches_equally, case_of("gpt2", {"pp": 2}))
     assert found["loss"].error > 1e-3
     assert divergent is None
 
 
-def test_a_stage_that_lost_a_layer() -> None:
+def test_skipped_layer_of_a_stage_is_detected() -> None:
     case = case_of("gpt2", {"pp": 2}, pipeline=PipelinePlan(layers_per_stage=[2, 2]))
-    found, divergent = findings_of(lose_a_layer, case)
+    found, divergent = findings_of(skip_a_layer, case)
     assert not found["loss"].holds
     assert found["gradient"].error > 1e-2
-    # Of two stages with two layers each the proof keeps one layer each.
+    # The proof keeps one of two layers on each of the two stages.
     assert divergent == "transformer.h.1"
 
 
-def test_a_tied_copy_that_is_not_reduced() -> None:
-    found, _ = findings_of(leave_tied_copies_alone, case_of("gpt2", {"pp": 2}))
+def test_tied_copy_that_is_not_reduced_is_detected() -> None:
+    found, _ = findings_of(skip_tied_reduction, case_of("gpt2", {"pp": 2}))
     assert found["gradient"].where == "transformer.wte.weight"
     assert found["gradient"].error > 1e-2
 
 
-def test_a_gradient_norm_that_skips_strided_shards() -> None:
+def test_gradient_norm_without_strided_shards_is_detected() -> None:
     found, _ = findings_of(skip_strided_shards, case_of("llama", {"dp_shard": 2, "tp": 2}))
     assert found["gradient norm"].error > 1e-3
 
 
-def test_a_zero_bubble_schedule_with_resharding() -> None:
+def test_zero_bubble_schedule_with_resharding_is_detected() -> None:
     case = case_of(
         "llama", {"pp": 2, "dp_shard": 2}, pipeline=PipelinePlan(schedule="ZBVZeroBubble", stages_per_rank=2)
     )
@@ -206,7 +206,7 @@ def test_a_zero_bubble_schedule_with_resharding() -> None:
     assert not found["gradient"].holds
 
 
-def test_the_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     assert cli._exit_code(["verify", str(tmp_path / "run.toml"), "--json", str(tmp_path / "proof.json")]) == 0
     shown = capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_the_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_that_cannot_be_cut_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     rwkv = ['model.type="rwkv"', 'model.attention="eager"', "plan.mesh.tp=1"]
     assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *rwkv]) == 2
@@ -244,10 +244,10 @@ def test_what_cannot_be_proven_is_a_mistake(tmp_path: Path, capsys: pytest.Captu
     ],
     ids=str,
 )
-def test_a_plan_that_cannot_run_is_not_proven(
+def test_plan_that_cannot_run_is_refused(
     overrides: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Whatever the tiny copy would make of it: it has other sizes.
+    # The tiny copy, which has other sizes, must not hide the problem.
     (tmp_path / "run.toml").write_text(UNKNOWN.replace("olmo2", "llama"))
     run = [str(tmp_path / "run.toml"), "plan.mesh={pp=2, tp=2, dp_shard=1}", *overrides]
     assert cli._exit_code(["verify", *run]) == 2
@@ -281,7 +281,7 @@ def test_a_plan_that_cannot_run_is_not_proven(
     ],
     ids=str,
 )
-def test_arguments_that_do_not_fit(
+def test_wrong_arguments_are_one_line_errors(
     arguments: list[str],
     problem: str,
     tmp_path: Path,
@@ -295,13 +295,13 @@ def test_arguments_that_do_not_fit(
     assert line.startswith(f"error: {problem}")
 
 
-def test_a_mistake_leaves_no_empty_file(tmp_path: Path) -> None:
+def test_user_error_leaves_no_empty_file(tmp_path: Path) -> None:
     assert cli._exit_code(["verify", str(tmp_path / "no.toml"), "--json", str(tmp_path / "proof.json")]) == 2
     assert not list(tmp_path.iterdir())
 
 
-def break_a_number() -> None:
-    """Let the loss of the plan, and only of the plan, be no number."""
+def make_loss_not_finite() -> None:
+    """Let the loss of the plan, and only of the plan, be NaN."""
     call = TokenLoss.__call__
     TokenLoss.__call__ = lambda self, logits, labels: call(self, logits, labels) * torch.nan  # type: ignore[method-assign]
 
@@ -309,11 +309,11 @@ def break_a_number() -> None:
 @pytest.mark.parametrize(
     ("damage", "difference"),
     [
-        (weight_microbatches_alike, r"gradient by \S+ at model\.\S+"),
-        (break_a_number, r"step 1: the loss is nan, .*"),
+        (weight_microbatches_equally, r"gradient by \S+ at model\.\S+"),
+        (make_loss_not_finite, r"step 1: the loss is nan, .*"),
     ],
 )
-def test_a_plan_that_differs_is_not_proven(
+def test_plan_that_differs_is_not_proven(
     damage: Callable[[], None],
     difference: str,
     tmp_path: Path,
@@ -337,24 +337,24 @@ def test_a_plan_that_differs_is_not_proven(
     assert not list((tmp_path / "cache").glob("proofs/*/proof.json"))
 
 
-def test_a_layer_that_differs_is_enough() -> None:
+def test_one_differing_layer_fails_a_proof() -> None:
     close, far = (prove.Finding("loss", "step 2", error, 1e-12) for error in (1e-13, 1e-3))
     assert prove.Proof("A", MeshPlan(), (close,), None).holds
     assert prove.Proof("A", MeshPlan(), (close,), "model.layers.1").difference == "the output of model.layers.1"
     assert prove.Proof("A", MeshPlan(), (close, far), "model.layers.1").difference == "loss by 1e-03 at step 2"
 
 
-def test_no_difference_hides_behind_a_greater_one_that_is_allowed() -> None:
+def test_small_forbidden_difference_is_found_beside_larger_allowed_ones() -> None:
     initial, loss = prove.Finding("initial weights", "a.weight", 1e-16, 0.0), prove.Finding("loss", "", 1e-13, 1e-12)
     proof = prove.Proof("A", MeshPlan(), (initial, loss), None)
     assert proof.difference == "initial weights by 1e-16 at a.weight"
     assert not proof.holds
 
 
-def test_layers_that_nobody_watched_are_not_said_to_agree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwatched_layers_are_reported_as_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
     output, none = {"layers.0": torch.ones(2, 3, 4)}, {"layers.0": torch.ones(0, 4)}
     assert are_watched([Trace(), Trace(layers=output)], Trace(layers=output))
-    # Compiled layers, and a stream whose rows are no samples.
+    # The layers are compiled; or their stream has rows that are not samples.
     assert not are_watched([Trace()], Trace(layers=output))
     assert not are_watched([Trace(layers=none)], Trace(layers=none))
     finding = prove.Finding("loss", "", 0.0, 1e-12)
@@ -364,17 +364,17 @@ def test_layers_that_nobody_watched_are_not_said_to_agree(capsys: pytest.Capture
         assert line.split()[3:] == shown
 
 
-def test_an_error_beside_zeros_is_infinite() -> None:
+def test_relative_error_to_zeros_is_infinite() -> None:
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
     assert tensor_error(ones, zeros) == math.inf
     assert tensor_error(ones, zeros, scale=2.0) == 0.5
     assert tensor_error(zeros, zeros) == 0.0
 
 
-def test_a_class_that_differs_is_said_in_the_table(
+def test_class_that_differs_is_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, weight_microbatches_alike))
+    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, weight_microbatches_equally))
     table = tmp_path / "coverage.md"
     assert cli._exit_code(["verify", "--models", "--defaults", "--type", "gpt2", "--table", str(table)]) == 1
     assert "| gpt2 | GPT2LMHeadModel | differs in gradient by " in table.read_text()
@@ -392,7 +392,7 @@ def test_a_class_that_differs_is_said_in_the_table(
         ("fails: why", "proven", "fails: why", 1),
     ],
 )
-def test_only_what_is_refused_may_start_from_pretrained_weights(
+def test_refused_classes_alone_are_tried_from_pretrained_weights(
     random: str, given: str, cell: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classes, "_try", lambda config, mesh, *, pretrained: given if pretrained else random)
@@ -407,18 +407,18 @@ def test_model_types_and_classes_are_counted() -> None:
     verdicts = [classes.Verdict(kind, name, {"tensor": result}) for kind, name, result in said]
     words = "proven are 3 of 3 model types (2 of 2 distinct classes), 1 of them from pretrained weights only"
     assert classes._count(verdicts, "tensor") == words
-    # A class is not proven while a type of it is not.
+    # A class is not proven unless all its types are.
     verdicts.append(classes.Verdict("d", "B", {"tensor": "refused: why"}))
     words = "proven are 3 of 4 model types (1 of 2 distinct classes), 1 of them from pretrained weights only"
     assert classes._count(verdicts, "tensor") == words
 
 
-def break_down() -> None:
-    """Let the plan not run."""
+def fail_to_run() -> None:
+    """Let the plan fail."""
     raise RuntimeError("the copy is broken")
 
 
-def test_an_unknown_class_is_proven_before_its_first_run(
+def test_unknown_class_is_proven_before_its_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from meshtrain.verify.first_use import ensure_proven
@@ -434,10 +434,10 @@ def test_an_unknown_class_is_proven_before_its_first_run(
     for again in ((), ("model.prove_unknown_class=false", "model.config.rms_norm_eps=1e-3")):
         ensure_proven(resolve_run(load_run("run.toml", again)))
         assert capsys.readouterr().out == ""
-    # Another configuration of the class is another thing to prove.
+    # Another configuration of the class needs another proof.
     proofs = list((tmp_path / "cache" / "proofs").glob("*/proof.json"))
     assert len(proofs) == 1
-    # The tiny copy has four layers; the check of the run itself has found the sixth.
+    # The tiny copy has four layers; the sixth is in the message of the check of the run itself.
     deeper = ("model.config.num_hidden_layers=6", 'plan.tensor.local_attributes={"model.layers.5.mlp"=["hidden_size"]}')
     with pytest.raises(ModelError) as caught:
         ensure_proven(resolve_run(load_run("run.toml", deeper)))
@@ -446,13 +446,13 @@ def test_an_unknown_class_is_proven_before_its_first_run(
         "'model.layers.*.mlp'",
         "so it cannot be proven on a tiny copy; set model.prove_unknown_class = false to train without a proof",
     )
-    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, break_down))
+    monkeypatch.setattr(prove, "train_plan", functools.partial(train_damaged, fail_to_run))
     resolved = resolve_run(load_run("run.toml", ("model.config.num_hidden_layers=3", "model.config.hidden_act=gelu")))
     with pytest.raises(ModelError, match=r"does not run: .*broken\n.*model\.prove_unknown_class = false"):
         ensure_proven(resolved)
 
 
-def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "coverage.md"
     arguments = [
         "verify",
@@ -479,7 +479,7 @@ def test_the_table_of_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def casts_of_a_norm() -> tuple[torch.dtype, ...]:
-    """Run a norm that casts to float32, before and after the casts are lifted."""
+    """Return the formats of a norm that casts to float32, with and without lifted casts."""
     from transformers.models.llama import modeling_llama
 
     from tests.casts import lift_float32_casts
@@ -495,6 +495,6 @@ def casts_of_a_norm() -> tuple[torch.dtype, ...]:
     return wide.float().dtype, narrow.float().dtype, narrow.to(torch.bfloat16).float().dtype
 
 
-def test_float64_stays() -> None:
+def test_float64_is_kept_while_casts_are_lifted() -> None:
     (found,) = run_on_ranks(1, casts_of_a_norm)
     assert found == (torch.float64, torch.float32, torch.float32)

@@ -1,4 +1,4 @@
-"""Every axis of a mesh stays, on at most 8 processes; a plan stays as uneven as it was."""
+"""Shrinking keeps every axis of a mesh on at most 8 processes, and uneven plans uneven."""
 
 import pytest
 
@@ -26,7 +26,7 @@ Degrees = tuple[int, int, int, int]
     ],
     ids=str,
 )
-def test_every_axis_stays(mesh: Degrees, small: list[Degrees]) -> None:
+def test_every_axis_is_kept(mesh: Degrees, small: list[Degrees]) -> None:
     shrunk = shrink_mesh(MeshPlan(**dict(zip(AXES, mesh, strict=True))))
     assert [tuple(getattr(found, axis) for axis in AXES) for found in shrunk] == small
 
@@ -44,7 +44,7 @@ def test_every_axis_stays(mesh: Degrees, small: list[Degrees]) -> None:
     ],
     ids=str,
 )
-def test_layers(pipeline: PipelinePlan, layers: str | list[int], count: int) -> None:
+def test_uneven_layers_are_kept(pipeline: PipelinePlan, layers: str | list[int], count: int) -> None:
     plan = shrink_plan(ParallelPlan(pipeline=pipeline), MeshPlan(pp=2))
     assert (plan.pipeline.layers_per_stage, num_layers(plan)) == (layers, count)
     assert plan.precision.parameters == plan.precision.compute == "float64"
@@ -59,7 +59,7 @@ def test_layers(pipeline: PipelinePlan, layers: str | list[int], count: int) -> 
     ],
     ids=str,
 )
-def test_more_layers(layers: str | list[int], counts: list[int], last: str | list[int]) -> None:
+def test_deeper_copies_keep_the_proportions(layers: str | list[int], counts: list[int], last: str | list[int]) -> None:
     shrunk = shrink_plan(ParallelPlan(pipeline=PipelinePlan(layers_per_stage=layers)), MeshPlan(pp=2))
     deeper = list(deepen(shrunk))
     assert [count for _, count in deeper] == counts

@@ -1,4 +1,4 @@
-"""Tiny configurations keep what a model is made of."""
+"""Tiny configurations keep the kinds of layers and the properties of a model."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.parity import DYNAMIC, LONGROPE
         *("gemma4_text", "dots3_note_text", "cohere_compass_text", "lfm2_moe", "emu3"),
     ],
 )
-def test_a_tiny_model_runs(model_type: str) -> None:
+def test_tiny_model_runs(model_type: str) -> None:
     config = tiny_config(model_type)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -33,7 +33,7 @@ def test_a_tiny_model_runs(model_type: str) -> None:
     assert model(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits.isfinite().all()
 
 
-def test_kinds_of_layers_stay() -> None:
+def test_kinds_of_layers_are_kept() -> None:
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
     assert config.layer_types.index("full_attention") == 5
     assert shrink(config, 4).layer_types == ["sliding_attention"] * 3 + ["full_attention"]
@@ -41,20 +41,20 @@ def test_kinds_of_layers_stay() -> None:
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (2, 2), (1, 1)])
-def test_the_sharing_of_key_value_heads_stays(heads: int, expected: int) -> None:
+def test_sharing_of_key_value_heads_is_kept(heads: int, expected: int) -> None:
     config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=heads, hidden_size=64)
     tiny = shrink(config, 4)
     assert (tiny.num_attention_heads, tiny.num_key_value_heads, tiny.num_hidden_layers) == (4, expected, 4)
 
 
 @pytest.mark.parametrize(("tp", "heads", "vocabulary"), [(1, 2, 64), (4, 2, 63), (8, 1, 63)])
-def test_what_tp_makes_of_the_model_stays(tp: int, heads: int, vocabulary: int) -> None:
+def test_divisibility_by_tp_is_kept(tp: int, heads: int, vocabulary: int) -> None:
     config = AutoConfig.for_model("llama", num_attention_heads=16, num_key_value_heads=4, vocab_size=50257)
     tiny = shrink(config, 2, tp=tp)
     assert (tiny.num_key_value_heads, tiny.vocab_size) == (heads, vocabulary)
 
 
-def test_what_a_configuration_says_stays() -> None:
+def test_other_settings_of_a_configuration_are_kept() -> None:
     config = AutoConfig.for_model("llama", hidden_act="gelu", tie_word_embeddings=True, mlp_bias=True, rms_norm_eps=0.5)
     tiny = shrink(config, 3)
     assert shrink(AutoConfig.for_model("llama"), 3).rms_norm_eps == 0.01
@@ -63,7 +63,7 @@ def test_what_a_configuration_says_stays() -> None:
     assert config.num_hidden_layers == 32
 
 
-def test_dropout_is_off() -> None:
+def test_dropout_is_disabled() -> None:
     config = AutoConfig.for_model("gpt2")
     assert config.resid_pdrop
     tiny = shrink(config, 2)
@@ -71,7 +71,7 @@ def test_dropout_is_off() -> None:
 
 
 class Stubborn(LlamaConfig):
-    """A configuration that is never small."""
+    """A configuration that never becomes small."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -79,7 +79,7 @@ class Stubborn(LlamaConfig):
             raise ValueError("too few layers")
 
 
-def test_what_cannot_be_made_small() -> None:
+def test_configurations_that_cannot_shrink_are_refused() -> None:
     with pytest.raises(ModelError, match=r"^a llama configuration cannot be made small: too few layers$"):
         shrink(Stubborn(), 2)
     with pytest.raises(ModelError, match=r"^a musicgen configuration holds more than one text model, and transformers"):
@@ -92,7 +92,7 @@ def test_what_cannot_be_made_small() -> None:
         tiny_config("gemma4_assistant")
 
 
-def test_layers_differ_as_they_did() -> None:
+def test_differences_between_layers_are_kept() -> None:
     gemma = tiny_config("gemma4_text")
     assert [layer.head_dim for layer in gemma.per_layer_config] == [8, 8, 8, 16]
     dots = tiny_config("dots3_note_text")
@@ -102,7 +102,7 @@ def test_layers_differ_as_they_did() -> None:
     assert sliding.head_dim == sliding.qk_nope_head_dim + sliding.qk_rope_head_dim == 20
 
 
-def test_layers_that_share_keys_stay() -> None:
+def test_sharing_of_keys_between_layers_is_kept() -> None:
     config = AutoConfig.for_model("gemma4_text", num_kv_shared_layers=10)
     tiny = shrink(config, 4)
     assert tiny.num_kv_shared_layers == 2
@@ -110,7 +110,7 @@ def test_layers_that_share_keys_stay() -> None:
     assert tiny.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
 
 
-def test_frequencies_that_depend_on_the_length_stay() -> None:
+def test_length_dependent_frequencies_are_kept() -> None:
     factors = [1.0 + index / 48 for index in range(48)]
     longrope = {**LONGROPE, "short_factor": factors, "long_factor": [3 * factor for factor in factors]}
     phi3 = AutoConfig.for_model("phi3", rope_parameters=longrope, original_max_position_embeddings=4096)
@@ -133,19 +133,19 @@ def test_frequencies_that_depend_on_the_length_stay() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "groups"), [("deepseek_v3", 2), ("glm4_moe", 1)])
-def test_groups_of_experts_stay(model_type: str, groups: int) -> None:
+def test_groups_of_experts_are_kept(model_type: str, groups: int) -> None:
     tiny = tiny_config(model_type)
     assert (tiny.n_group, tiny.topk_group, tiny.n_routed_experts, tiny.num_experts_per_tok) == (groups, 1, 4, 2)
 
 
-def test_what_defaults_leave_open() -> None:
+def test_incomplete_defaults_are_completed() -> None:
     assert default_config("bert").is_decoder
     assert {*default_config("lfm2_moe").layer_types} == {"conv", "full_attention"}
     assert default_config("cohere_compass_text").rope_parameters["full_attention"]["rope_theta"] == 10_000
     assert default_config("qwen4_exp_text").indexer_budget == 8
 
 
-def test_other_models_beside_the_language_model_are_small_too() -> None:
+def test_models_beside_the_language_model_are_small() -> None:
     config = tiny_config("emu3")
     assert (type(config).__name__, config.get_text_config().num_hidden_layers) == ("Emu3Config", 4)
     vision = tiny_config("phi4_multimodal").vision_config
@@ -153,7 +153,7 @@ def test_other_models_beside_the_language_model_are_small_too() -> None:
 
 
 @pytest.mark.parametrize(("heads", "tp", "small"), [(16, 2, 8), (16, 4, 16), (12, 2, 12)])
-def test_heads_for_four_blocks(heads: int, tp: int, small: int) -> None:
+def test_heads_in_four_blocks_are_kept(heads: int, tp: int, small: int) -> None:
     config = AutoConfig.for_model("codegen", n_head=heads, n_embd=heads * 64)
     plan, mesh = with_family(ParallelPlan(), "codegen"), MeshPlan(dp_shard=1, tp=tp)
     if small == heads == 12:
@@ -176,7 +176,7 @@ def test_heads_for_four_blocks(heads: int, tp: int, small: int) -> None:
     ],
     ids=str,
 )
-def test_every_kind_of_layer_is_in_the_copy(model_type: str, layers: str | list[int], count: int) -> None:
+def test_tiny_copy_has_every_kind_of_layer(model_type: str, layers: str | list[int], count: int) -> None:
     config = default_config(model_type)
     mesh = MeshPlan(dp_shard=1) if layers == "balanced" else MeshPlan(pp=2, dp_shard=1)
     plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type)
@@ -186,7 +186,7 @@ def test_every_kind_of_layer_is_in_the_copy(model_type: str, layers: str | list[
     assert tiny.num_hidden_layers == count
 
 
-def test_a_kind_of_layer_that_no_tiny_copy_has() -> None:
+def test_kind_of_layer_without_a_tiny_copy_is_refused() -> None:
     config = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[20])
     refusal = (
         r"^the proof cannot be made: model\.layers\.20 of the qwen3_moe is of a kind of layer that no tiny copy with "

@@ -1,4 +1,4 @@
-"""Which flags of a configuration class change what it computes, and variants that cover them in pairs."""
+"""Flags of a configuration class that change its computation, and variants of their pairs."""
 
 import itertools
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from meshtrain.verify.record import record_of, uncovered_flags
 from meshtrain.verify.variants import Flags, candidates, cover_pairs, find_flags
 
 
-def test_each_pair_of_values_is_in_a_variant() -> None:
+def test_variants_cover_each_pair_of_values() -> None:
     values = {"a": (0, 1, 2), "b": (False, True), "c": (False, True), "d": (None, True, False)}
     variants, impossible = cover_pairs(values, lambda values: True)
     assert not impossible
@@ -26,7 +26,7 @@ def test_each_pair_of_values_is_in_a_variant() -> None:
             assert any((variant[one], variant[other]) == pair for variant in whole), (one, other, pair)
 
 
-def test_what_is_impossible_hides_nothing_else() -> None:
+def test_impossible_values_do_not_hide_other_pairs() -> None:
     def is_possible(values: Mapping[str, Any]) -> bool:
         return values.get("a") != 2 and not (values.get("a") == 1 and values.get("b"))
 
@@ -41,29 +41,29 @@ def test_what_is_impossible_hides_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("model_type", "flags"),
     [
-        # Neither of the first two changes anything alone.
+        # Neither of the first two has an effect alone.
         ("bloom", {"slow_but_exact", "pretraining_tp", "apply_residual_connection_post_layernorm"}),
         ("stablelm", {"qk_layernorm", "use_qkv_bias", "use_parallel_residual", "num_key_value_heads"}),
     ],
 )
-def test_flags_that_change_what_is_computed(model_type: str, flags: set[str]) -> None:
+def test_flags_that_change_the_computation_are_found(model_type: str, flags: set[str]) -> None:
     assert {*find_flags(model_type).values} == flags | {"tie_word_embeddings"}
 
 
-def test_a_flag_that_changes_nothing_is_silent() -> None:
+def test_flag_without_effect_is_silent() -> None:
     found = find_flags("llama")
     assert found.silent == ("pretraining_tp",)
     assert found.values["num_key_value_heads"] == (32, 1, 8)
 
 
-def test_flags_that_no_proof_covers() -> None:
+def test_uncovered_flags_are_found() -> None:
     assert uncovered_flags(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True)) == []
-    # The class does not read it.
+    # The class does not read this flag.
     assert uncovered_flags(LlamaConfig(use_logn_attention=True)) == []
     assert uncovered_flags(StableLmConfig(qk_layernorm=True)) == []
 
 
-def test_a_number_of_key_value_heads_is_one_some_or_all() -> None:
+def test_key_value_heads_are_recorded_as_one_some_or_all() -> None:
     flags = Flags({"num_key_value_heads": (32, 1, 8), "bias": (False, True)}, ("silent",))
     proven = [{}, {"num_key_value_heads": 8, "bias": True}]
     assert record_of(flags, proven, 32) == {
@@ -72,7 +72,7 @@ def test_a_number_of_key_value_heads_is_one_some_or_all() -> None:
     }
 
 
-def test_heads_that_four_does_not_divide_are_one_or_all() -> None:
+def test_indivisible_heads_are_recorded_as_one_or_all() -> None:
     assert candidates(LlamaConfig(hidden_size=48, num_attention_heads=6))["num_key_value_heads"] == (6, 1)
 
 

@@ -1,4 +1,4 @@
-"""`meshtrain checkpoint` as a person meets it: what it says, its exit codes, and that nothing is lost by asking."""
+"""The `meshtrain checkpoint` commands: output, exit codes, and that they change no files."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def newer_format(checkpoint: Path) -> None:
     ],
     ids=["not JSON", "newer format", "foreign file", "cut off", "a file"],
 )
-def test_what_is_wrong_is_one_line_and_nothing_changes(
+def test_damage_is_a_one_line_error_and_nothing_changes(
     root: Path, capsys: pytest.CaptureFixture[str], damage, problem: str
 ) -> None:
     step = root / "checkpoints" / "step-2"
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_one_line_and_nothing_changes(
     if problem:
         (line,) = shown.err.splitlines()
         assert line.startswith(f"error: run/checkpoints/step-2{problem}")
-    # The other one is told of all the same.
+    # The other checkpoint is verified nevertheless.
     assert "run/checkpoints/step-1 is whole: " in shown.out
     assert files(root) == before
 
@@ -102,7 +102,7 @@ def test_what_is_wrong_is_one_line_and_nothing_changes(
         (["convert", "nowhere", "out"], "nowhere is not a checkpoint: it is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_wrong_arguments_are_one_line_errors(
     root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
 ) -> None:
     before = files(root)
@@ -112,7 +112,7 @@ def test_mistakes_are_one_line(
     assert files(root) == before
 
 
-def test_a_run_behind_a_url_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_behind_a_url_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = GPT2LMHeadModel(GPT2)
     save_checkpoint(
         open_location("memory://behind/checkpoints"),
