@@ -141,14 +141,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a tokenizer larger than the vocabulary": (
         ["run.toml", "model.config.vocab_size=280"],
         [
-            "the tokenizer has 300 tokens, the model's vocabulary has room for 280; set model.config.vocab_size = 300 "
+            "the tokenizer has 300 tokens, the model's vocabulary has 280; set model.config.vocab_size = 300 "
             "or more for a new model, model.enlarge_vocabulary = true for a pretrained one, or use the tokenizer that "
             "belongs to it"
         ],
     ),
     "a run directory inside of a file": (
         ["run.toml", "run_directory=text.jsonl/out"],
-        ["run_directory = text.jsonl/out: text.jsonl is not a directory; choose another place"],
+        ["run_directory = text.jsonl/out: text.jsonl is not a directory; choose another directory"],
     ),
     "missing data": (
         ["run.toml", 'data.train=["texd.jsonl"]'],
@@ -246,7 +246,9 @@ def test_unwritable_run_directory_is_a_one_line_error(here: Path) -> None:
     # The data must be cached before, because its files are larger than the limit.
     assert on_ranks(1, "train", "run.toml", "steps=1", "run_directory=other")[0][0] == 0
     answers = on_ranks(2, "train", "run.toml", size_limit=1_000)
-    problem = f"cannot write into {here}/out: File too large; make room, or set run_directory to another place"
+    problem = (
+        f"cannot write into {here}/out: File too large; free disk space, or set run_directory to another directory"
+    )
     assert [code for code, _, _ in answers] == [2, 2]
     assert [error for _, _, error in answers] == [f"error: {problem}\n", ""]
 
@@ -262,8 +264,8 @@ def test_machines_with_different_text_are_refused(here: Path, tmp_path: Path) ->
     answers = run_on_ranks(2, run_in_own_directory, [here, tmp_path], ["train", "run.toml"], joins=False)
     host = socket.gethostname()
     problem = (
-        f"the data of {host} is not that of {host}: text, tokenizer or Python version differs; give all machines the "
-        "same files"
+        f"the data of {host} is not that of {host}: text, tokenizer or Python version differs; use the same files on "
+        "all machines"
     )
     assert [(code, error) for code, _, error in answers] == [(2, f"error: {problem}\n"), (2, "")]
     assert not (here / "out").exists()
@@ -293,8 +295,8 @@ def test_unwritable_metrics_stop_all_ranks(here: Path) -> None:
     answers = on_ranks(2, "train", "run.toml", "steps=40", "checkpoint.every=100", size_limit=5_000)
     assert [code for code, _, _ in answers] == [2, 2]
     assert answers[0][2] == (
-        "error: cannot write metrics into out: File too large; training stopped; make room, then restart: it resumes "
-        "from its newest checkpoint\n"
+        "error: cannot write metrics into out: File too large; training stopped; free disk space, then restart: it "
+        "resumes from its newest checkpoint\n"
     )
     # There is space again; the incomplete line has been removed.
     assert on_ranks(1, "train", "run.toml", "steps=3")[0][0] == 0
@@ -422,8 +424,8 @@ def test_user_error_of_one_process_is_one_line_with_exit_code_2(
     assert "broken.jsonl, line 61: not JSON" in shown["line"][1][0]
     assert shown["another run"][1] == [
         "error: half/run.toml: seed is 0 there and 5 here",
-        "error: half holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on "
-        "in another way, change half/run.toml too",
+        "error: half holds another run: choose another run_directory, resume that run unchanged, or, to continue it "
+        "with other settings, change half/run.toml too",
     ]
 
 

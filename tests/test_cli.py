@@ -99,7 +99,7 @@ def test_corpus_report_refuses_redo(tmp_path):
     shown = meshtrain("corpus", "report", "corpus.toml", "--redo", "clean")
 
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert shown.stderr == "error: --redo belongs to steps, and report runs none; leave it out\n"
+    assert shown.stderr == "error: --redo is for steps, and report runs no step; leave it out\n"
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_corpus_report_refuses_redo(tmp_path):
             ["run.toml", "--tokenizer", "t"],
             "--tokenizer belongs to a token file; override data.tokenizer.path of a run",
         ),
-        (["tokens", "--part", "train"], "--part belongs to a run file (.toml), and tokens is none; leave it out"),
-        (["tokens", "a=1"], "the override a=1 belongs to a run file (.toml), and tokens is none; leave it out"),
+        (["tokens", "--part", "train"], "--part belongs to a run file (.toml), and tokens is not one; leave it out"),
+        (["tokens", "a=1"], "the override a=1 belongs to a run file (.toml), and tokens is not one; leave it out"),
     ],
 )
 def test_inspect_refuses_options_it_does_not_use(arguments, line):

@@ -106,9 +106,12 @@ def test_bug_shows_its_traceback_once_without_that_of_the_agent() -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--max-restarts", "1"], "--max-restarts belongs to --processes; give both, or leave it out"),
+        (["--max-restarts", "1"], "--max-restarts needs --processes; pass both, or leave it out"),
         (["--processes", "0"], "--processes 0: expected a whole number from 1, or `gpus`"),
-        (["--processes", "gpus"], "--processes gpus: this machine has no GPU; say how many processes shall train on "),
+        (
+            ["--processes", "gpus"],
+            "--processes gpus: this machine has no GPU; pass the number of processes to start on ",
+        ),
         (["--processes", "2", "step=3"], "command line: step: unknown key; did you mean 'steps'?"),
     ],
 )

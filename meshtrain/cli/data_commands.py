@@ -48,7 +48,7 @@ def corpus(
 
     config = load_corpus(file, overrides or ())
     if what == "report" and redo is not None:
-        raise ConfigError("--redo belongs to steps, and report runs none; leave it out")
+        raise ConfigError("--redo is for steps, and report runs no step; leave it out")
     _check_corpus_packages()
     if what == "report":
         from meshtrain.corpus.report.tables import report
@@ -86,7 +86,7 @@ OnBadRecord = Annotated[
     Literal["fail", "skip"], typer.Option(help="What to do with a record that is not a text; skip counts them.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Only so many documents, from the first on.", show_default=False)
+    int | None, typer.Option(min=1, help="Largest number of documents, from the first on.", show_default=False)
 ]
 
 
@@ -110,7 +110,10 @@ def tokenize(
         int | None, typer.Option(min=1, help="Number of processes; left out: one per core.", show_default=False)
     ] = None,
     validation: Annotated[
-        float, typer.Option(min=0.0, max=0.99, metavar="FRACTION", help="Keep so many of the documents aside.")
+        float,
+        typer.Option(
+            min=0.0, max=0.99, metavar="FRACTION", help="Fraction of the documents that are kept for validation."
+        ),
     ] = 0.0,
     limit: Limit = None,
 ) -> None:
@@ -137,7 +140,7 @@ def tokenize(
 def train_tokenizer_command(
     sources: Sources,
     vocab_size: Annotated[
-        int, typer.Option(min=258, help="256 bytes, 2 special tokens, and what is learnt.", show_default=False)
+        int, typer.Option(min=258, help="256 bytes, 2 special tokens, and the merges.", show_default=False)
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.", show_default=False)],
     text_key: TextKey = "text",
@@ -161,13 +164,18 @@ def inspect_data(
         ),
     ],
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option(min=0, help="Of the sample, or document of a token file, as stored.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="How many, from there on.")] = 1,
+    index: Annotated[
+        int, typer.Option(min=0, help="Index of the first sample, or of the first document of a token file.")
+    ] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Number of samples or documents.")] = 1,
     part: Annotated[
-        Literal["train", "validation"] | None, typer.Option(help="Of a run; left out: train.", show_default=False)
+        Literal["train", "validation"] | None, typer.Option(help="Part of a run; left out: train.", show_default=False)
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Of a token file, if not beside it.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Tokenizer of a token file, if it is not beside the file.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show samples as the model sees them: decoded, with document borders and trained parts."""
@@ -182,7 +190,7 @@ def inspect_data(
         return
     if overrides or part is not None:
         found = f"the override {overrides[0]}" if overrides else "--part"
-        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is none; leave it out")
+        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is not one; leave it out")
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
     from meshtrain.data.inspection import inspect_tokens

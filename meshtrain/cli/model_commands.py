@@ -1,7 +1,7 @@
 """The commands for the results of a run: checkpoints, ordinary models, generated text."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,15 +14,15 @@ Dtype = Annotated[
 ]
 
 
+def _argument(metavar: str, text: str) -> Any:
+    """Return a required argument with its help."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
 @app.command()
 def export(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint, or a run directory: its newest; may be a URL.", show_default=False
-        ),
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.", show_default=False)],
+    checkpoint: Annotated[str, _argument("CHECKPOINT", "A checkpoint, or a run directory: its newest; may be a URL.")],
+    folder: Annotated[Path, _argument("FOLDER", "The folder to write.")],
     dtype: Dtype = "original",
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
@@ -34,13 +34,8 @@ def export(
 
 @app.command()
 def merge(
-    folder: Annotated[
-        str,
-        typer.Argument(
-            metavar="FOLDER", help="What save_parallelized wrote, or a checkpoint; may be a URL.", show_default=False
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    folder: Annotated[str, _argument("FOLDER", "What save_parallelized wrote, or a checkpoint; may be a URL.")],
+    out: Annotated[Path, _argument("OUT", "The folder to write.")],
     dtype: Dtype = "original",
 ) -> None:
     """Join the files of all processes into a Hugging Face model. One process, no accelerator."""
@@ -52,9 +47,7 @@ def merge(
 
 @checkpoint_app.command("list")
 def list_checkpoints(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A run directory or its checkpoints; may be a URL.", show_default=False)
-    ],
+    directory: Annotated[str, _argument("DIR", "A run directory or its checkpoints; may be a URL.")],
 ) -> None:
     """Show the checkpoints of a run."""
     from meshtrain.checkpoint.show import show_checkpoints
@@ -65,10 +58,7 @@ def list_checkpoints(
 
 @checkpoint_app.command("verify")
 def verify_checkpoints(
-    directory: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them; may be a URL.", show_default=False),
-    ],
+    directory: Annotated[str, _argument("DIR", "A checkpoint, or a directory of them; may be a URL.")],
 ) -> None:
     """Read every file of checkpoints, and compare it with what was written."""
     from meshtrain.checkpoint.show import verify_checkpoints as verify_them
@@ -79,18 +69,8 @@ def verify_checkpoints(
 
 @checkpoint_app.command("convert")
 def convert_checkpoint(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="FROM",
-            help="A checkpoint, a run directory: its newest; or a Hugging Face folder.",
-            show_default=False,
-        ),
-    ],
-    target: Annotated[
-        str,
-        typer.Argument(metavar="TO", help="The Hugging Face folder, or where step-0 is written.", show_default=False),
-    ],
+    source: Annotated[str, _argument("FROM", "A checkpoint, a run directory: its newest; or a Hugging Face folder.")],
+    target: Annotated[str, _argument("TO", "The Hugging Face folder, or where step-0 is written.")],
     dtype: Dtype = "original",
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or a folder to a checkpoint to train from."""
@@ -104,13 +84,9 @@ def convert_checkpoint(
 def generate(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A checkpoint, or a run directory: its newest; or a Hugging Face model; may be a URL.",
-            show_default=False,
-        ),
+        _argument("CHECKPOINT", "A checkpoint, or a run directory: its newest; or a Hugging Face model; may be a URL."),
     ],
-    prompt: Annotated[list[str], typer.Option(help="The text to go on from; repeatable.", show_default=False)],
+    prompt: Annotated[list[str], typer.Option(help="The text to continue; repeatable.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Keys of the plan, such as mesh.tp=4.", show_default=False),
@@ -119,17 +95,22 @@ def generate(
         str | None,
         typer.Option(metavar="FILE", help="A plan file, for more than one process.", show_default=False),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How far, unless the model ends it earlier.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0.0, help="0: always the most likely token; left out: 0.8, or 0 with beams.", show_default=False
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likely tokens; 0: among all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among those that have this probability.")] = 1.0,
-    num_beams: Annotated[int, typer.Option(min=1, help="Follow so many likely texts, and give the best.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Draw among this number of the most likely tokens; 0: among all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Draw among the most likely tokens that together have this probability."),
+    ] = 1.0,
+    num_beams: Annotated[int, typer.Option(min=1, help="Number of beams; only the best text is printed.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
 ) -> None:
     """Continue prompts with a model. With torchrun and a plan or its keys: several processes."""
     from meshtrain.config.toml import load_plan

@@ -25,16 +25,18 @@ def train(
     overrides: Overrides = None,
     processes: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Start so many processes on this machine; `gpus`: one for each GPU."),
+        typer.Option(metavar="N", help="Start N processes on this machine; `gpus`: one for each GPU."),
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="With --processes: how often all start again after one was lost; else 0 times."),
+        typer.Option(
+            min=0, help="With --processes: number of restarts of all processes after one was lost; left out: 0."
+        ),
     ] = None,
 ) -> None:
     """Train a run, or resume it. Several processes: --processes; several machines: torchrun."""
     if processes is None and max_restarts is not None:
-        raise ConfigError("--max-restarts belongs to --processes; give both, or leave it out")
+        raise ConfigError("--max-restarts needs --processes; pass both, or leave it out")
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
@@ -116,7 +118,7 @@ def verify(
     The proof uses a tiny copy of the model.
     """
     if models == (run is not None):
-        raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; give one of them")
+        raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; pass one of them")
     if (models and json_file is not None) or (not models and (types or only_defaults or table is not None)):
         raise ConfigError(
             "--json belongs to a RUN, --type, --defaults and --table to --models; leave out what does not"
@@ -150,15 +152,15 @@ def _check_writable(option: str, file: Path) -> None:
     """
     try:
         if not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is not a directory; make it, or choose another place")
+            raise ConfigError(f"{option}: {file.parent} is not a directory; create it, or choose another one")
         if file.is_dir():
             # An empty name means the current directory.
-            raise ConfigError(f"{option}: {file} is a directory; give the name of a file")
+            raise ConfigError(f"{option}: {file} is a directory; pass the name of a file")
         is_new = not file.exists()
         # Only an attempt shows it: a file system may be read-only, or may not allow such names.
         file.open("a").close()
     except OSError as error:
-        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another place") from error
+        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another file") from error
     if is_new:
         file.unlink()
 

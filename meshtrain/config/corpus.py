@@ -199,7 +199,7 @@ class CorpusConfig(Settings):
     def _one_beginning(self) -> Self:
         if bool(self.sources) == (self.urls is not None):
             found = "both" if self.sources else "neither"
-            raise ValueError(f"{found} of `sources` and `urls` given; begin with existing documents or with links")
+            raise ValueError(f"{found} of `sources` and `urls` are set; set one: existing documents, or links")
         return self
 
     @model_validator(mode="after")
@@ -213,7 +213,7 @@ class CorpusConfig(Settings):
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
         if not self.steps:
-            raise ValueError(f"no step is given; add a table for each: [{'], ['.join(STEPS)}]")
+            raise ValueError(f"no step is set; add a table for each: [{'], ['.join(STEPS)}]")
         return self
 
     @model_validator(mode="after")

@@ -28,10 +28,10 @@ class TokenizerConfig(Settings):
     def _one_origin(self) -> Self:
         if self.path is not None and self.vocab_size is not None:
             raise ValueError(
-                "both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of a new one"
+                "both `path` and `vocab_size` are set; set one: an existing tokenizer, or the size of a new one"
             )
         if self.special_tokens and self.path is None:
-            raise ValueError("`special_tokens` are added to an existing tokenizer; give its `path`")
+            raise ValueError("`special_tokens` are added to an existing tokenizer; set its `path`")
         return self
 
 
@@ -138,7 +138,7 @@ class DataConfig(SourceConfig):
         both = [name for name in fields if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
         if self.sources and both:
             raise ValueError(
-                f"both `sources` and `{both[0]}` given; with several sources each has its own: "
+                f"both `sources` and `{both[0]}` are set; with several sources each has its own: "
                 f"`sources.{next(iter(self.sources))}.{both[0]}`"
             )
         return self
@@ -154,7 +154,7 @@ class DataConfig(SourceConfig):
                 raise ValueError(f'`{key}` is for `form` = "padded"; packed samples are all of one length')
         if self.group_by_length is not None and self.pad_to_multiple_of is None:
             raise ValueError(
-                "`group_by_length` spares nothing without `pad_to_multiple_of`: all batches are as wide as "
+                "`group_by_length` has no effect without `pad_to_multiple_of`: all batches are as wide as "
                 "`sequence_length`; set it, to 64 for instance"
             )
         return self
@@ -182,10 +182,10 @@ class DataConfig(SourceConfig):
                     f"`{key}` needs `tokenizer.path`: a tokenizer cannot be trained on what is only read once"
                 )
             if isinstance(source.validation, float) and source.validation:
-                raise ValueError(f"`{key}` has no documents to keep aside; give `validation` files of its own")
+                raise ValueError(f"`{key}` cannot keep documents aside; set `validation` to files of its own")
             if not source.repeat:
                 raise ValueError(
-                    f"`{key}` and `repeat` = false: where a stream ends is not known before; leave `repeat` out, "
+                    f"`{key}` and `repeat` = false: the end of a stream is not known in advance; leave `repeat` out, "
                     "`steps` ends the run"
                 )
             if self.group_by_length is not None:

@@ -83,7 +83,7 @@ def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
     if isinstance(value, dict):
         yield from ((key, message) for _, message in unusable_values(value))
     elif isinstance(value, int) and value not in _BITS_64:
-        yield key, f"a whole number of {value.bit_length():,} bits, and TOML has at most 64; give a smaller one"
+        yield key, f"a whole number of {value.bit_length():,} bits, and TOML has at most 64; use a smaller one"
     elif isinstance(value, str) and not _is_text(value):
         yield key, f"{value[:40]!r} is not UTF-8 text; fix it"
 

@@ -16,7 +16,7 @@ def path_problem(path: str) -> str | None:
     for letter in path:
         # A lone surrogate stands for a byte that is not UTF-8, which no configuration can hold.
         if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
-            return f"{_few(path)} has the character {letter!r}, which no path should have; take it out"
+            return f"{_few(path)} has the character {letter!r}, which no path should have; remove it"
     if "://" in path:
         return _scheme_problem(path)
     longest = max(path.split("/"), key=lambda name: len(name.encode()))
@@ -36,7 +36,7 @@ def _scheme_problem(url: str) -> str | None:
     for scheme in url.partition("://")[0].split("::"):
         if scheme not in known:
             near = get_close_matches(scheme.lower(), known, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}://'?" if near else "take one that it has, such as 's3://', or a directory"
+            hint = f"did you mean '{near[0]}://'?" if near else "use one that it has, such as 's3://', or a directory"
             return f"{_few(url)}: fsspec knows no file system {_few(scheme + '://')}; {hint}"
     return None
 

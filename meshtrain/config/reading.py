@@ -169,7 +169,7 @@ def _missing(name: str, path: Path) -> str | None:
         return None
     # A device may have no end. A pipe is accepted: a shell passes one in place of <(command).
     if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-        return f"{str(path)!r} is a device and no file; name a .toml or .json file"
+        return f"{str(path)!r} is a device and not a file; name a .toml or .json file"
     return None
 
 

@@ -72,7 +72,7 @@ class ModelConfig(Settings):
     def _one_origin(self) -> Self:
         if (self.path is None) == (self.type is None):
             found = "neither" if self.path is None else "both"
-            raise ValueError(f"{found} of `path` and `type` given; give one: where the model is, or its type")
+            raise ValueError(f"{found} of `path` and `type` are set; set one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
             raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
         if self.enlarge_vocabulary and self.weights != "pretrained":
@@ -81,7 +81,7 @@ class ModelConfig(Settings):
                 "new model `config` = { vocab_size = ... }"
             )
         if self.path is not None and "://" in self.path:
-            raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and give that")
+            raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and set `path` to that")
         return self
 
 
@@ -89,7 +89,7 @@ class OptimizerConfig(Settings):
     """The optimizer, AdamW."""
 
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 3e-4
-    """Highest learning rate; `[learning_rate]` says how it changes over the run."""
+    """Highest learning rate; `[learning_rate]` defines how it changes over the run."""
     beta1: Fraction = 0.9
     """Decay rate of the mean of the gradients."""
     beta2: Fraction = 0.95
@@ -198,9 +198,9 @@ class RunConfig(Settings):
     """Seed of the initial weights, of the order of the samples and of dropout. Weights and order are
     the same on every mesh."""
     steps: Count | None = None
-    """Length of the run in optimizer steps. Give this or `epochs`."""
+    """Length of the run in optimizer steps. Set this or `epochs`."""
     epochs: Count | None = None
-    """Length of the run in passes over the training data. Give this or `steps`."""
+    """Length of the run in passes over the training data. Set this or `steps`."""
     stop_after: Annotated[str, AfterValidator(_checked_duration)] | None = None
     """Save and stop at the first step that ends this long after the start, such as "3h30m",
     "90m" or "45s". Use it in queues with a time limit. Left out: never."""
@@ -230,15 +230,15 @@ class RunConfig(Settings):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both"
-            raise ValueError(f"{found} of `steps` and `epochs` given; give one")
+            raise ValueError(f"{found} of `steps` and `epochs` are set; set one")
         return self
 
     @model_validator(mode="after")
     def _local_run_directory(self) -> Self:
         if "://" in self.run_directory:
             raise ValueError(
-                f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; give a "
-                "local directory, and the URL as `checkpoint.directory`"
+                f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; set "
+                "it to a local directory, and `checkpoint.directory` to the URL"
             )
         return self
 
@@ -246,8 +246,8 @@ class RunConfig(Settings):
     def _tokens_to_enlarge_by(self) -> Self:
         if self.model.enlarge_vocabulary and self.data.tokenizer.path is None:
             raise ValueError(
-                "`model.enlarge_vocabulary` = true, but there is no `data.tokenizer.path` that says how many tokens "
-                "there are; name the tokenizer of the model"
+                "`model.enlarge_vocabulary` = true, but `data.tokenizer.path`, which defines the number of "
+                "tokens, is not set; name the tokenizer of the model"
             )
         return self
 
@@ -255,8 +255,8 @@ class RunConfig(Settings):
     def _rewind_to_something(self) -> Self:
         if self.bad_steps.policy == "rewind" and self.checkpoint.every is None:
             raise ValueError(
-                '`bad_steps.policy` = "rewind" goes back to a checkpoint, and without `checkpoint.every` there is none '
-                "before the end; set it"
+                '`bad_steps.policy` = "rewind" goes back to a checkpoint, and without `checkpoint.every` none is '
+                "saved before the end; set it"
             )
         return self
 

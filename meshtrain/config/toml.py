@@ -108,7 +108,7 @@ def _as_written(value: Any, source: SettingSource, above: Key = ()) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise ConfigError(problem(source, above, f"a key is {described(name)}; give strings for keys"))
+                raise ConfigError(problem(source, above, f"a key is {described(name)}; use strings for keys"))
         return {name: _as_written(below, source, (*above, name)) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [_as_written(entry, source, above) for entry in value]

@@ -23,7 +23,9 @@ def begin_at_step_0(config: RunConfig) -> None:
     with failing_together(CheckpointError):
         if is_first_rank() and (last_step := check_beginning(config)):
             path = shown_path(Path(config.run_directory) / METRICS_NAME)
-            console.line(f"{path} ends with step {last_step:,}, but no checkpoint was saved: again from step 0")
+            console.line(
+                f"{path} ends with step {last_step:,}, but no checkpoint was saved: the run starts at step 0 again"
+            )
 
 
 def check_beginning(config: RunConfig) -> int:
@@ -50,8 +52,9 @@ def check_beginning(config: RunConfig) -> int:
     if saved is not None:
         checkpoint = saved if "://" in saved else shown_path(Path(saved))
         raise CheckpointError(
-            f"{shown_path(path)} ends with step {last_step:,}, and {checkpoint} was saved, but {_what_is_missing(root)}; bring the checkpoint back or set checkpoint.directory to where "
-            f"it lies. To start again at step 0, choose another run_directory or remove {shown_path(path)}"
+            f"{shown_path(path)} ends with step {last_step:,}, and {checkpoint} was saved, but "
+            f"{_what_is_missing(root)}; restore the checkpoint, or set checkpoint.directory to where "
+            f"it is. To start again at step 0, choose another run_directory or remove {shown_path(path)}"
         )
     return last_step
 

@@ -73,8 +73,8 @@ def check_directory(config: RunConfig) -> None:
         raise ConfigError(
             [
                 *(f"{shown_path(path)}: {difference}" for difference in different),
-                f"{shown_path(directory)} holds another run: choose another run_directory, resume that run unchanged, or, "
-                f"if it shall go on in another way, change {shown_path(path)} too",
+                f"{shown_path(directory)} holds another run: choose another run_directory, resume that run unchanged, "
+                f"or, to continue it with other settings, change {shown_path(path)} too",
             ]
         )
 
@@ -122,9 +122,9 @@ def _check_writable(directory: Path) -> None:
     # `Path.exists()` is not used: it raises an error if the parent directory may not be searched.
     existing = next(place for place in (directory, *directory.parents) if os.path.exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "no directory" if not existing.is_dir() else "not yours to write"
+        what = "not a directory" if not existing.is_dir() else "not writable"
         raise ConfigError(
-            f"run_directory = {shown_path(directory)}: {shown_path(existing)} is {what}; choose another place"
+            f"run_directory = {shown_path(directory)}: {shown_path(existing)} is {what}; choose another directory"
         )
 
 

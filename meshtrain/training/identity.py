@@ -100,8 +100,8 @@ class Identity:
             raise CheckpointError(
                 [
                     *(f"{shown_location(checkpoint)}: {problem}" for problem in problems),
-                    f"{shown_path(Path(self.config.run_directory))} holds another run: choose another run_directory, or "
-                    "give this one back what it was started with",
+                    f"{shown_path(Path(self.config.run_directory))} holds another run: choose another run_directory, "
+                    "or restore the settings that this one started with",
                 ]
             )
         return manifest

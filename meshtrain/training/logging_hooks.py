@@ -69,7 +69,7 @@ class MetricsHook(Hook):
     def _report(self, state: RunState) -> None:
         # Only the first rank writes, and the others have to stop with it.
         if self._writer is not None and self._writer.problem is not None:
-            advice = "training stopped; make room, then restart: it resumes from its newest checkpoint"
+            advice = "training stopped; free disk space, then restart: it resumes from its newest checkpoint"
             state.report_problem(f"{self._writer.problem}; {advice}")
 
     def _close(self) -> None:

@@ -65,7 +65,9 @@ def run_loop(run: Run, parameters_checksum: str | None) -> int:
         CheckpointError: if a checkpoint cannot be written, or none is intact to go back to.
     """
     if run.state.step >= run.num_steps:
-        console.line(f"Nothing to do: {run.state.step:,} of {run.num_steps:,} steps are done; raise `steps` to go on")
+        console.line(
+            f"Nothing to do: {run.state.step:,} of {run.num_steps:,} steps are done; raise `steps` to continue"
+        )
         return 0
     note = {"parameters_checksum": parameters_checksum} if parameters_checksum else {}
     try:

@@ -47,7 +47,7 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
 
     ignored = [key for key in IGNORED.get(config.name, ()) if getattr(config, key)]
     if ignored:
-        what = f"the schedule {config.name!r} takes none; leave it out"
+        what = f"the schedule {config.name!r} does not use it; leave it out"
         raise ConfigError(f"learning_rate.{key}: {what}" for key in ignored)
     carrier: Optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=base)
     try:

@@ -145,7 +145,7 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[s
     if foreign:
         shapes = sorted({str(tuple(slot.parameter.shape)) for slot in foreign})
         problems.append(
-            f"the optimizer holds {len(foreign)} that are no parameters of the model, of shape {', '.join(shapes[:3])}"
+            f"the optimizer holds {len(foreign)} that are not parameters of the model, of shape {', '.join(shapes[:3])}"
             "; make it from the parallel model, or call meshtrain.rebind(optimizer)"
         )
     what = f"{type(optimizer).__name__} keeps"
@@ -155,7 +155,7 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[s
             if key in names and kind_of(state, value, slot.parameter) is None:
                 found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 problems.append(
-                    f"{what} {state!r} of {names[key]} as {found}; a checkpoint takes numbers, and tensors of the "
+                    f"{what} {state!r} of {names[key]} as {found}; a checkpoint holds numbers, and tensors of the "
                     f"shape of the parameter, here {shape}; use an optimizer that keeps nothing else"
                 )
     return problems[:1]

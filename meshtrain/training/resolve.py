@@ -111,7 +111,7 @@ def check_vocabulary(num_tokens: int, hf_config: PretrainedConfig) -> None:
     vocab_size = hf_config.get_text_config().vocab_size
     if num_tokens > vocab_size:
         raise DataError(
-            f"the tokenizer has {num_tokens:,} tokens, the model's vocabulary has room for {vocab_size:,}; set "
+            f"the tokenizer has {num_tokens:,} tokens, the model's vocabulary has {vocab_size:,}; set "
             f"model.config.vocab_size = {num_tokens} or more for a new model, model.enlarge_vocabulary = true for a "
             "pretrained one, or use the tokenizer that belongs to it"
         )
@@ -122,7 +122,7 @@ def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
         return
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
-            f"{type(model).__name__} takes no position_ids, by which documents are kept apart; set data.documents = "
+            f"{type(model).__name__} does not accept position_ids, which keep documents apart; set data.documents = "
             '"joined", or data.form = "padded"'
         )
     constant = constant_length(model)

@@ -103,10 +103,12 @@ def _num_steps(config: RunConfig, dataset: Dataset) -> int:
         dataset.check_steps(config.steps)
         return config.steps
     if dataset.order.steps_per_epoch is None:
-        raise ConfigError(f"`epochs` = {config.epochs}, but a mixture has none, each source has its own; give `steps`")
+        raise ConfigError(
+            f"`epochs` = {config.epochs}, but a mixture has no epochs, each source has its own; set `steps`"
+        )
     if dataset.streams:
         raise ConfigError(
-            f"`epochs` = {config.epochs}, but data.streaming: where a stream ends is not known before; give `steps`"
+            f"`epochs` = {config.epochs}, but data.streaming: the end of a stream is not known in advance; set `steps`"
         )
     return config.epochs * dataset.order.steps_per_epoch
 
@@ -121,7 +123,7 @@ def _agree_on_data(data: PreparedData) -> None:
     others = sorted({host for host, identity in answers if identity != answers[0][1]})
     problem = (
         f"the data of {name_some(others)} is not that of {answers[0][0]}: text, tokenizer or Python version differs; "
-        "give all machines the same files"
+        "use the same files on all machines"
     )
     raise_together([problem] if others else [], DataError)
 
@@ -143,8 +145,8 @@ def _write_resolved(run: Run) -> None:
                 write_resolved(run.config, run.identity.plan)
             except OSError as error:
                 raise ConfigError(
-                    f"cannot write into {run.config.run_directory}: {error.strerror}; make room, or set run_directory "
-                    "to another place"
+                    f"cannot write into {run.config.run_directory}: {error.strerror}; free disk space, or set "
+                    "run_directory to another directory"
                 ) from error
 
 

@@ -136,12 +136,14 @@ def rewind(run: Run, bad: BadStep) -> None:
     try:
         run.dataset.check_steps(run.num_steps, len(left_out))
     except DataError as error:
-        raise TrainingStopped([f"step {bad.step}: {bad.fault}; it cannot be left out", *error.problems]) from error
+        raise TrainingStopped(
+            [f"step {bad.step}: {bad.fault}; this batch cannot be left out", *error.problems]
+        ) from error
     _restore(run, checkpoint, read_manifest(checkpoint))
     history.left_out = left_out
     console.line(
-        f"Step {bad.step:,} is bad: {bad.fault}. Back to {shown_location(checkpoint)}, and on without the samples of "
-        f"that step: {name_samples(bad.sample_ids)}. Batches left out so far: {len(left_out)}"
+        f"Step {bad.step:,} is bad: {bad.fault}. The run goes back to {shown_location(checkpoint)}, and continues "
+        f"without the samples of that step: {name_samples(bad.sample_ids)}. Batches left out so far: {len(left_out)}"
     )
 
 
@@ -170,8 +172,8 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
         return
     if enlarges:
         raise ModelError(
-            f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint; export it, and give the "
-            "Hugging Face directory that comes of it as model.path"
+            f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint; export it, and set "
+            "model.path to the exported directory"
         )
     _restore_buffers(pipeline)
     load_weights_of(Path(config.model.path), pipeline)

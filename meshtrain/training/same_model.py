@@ -32,7 +32,7 @@ def check_same_kind(checkpoint: Location, manifest: Manifest, config: Pretrained
     Raises:
         CheckpointError: on all processes alike, if it has another kind.
     """
-    advice = f"meshtrain.build_model({str(checkpoint)!r}) builds the model that it is of"
+    advice = f"meshtrain.build_model({str(checkpoint)!r}) builds its model"
     raise_together(
         [f"{checkpoint}: {found}; {advice}" for found in kind_differences(manifest, config)], CheckpointError
     )
@@ -53,7 +53,7 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
             {f"config.{name}": value for name, value in config_values(side).items() if not _FREE.fullmatch(name)}
             for side in (there, config)
         ]
-        advice = "build the model as it was, or take the weights alone with meshtrain.load_weights"
+        advice = "build the model as it was, or load the weights alone with meshtrain.load_weights"
         if found := differences(*sides):
             raise CheckpointError(Problem(difference, advice, about=str(checkpoint)) for difference in found)
 

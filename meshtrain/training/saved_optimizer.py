@@ -55,7 +55,7 @@ def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimiz
 def optimizer_problems(there: SavedOptimizer, here: SavedOptimizer) -> list[str]:
     """Return what prevents loading a saved optimizer into this one, one line each."""
     if there.name != here.name:
-        return [f"the optimizer is {there.name} there and {here.name} here; go on with the same one"]
+        return [f"the optimizer is {there.name} there and {here.name} here; continue with the same one"]
     groups_there, groups_here = (
         {name: index for index, group in enumerate(saved.groups) for name in group.parameters}
         for saved in (there, here)
@@ -167,7 +167,7 @@ def _merge(ranks: Iterable[_RankOptimizer]) -> SavedOptimizer:
             if kinds.setdefault(state, kind) != kind:
                 raise CheckpointError(
                     f"{one.name} keeps {state!r} as {KINDS[kinds[state]]} of one parameter and as {KINDS[kind]} of "
-                    "another; a checkpoint takes one kind"
+                    "another; a checkpoint holds one kind"
                 )
         groups |= {fqn: group for fqn, group, _ in one.parameters if group is not None}
         name, options = one.name, one.options

@@ -53,7 +53,7 @@ def save_state(
             that a checkpoint cannot hold.
         TrainingStopped: the same on all processes: a value is not finite.
     """
-    problems = [] if keep >= 1 else [f"keep = {keep}: at least the checkpoint that is written stays; give 1 or more"]
+    problems = [] if keep >= 1 else [f"keep = {keep}: the checkpoint that is written must stay; pass 1 or more"]
     raise_together(problems, CheckpointError)
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     with locked_together(root):
@@ -92,7 +92,8 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         if missing_ok:
             return None
         raise CheckpointError(
-            f"{where} has no checkpoint: no step-N directory with a manifest; give one, or missing_ok"
+            f"{where} has no checkpoint: no step-N directory with a manifest; pass another directory, or "
+            "missing_ok=True"
         )
     manifest = _read_manifest(checkpoint)
     check_same_model(checkpoint, manifest, pipeline.stages[0].model.config)
@@ -140,8 +141,8 @@ def _check_nothing_is_later(root: Location, step: int) -> None:
     for later in [path for path in agreed_checkpoints(root) if step_of(path) > step]:
         if not find_damage(later):
             raise CheckpointError(
-                f"step {step} is to be saved, but {later} is later, and a restart would go on from there; remove what "
-                "was given up, or save into another directory"
+                f"step {step} is to be saved, but {later} is later, and a restart would continue from there; remove "
+                "later checkpoints, or save into another directory"
             )
 
 
@@ -150,8 +151,8 @@ def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | Non
         return optimizer_problems(there, here)
     if there is None and here is None:
         return []
-    advice = "give both the same, or load the weights alone with load_weights"
+    advice = "use the same optimizer, or load the weights alone with load_weights"
     if here is None:
         assert there is not None
-        return [f"it holds what {there.name} remembers, and the state has no optimizer; {advice}"]
-    return [f"it holds nothing of an optimizer, and the state has {here.name}; {advice}"]
+        return [f"it holds state of {there.name}, and the state to load has no optimizer; {advice}"]
+    return [f"it holds no optimizer state, and the state to load has {here.name}; {advice}"]

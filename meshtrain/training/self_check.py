@@ -256,7 +256,7 @@ def _unequal_ties(held: list[Held]) -> Iterable[str]:
 
 
 def _unequal_batches(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> Iterable[str]:
-    mesh, values = pipeline.mesh, {**batch, "what is trained on": batch["labels"] != IGNORE_INDEX}
+    mesh, values = pipeline.mesh, {**batch, "trained tokens": batch["labels"] != IGNORE_INDEX}
     # Stages between the embedding and the head read no tokens.
     has_tokens = pipeline.has_first_stage or pipeline.has_last_stage
     is_read = torch.tensor([has_tokens or name not in TOKENS for name in values])
@@ -293,7 +293,7 @@ def _unequal_gradients(pipeline: Pipeline) -> Iterable[str]:
         group = ", ".join(map(str, dist.get_process_group_ranks(mesh.get_group(TP))))
         yield (
             f"gradients differ between the ranks {group} of a tp group (more than {tolerance:.0e} of their largest "
-            f"element), although each holds the whole parameter: {name_some(different)}; is a sum over tp missing?"
+            f"element), although each holds the full parameter: {name_some(different)}; is a sum over tp missing?"
         )
 
 

@@ -141,7 +141,7 @@ def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str
     name = case.architecture + (f" with {', '.join(flags)}" if flags else "")
     if multiprocessing.current_process().daemon:
         raise ModelError(
-            f"{name} is new here, and a daemonic process may not start the others that a proof takes; {switch}"
+            f"{name} is new here, and a daemonic process may not start the processes that a proof needs; {switch}"
         )
     what = "its documents apart" if case.rows == "separate" else "the plan"
     console.line(f"{name} is new here: proving {what} on a tiny copy of it")

@@ -138,8 +138,8 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
         text: PretrainedConfig = config.get_text_config()
     except ValueError as error:
         raise ModelError(
-            f"a {config.model_type} configuration holds more than one text model, and transformers does not say which "
-            "is the language model"
+            f"a {config.model_type} configuration holds more than one text model, and transformers does not define "
+            "which is the language model"
         ) from error
     return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
 
@@ -166,7 +166,7 @@ def shrink(
     text = config.get_text_config()
     if not hasattr(text, "num_hidden_layers"):
         parts = f"; it holds several models ({', '.join(config.sub_configs)})" if config.sub_configs else ""
-        raise ModelError(f"a {config.model_type} configuration does not say how many layers there are{parts}")
+        raise ModelError(f"a {config.model_type} configuration has no number of layers{parts}")
     try:
         small = type(text)(**_small_values(text, num_layers, tp=tp, heads=heads) | _small_rope(text, short))
         if text is config:

@@ -21,22 +21,22 @@ from tests.parity import MODELS
 from tests.ranks import run_on_ranks
 
 A_PLAN = (
-    'give a table such as {"mesh": {"tp": 4}}, a .toml or .json file, or the name of a shipped plan, such as '
+    'pass a table such as {"mesh": {"tp": 4}}, a .toml or .json file, or the name of a shipped plan, such as '
     "'families/gpt2'"
 )
-A_SOURCE = "give a directory, a hub id or a configuration"
-AN_OPTIMIZER = "give an optimizer, such as torch.optim.AdamW(model.parameters())"
-A_STATE = "give a meshtrain.TrainState(model, optimizer, step, values)"
-A_DTYPE = "give torch.float64, torch.float32, torch.bfloat16, torch.float16"
-A_NORM = "give a number above 0, or inf to measure only"
-PROMPTS = 'give token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
+A_SOURCE = "pass a directory, a hub id or a configuration"
+AN_OPTIMIZER = "pass an optimizer, such as torch.optim.AdamW(model.parameters())"
+A_STATE = "pass a meshtrain.TrainState(model, optimizer, step, values)"
+A_DTYPE = "pass torch.float64, torch.float32, torch.bfloat16, torch.float16"
+A_NORM = "pass a number above 0, or inf to measure only"
+PROMPTS = 'pass token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
 JSON = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
 WRAPPED = (
     "has copies or shards of its own; pass the model inside (model.module), the plan does the same: "
     '{"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
 )
-OVERRIDES = "give a list of strings, such as ['mesh.tp=4']"
-A_RUN = "give what meshtrain.load_run(path) returns"
+OVERRIDES = "pass a list of strings, such as ['mesh.tp=4']"
+A_RUN = "pass what meshtrain.load_run(path) returns"
 
 
 class NeverCalled(meshtrain.Hook):
@@ -78,24 +78,24 @@ def plans() -> dict[str, Mistake]:
         "a class": (dict, f"plan is the class dict; {A_PLAN}"),
         "bytes": (b"{}", f"plan is b'{{}}'; {A_PLAN}"),
         "no name": ("", f"plan is the string ''; {A_PLAN}"),
-        "a key that is a number": ({1: 2}, "plan: a key is 1; give strings for keys"),
-        "a key further down": ({"mesh": {None: 2}}, "plan: mesh: a key is None; give strings for keys"),
+        "a key that is a number": ({1: 2}, "plan: a key is 1; use strings for keys"),
+        "a key further down": ({"mesh": {None: 2}}, "plan: mesh: a key is None; use strings for keys"),
     }
     run, plan = meshtrain.load_run, meshtrain.load_plan
-    no_path = "load_plan: path_or_name is 3; give a .toml or .json file, or the name of a shipped plan, such as "
+    no_path = "load_plan: path_or_name is 3; pass a .toml or .json file, or the name of a shipped plan, such as "
     return {
         **{
             f"plan: {name}": (partial(meshtrain.build_mesh, it), ConfigError, said)
             for name, (it, said) in by_plan.items()
         },
-        "load_run None": (lambda: run(None), ConfigError, "load_run: path is None; give a .toml or .json file"),
+        "load_run None": (lambda: run(None), ConfigError, "load_run: path is None; pass a .toml or .json file"),
         "load_plan 3": (lambda: plan(3), ConfigError, f"{no_path}'families/gpt2'"),
         "one override": (
             lambda: run("run.toml", "steps=3"),
             ConfigError,
             f"overrides is the string 'steps=3'; {OVERRIDES}",
         ),
-        "no override": (lambda: run("run.toml", [3]), ConfigError, "overrides[0] is 3; give a string"),
+        "no override": (lambda: run("run.toml", [3]), ConfigError, "overrides[0] is 3; pass a string"),
         "overrides None": (lambda: plan(None, None), ConfigError, f"overrides is None; {OVERRIDES}"),
         "train a path": (
             lambda: meshtrain.train("run.toml"),
@@ -113,9 +113,9 @@ def plans() -> dict[str, Mistake]:
 def hooks() -> dict[str, Mistake]:
     """Return values that are not hooks, or hooks that would not be called."""
     given = {
-        "None": (None, "hooks is None; give a list of them, such as [hook]"),
-        "one": (meshtrain.Hook(), "hooks is a Hook; give a list of them, such as [hook]"),
-        "class": ([NeverCalled], "hooks[0] is the class NeverCalled; give an object of a subclass of meshtrain.Hook"),
+        "None": (None, "hooks is None; pass a list of them, such as [hook]"),
+        "one": (meshtrain.Hook(), "hooks is a Hook; pass a list of them, such as [hook]"),
+        "class": ([NeverCalled], "hooks[0] is the class NeverCalled; pass an object of a subclass of meshtrain.Hook"),
         "misspelt": (
             [NeverCalled()],
             "NeverCalled.on_steps would never be called, a hook has no such method; did you mean 'on_step'?",
@@ -145,21 +145,21 @@ def models() -> dict[str, Mistake]:
     parallelize = partial(meshtrain.parallelize, stock, {})
     build = meshtrain.build_model
     arguments: dict[str, tuple[dict[str, Any], str]] = {
-        "micro 0": ({"micro_batch_size": 0}, "micro_batch_size is 0; give a whole number from 1"),
-        "micro 2.5": ({"micro_batch_size": 2.5}, "micro_batch_size is 2.5; give a whole number from 1"),
-        "micro 2": ({"micro_batch_size": "2"}, "micro_batch_size is the string '2'; give a whole number from 1"),
-        "micro None": ({"micro_batch_size": None}, "micro_batch_size is None; give a whole number from 1"),
-        "seed": ({"seed": 1.5}, "seed is 1.5; give a whole number"),
-        "prove": ({"prove_unknown_class": "no"}, "prove_unknown_class is the string 'no'; give True or False"),
-        "mesh": ({"mesh": {"tp": 1}}, "mesh is a dict; give what meshtrain.build_mesh(plan) returns, or None"),
+        "micro 0": ({"micro_batch_size": 0}, "micro_batch_size is 0; pass a whole number from 1"),
+        "micro 2.5": ({"micro_batch_size": 2.5}, "micro_batch_size is 2.5; pass a whole number from 1"),
+        "micro 2": ({"micro_batch_size": "2"}, "micro_batch_size is the string '2'; pass a whole number from 1"),
+        "micro None": ({"micro_batch_size": None}, "micro_batch_size is None; pass a whole number from 1"),
+        "seed": ({"seed": 1.5}, "seed is 1.5; pass a whole number"),
+        "prove": ({"prove_unknown_class": "no"}, "prove_unknown_class is the string 'no'; pass True or False"),
+        "mesh": ({"mesh": {"tp": 1}}, "mesh is a dict; pass what meshtrain.build_mesh(plan) returns, or None"),
     }
     built: dict[str, tuple[Callable[[], Any], str]] = {
         "None": (lambda: build(None), f"source is None; {A_SOURCE}"),
         "a model": (lambda: build(stock), f"source is a GPT2LMHeadModel; {A_SOURCE}"),
         "dtype None": (lambda: build(config, dtype=None), f"dtype is None; {A_DTYPE}"),
         "dtype": (lambda: build(config, dtype="half-ish"), f"dtype is the string 'half-ish'; {A_DTYPE}"),
-        "attention": (lambda: build(config, attention=3), "attention is 3; give 'eager', 'sdpa' or another name of "),
-        "trust": (lambda: build("x", trust_remote_code="no"), "trust_remote_code is the string 'no'; give True or F"),
+        "attention": (lambda: build(config, attention=3), "attention is 3; pass 'eager', 'sdpa' or another name of "),
+        "trust": (lambda: build("x", trust_remote_code="no"), "trust_remote_code is the string 'no'; pass True or F"),
     }
     return {
         **{
@@ -218,7 +218,7 @@ def values(model: Any) -> dict[str, Mistake]:
             f"seed {said}": (
                 partial(meshtrain.initialize, model, it),
                 ModelError,
-                f"initialize: seed is {said}; give a whole number",
+                f"initialize: seed is {said}; pass a whole number",
             )
             for said, it in seeds.items()
         },
@@ -235,12 +235,12 @@ def values(model: Any) -> dict[str, Mistake]:
         "load None": (
             lambda: meshtrain.load_weights(model, None),
             ModelError,
-            "load_weights: folder is None; give a directory or a hub id",
+            "load_weights: folder is None; pass a directory or a hub id",
         ),
         "enlarge": (
             lambda: meshtrain.load_weights(model, "x", enlarge_vocabulary="no"),
             ModelError,
-            "load_weights: enlarge_vocabulary is the string 'no'; give True or False",
+            "load_weights: enlarge_vocabulary is the string 'no'; pass True or False",
         ),
         "generate text": (
             lambda: meshtrain.generate(model, "hello"),
@@ -256,12 +256,12 @@ def states(model: Any, folder: Path) -> dict[str, Mistake]:
     file = folder / "file"
     file.write_text("x")
     given: dict[str, tuple[dict[str, Any], str]] = {
-        "step -3": ({"step": -3}, "save_checkpoint: state.step is -3; give a whole number from 0"),
-        "step 3": ({"step": "3"}, "save_checkpoint: state.step is the string '3'; give a whole number from 0"),
-        "step 1.5": ({"step": 1.5}, "save_checkpoint: state.step is 1.5; give a whole number from 0"),
-        "step None": ({"step": None}, "save_checkpoint: state.step is None; give a whole number from 0"),
-        "step True": ({"step": True}, "save_checkpoint: state.step is True; give a whole number from 0"),
-        "values": ({"values": [1]}, "save_checkpoint: state.values is a list; give a dict, such as {'position': 3}"),
+        "step -3": ({"step": -3}, "save_checkpoint: state.step is -3; pass a whole number from 0"),
+        "step 3": ({"step": "3"}, "save_checkpoint: state.step is the string '3'; pass a whole number from 0"),
+        "step 1.5": ({"step": 1.5}, "save_checkpoint: state.step is 1.5; pass a whole number from 0"),
+        "step None": ({"step": None}, "save_checkpoint: state.step is None; pass a whole number from 0"),
+        "step True": ({"step": True}, "save_checkpoint: state.step is True; pass a whole number from 0"),
+        "values": ({"values": [1]}, "save_checkpoint: state.values is a list; pass a dict, such as {'position': 3}"),
         "nan": ({"values": {"a": float("nan")}}, f"state.values['a'] is nan, which JSON does not have; {JSON}"),
         "optimizer": ({"optimizer": "adam"}, f"save_checkpoint: state.optimizer is the string 'adam'; {AN_OPTIMIZER}"),
         "class": ({"optimizer": Adam}, f"save_checkpoint: state.optimizer is the class Adam; {AN_OPTIMIZER}"),
@@ -272,16 +272,16 @@ def states(model: Any, folder: Path) -> dict[str, Mistake]:
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "save None": (lambda: save(None), f"save_checkpoint: state is None; {A_STATE}"),
         "save model": (lambda: save(model), f"save_checkpoint: state is a GPT2LMHeadModel; {A_STATE}"),
-        "keep 3": (lambda: save(state, keep="3"), "save_checkpoint: keep is the string '3'; give a whole number"),
-        "keep 1.5": (lambda: save(state, keep=1.5), "save_checkpoint: keep is 1.5; give a whole number"),
-        "keep None": (lambda: save(state, keep=None), "save_checkpoint: keep is None; give a whole number"),
-        "keep 0": (lambda: save(state, keep=0), "keep = 0: at least the checkpoint that is written stays; give 1 or "),
+        "keep 3": (lambda: save(state, keep="3"), "save_checkpoint: keep is the string '3'; pass a whole number"),
+        "keep 1.5": (lambda: save(state, keep=1.5), "save_checkpoint: keep is 1.5; pass a whole number"),
+        "keep None": (lambda: save(state, keep=None), "save_checkpoint: keep is None; pass a whole number"),
+        "keep 0": (lambda: save(state, keep=0), "keep = 0: the checkpoint that is written must stay; pass 1 or "),
     }
     for call in (meshtrain.save_checkpoint, meshtrain.load_checkpoint):
         name = call.__name__
         at: dict[str, Any] = {"None": None, "3": 3, "the string ''": ""}
         for said, it in at.items():
-            calls[f"{name} in {said}"] = (partial(call, it, state), f"{name}: directory is {said}; give a path or URL")
+            calls[f"{name} in {said}"] = (partial(call, it, state), f"{name}: directory is {said}; pass a path or URL")
         said = f"{name}: directory = '{file}' is a file; pass the directory of the checkpoints"
         calls[f"{name} in a file"] = (partial(call, file, state), said)
     return {
@@ -298,19 +298,19 @@ def folders(model: Any, folder: Path) -> dict[str, Mistake]:
     save, lay = meshtrain.save_pretrained, meshtrain.save_parallelized
     never = folder / "never"
     calls: dict[str, tuple[Callable[[], Any], str]] = {
-        "None": (lambda: save(model, None), "save_pretrained: folder is None; give a path"),
+        "None": (lambda: save(model, None), "save_pretrained: folder is None; pass a path"),
         "a URL": (lambda: save(model, "s3://b/x"), "save_pretrained: folder = 's3://b/x' is a URL; pass a folder of "),
         "dtype": (lambda: save(model, never, dtype="nope"), f"save_pretrained: dtype is the string 'nope'; {A_DTYPE}"),
         "tokenizer": (
             lambda: save(model, never, tokenizer=3),
-            "save_pretrained: tokenizer is 3; give a tokenizer, or ",
+            "save_pretrained: tokenizer is 3; pass a tokenizer, or ",
         ),
         "size": (
             lambda: save(model, never, max_shard_size=-1),
-            "save_pretrained: max_shard_size is -1; give '5GB', or",
+            "save_pretrained: max_shard_size is -1; pass '5GB', or",
         ),
-        "parts None": (lambda: lay(model, None), "save_parallelized: folder is None; give a path"),
-        "parts": (lambda: lay(model, never, tokenizer=3), "save_parallelized: tokenizer is 3; give a tokenizer, or a"),
+        "parts None": (lambda: lay(model, None), "save_parallelized: folder is None; pass a path"),
+        "parts": (lambda: lay(model, never, tokenizer=3), "save_parallelized: tokenizer is 3; pass a tokenizer, or a"),
         "state_dict": (
             lambda: model.save_pretrained(never, state_dict={}),
             "save_pretrained: state_dict is a dict, and a parallel model writes the values that it has; leave it out",

@@ -188,15 +188,14 @@ def load_another(directory: Path) -> list[str]:
 
 def test_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(tmp_path: Path) -> None:
     heads, theta, kind, weights = run_on_ranks(2, load_another, tmp_path)[0]
-    advice = "build the model as it was, or take the weights alone with meshtrain.load_weights"
+    advice = "build the model as it was, or load the weights alone with meshtrain.load_weights"
     assert f"/step-1: config.num_attention_heads is 4 there and 8 here; {advice}" in heads
     assert re.search(
         r"/step-1: config.rope_parameters is \{.*10000.0.*\} there and \{.*50.0.*\} here; build the", theta
     )
     assert kind == weights
     assert kind == (
-        "/step-1: the model is a llama there and a mistral here; meshtrain.build_model('/step-1') builds the model "
-        "that it is of"
+        "/step-1: the model is a llama there and a mistral here; meshtrain.build_model('/step-1') builds its model"
     )
 
 
@@ -219,7 +218,7 @@ def save_an_earlier_step(directory: Path) -> str:
 
 def test_save_beside_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
     assert run_on_ranks(2, save_an_earlier_step, tmp_path)[0] == (
-        "step 150 is to be saved, but /step-200 is later, and a restart would go on from there; remove what was given "
-        "up, or save into another directory"
+        "step 150 is to be saved, but /step-200 is later, and a restart would continue from there; remove later "
+        "checkpoints, or save into another directory"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-150", "step-200"]

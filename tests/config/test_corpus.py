@@ -52,13 +52,13 @@ def test_dumped_corpus_loads_back_equal(write):
 
 
 MISTAKES = {
-    ("sources=",): "neither of `sources` and `urls` given; begin with existing documents or with links",
-    ('urls.lists=["a.txt"]',): "both of `sources` and `urls` given; begin with existing documents or with links",
+    ("sources=",): "neither of `sources` and `urls` are set; set one: existing documents, or links",
+    ('urls.lists=["a.txt"]',): "both of `sources` and `urls` are set; set one: existing documents, or links",
     ("download={}",): "`download` fetches the links of `urls`; add a table [urls] with their `lists`",
     ("sources=", 'urls.lists=["a.txt"]'): (
         "`urls` makes links and no text; add a table [download], or leave out the steps after it"
     ),
-    ("clean=", "split="): "no step is given; add a table for each: "
+    ("clean=", "split="): "no step is set; add a table for each: "
     "[urls], [download], [clean], [deduplicate], [shuffle], [split]",
     ("executor=slurm",): '`executor` = "slurm" needs a table [slurm] with `time` and `partition`',
     ("split.test=0.995",): "split: `validation` + `test` is 1.005; nothing is left to train on",

@@ -36,7 +36,7 @@ def problem_of(path, *overrides: str) -> str:
         ),
         (
             ["data.streaming=true", "data.tokenizer.path=tok", "data.validation=0.1"],
-            "`streaming` has no documents to keep aside; give `validation` files of its own",
+            "`streaming` cannot keep documents aside; set `validation` to files of its own",
         ),
         (
             [
@@ -56,12 +56,12 @@ def test_contradictions_of_one_source_are_refused(write, overrides, problem):
     [
         (
             ["data.text_key=content"],
-            "both `sources` and `text_key` given; with several sources each has its own: `sources.a.text_key`",
+            "both `sources` and `text_key` are set; with several sources each has its own: `sources.a.text_key`",
         ),
         (
             ["data.sources.a.streaming=true", "data.sources.a.repeat=false"],
-            "`sources.a.streaming` and `repeat` = false: where a stream ends is not known before; leave `repeat` out, "
-            "`steps` ends the run",
+            "`sources.a.streaming` and `repeat` = false: the end of a stream is not known in advance; leave `repeat` "
+            "out, `steps` ends the run",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_resolved_mixture_loads_back(write, tmp_path):
     [
         (
             ['data.tokenizer.special_tokens=["<a>"]'],
-            "data.tokenizer: `special_tokens` are added to an existing tokenizer; give its `path`",
+            "data.tokenizer: `special_tokens` are added to an existing tokenizer; set its `path`",
         ),
         (
             ["model.enlarge_vocabulary=true", "data.tokenizer.path=tok"],
@@ -102,6 +102,6 @@ def test_vocabulary_is_enlarged_to_that_of_a_tokenizer(write):
     with pytest.raises(ConfigError) as caught:
         load_run(path, ["data.tokenizer.vocab_size=300"])
     assert caught.value.lines[0].endswith(
-        "`model.enlarge_vocabulary` = true, but there is no `data.tokenizer.path` that says how many tokens there are; "
+        "`model.enlarge_vocabulary` = true, but `data.tokenizer.path`, which defines the number of tokens, is not set; "
         "name the tokenizer of the model"
     )

@@ -29,7 +29,7 @@ def problems_of(path, *overrides):
         ("steps=1000000000000000000", f"expected a whole number from 1 to 1,000,000,000,000, {BEYOND}"),
         ("plan.mesh.tp=1000000000000000000", f"expected a whole number from 1 to 1,000,000, {BEYOND}"),
         ("plan.mesh.dp_shard=1000000000000000000", f"expected a whole number to 1,000,000, {BEYOND}"),
-        ("seed=18446744073709551616", "a whole number of 65 bits, and TOML has at most 64; give a smaller one"),
+        ("seed=18446744073709551616", "a whole number of 65 bits, and TOML has at most 64; use a smaller one"),
     ],
 )
 def test_number_out_of_range_is_refused(write, override, message):
@@ -44,12 +44,12 @@ def test_infinity_disables_gradient_clipping(write):
     "key", ["run_directory", "checkpoint.directory", "data.cache_directory", "data.tokenizer.path"]
 )
 def test_control_characters_in_a_path_are_refused(write, key):
-    said = "has the character '\\x00', which no path should have; take it out"
+    said = "has the character '\\x00', which no path should have; remove it"
     assert problems_of(write(), f'{key}="a\\u0000b"') == (f"command line: {key}: 'a\\x00b' {said}",)
 
 
 def test_control_characters_in_a_list_of_paths_are_refused(write):
-    said = "has the character '\\x1b', which no path should have; take it out"
+    said = "has the character '\\x1b', which no path should have; remove it"
     for key in ("data.train", "data.validation"):
         assert problems_of(write(), f'{key}=["a", "b\\u001b"]') == (f"command line: {key}: 'b\\x1b' {said}",)
 
@@ -59,7 +59,7 @@ def test_control_characters_in_a_list_of_paths_are_refused(write):
     [
         (
             "nosuch://bucket/x",
-            "fsspec knows no file system 'nosuch://'; take one that it has, such as 's3://', or a directory",
+            "fsspec knows no file system 'nosuch://'; use one that it has, such as 's3://', or a directory",
         ),
         ("s4://bucket", "fsspec knows no file system 's4://'; did you mean 's3://'?"),
         ("S3://bucket", "fsspec knows no file system 'S3://'; did you mean 's3://'?"),
@@ -91,7 +91,7 @@ def test_too_long_file_name_is_refused(write):
 
 def test_device_is_refused_as_a_file(write):
     assert problems_of(write(text='extends = "/dev/zero"\n')) == (
-        "run.toml: extends: '/dev/zero' is a device and no file; name a .toml or .json file",
+        "run.toml: extends: '/dev/zero' is a device and not a file; name a .toml or .json file",
     )
 
 

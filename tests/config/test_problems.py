@@ -116,25 +116,26 @@ def test_misspelled_key_is_not_also_reported_as_missing(write):
 
 def test_contradiction_is_attributed_to_the_files_that_set_the_keys(write):
     assert problems_of(write, "", "epochs=1", "run_directory=x") == (
-        "run.toml, command line: both of `steps` and `epochs` given; give one",
+        "run.toml, command line: both of `steps` and `epochs` are set; set one",
     )
     assert problems_of(write, "", "model.path=gpt2") == (
-        "run.toml, command line: model: both of `path` and `type` given; give one: where the model is, or its type",
+        "run.toml, command line: model: both of `path` and `type` are set; set one: where the model is, or its type",
     )
-    assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` given; give one",)
+    assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` are set; set one",)
 
 
 def test_contradictions_within_a_table_are_refused(write):
     assert problems_of(write, 'data.tokenizer = { path = "x", vocab_size = 300 }') == (
-        "run.toml: data.tokenizer: both `path` and `vocab_size` given; give one: an existing tokenizer, or the size of "
-        "a new one",
+        "run.toml: data.tokenizer: both `path` and `vocab_size` are set; set one: an existing tokenizer, or the size "
+        "of a new one",
     )
     assert problems_of(write, "", "model.weights=pretrained") == (
         'command line: model: `weights` = "pretrained" needs `path`, the directory or hub id that holds them',
     )
     assert problems_of(write, "", "model.type=", "model.path=s3://bucket/model") == (
-        "command line: model: `path` = 's3://bucket/model' is a URL; copy the model to a directory, and give that",
+        "command line: model: `path` = 's3://bucket/model' is a URL; copy the model to a directory, and set `path` to "
+        "that",
     )
     assert problems_of(write, "", "model.type=") == (
-        "command line: model: neither of `path` and `type` given; give one: where the model is, or its type",
+        "command line: model: neither of `path` and `type` are set; set one: where the model is, or its type",
     )

@@ -174,8 +174,9 @@ def test_rewind_omits_the_bad_batch_on_every_mesh(undisturbed: tuple[RunConfig, 
         (2, 4, samples[3], 1),
         (4, 6, samples[6], 2),
     ]
-    back = f"Step 4 is bad: {notes(config)[0]['fault']}. Back to {out(config)}/checkpoints/step-2, and on without"
-    assert f"{back} the samples of that step: {', '.join(map(str, samples[3]))}. Batches left out so far: 1" in shown
+    back = f"Step 4 is bad: {notes(config)[0]['fault']}. The run goes back to {out(config)}/checkpoints/step-2, and"
+    without = f"continues without the samples of that step: {', '.join(map(str, samples[3]))}. "
+    assert f"{back} {without}Batches left out so far: 1" in shown
     histories = [read_manifest(path).history for path in list_checkpoints(out(config) / CHECKPOINTS_NAME)]
     assert [history and history.left_out for history in histories] == [(3, 6), (3,), None]
 
@@ -220,7 +221,8 @@ def test_rewind_does_not_repeat_sources_that_end(undisturbed: tuple[RunConfig, d
 
     _, _, said = train_run(beside(whole, "ending", steps=steps, **alone), bad)
     assert said.startswith("step 3: the loss is ")
-    assert f"; it cannot be left out\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
+    assert "; this batch cannot be left out\n" in said
+    assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
 
     config = beside(whole, "ending-before", steps=steps - 1, **alone)
     seen, _, said = train_run(config, bad)
@@ -364,6 +366,6 @@ def test_rewind_policy_needs_checkpoints(tmp_path: Path) -> None:
     fields = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), bad_steps=REWIND).model_dump()
     RunConfig(**fields)
     with pytest.raises(
-        ValidationError, match=r'"rewind" goes back to a checkpoint, and without `checkpoint.every` there'
+        ValidationError, match=r'"rewind" goes back to a checkpoint, and without `checkpoint.every` none'
     ):
         RunConfig(**{**fields, "checkpoint": {}})

@@ -17,7 +17,7 @@ from tests.training.runs import build_plan, build_run, read_metrics, steps_of
 from tests.training.test_resume import in_float32, refusal, train_run, without_torchrun
 
 HOW_TO_BEGIN = "To start again at step 0, choose another run_directory or remove out/metrics.jsonl"
-WHERE = "bring the checkpoint back or set checkpoint.directory to where it lies. "
+WHERE = "restore the checkpoint, or set checkpoint.directory to where it is. "
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,10 @@ def test_run_killed_before_its_first_save_restarts_from_the_beginning(tmp_path: 
     command = [*options, "--max-restarts", "1", script, *fault]
     shown = subprocess.run(command, capture_output=True, text=True, env=without_torchrun(), cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert "out/metrics.jsonl ends with step 3, but no checkpoint was saved: again from step 0\n" in shown.stdout
+    assert (
+        "out/metrics.jsonl ends with step 3, but no checkpoint was saved: the run starts at step 0 again\n"
+        in shown.stdout
+    )
     assert [metrics["step"] for metrics in steps_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7, 8]
     places = [metrics["checkpoint"] for metrics in read_metrics(tmp_path / "out") if "checkpoint" in metrics]
     assert places == [f"{tmp_path}/out/checkpoints/step-{step}" for step in (7, 8)]

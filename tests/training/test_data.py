@@ -150,7 +150,7 @@ def test_ranks_between_embedding_and_head_open_no_token_file(
 def test_epochs_and_steps_that_the_data_lacks_are_refused_before_training(tmp_path: Path) -> None:
     mixture = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     with pytest.raises(
-        ConfigError, match="`epochs` = 2, but a mixture has none, each source has its own; give `steps`"
+        ConfigError, match="`epochs` = 2, but a mixture has no epochs, each source has its own; set `steps`"
     ):
         train(mixture.model_copy(update={"epochs": 2, "steps": None}))
     ending = {name: source.model_copy(update={"repeat": False}) for name, source in mixture.data.sources.items()}
@@ -159,14 +159,16 @@ def test_epochs_and_steps_that_the_data_lacks_are_refused_before_training(tmp_pa
         train(all_end)
 
     streamed = run_of(tmp_path, "stream", "out", (1, 1, 1, 1))
-    with pytest.raises(ConfigError, match=r"`epochs` = 2, but data.streaming: where a stream ends is not known before"):
+    with pytest.raises(
+        ConfigError, match=r"`epochs` = 2, but data.streaming: the end of a stream is not known in advance"
+    ):
         train(streamed.model_copy(update={"epochs": 2, "steps": None}))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"form": "padded", "group_by_length": 2}, "`group_by_length` spares nothing without `pad_to_multiple_of`"),
+        ({"form": "padded", "group_by_length": 2}, "`group_by_length` has no effect without `pad_to_multiple_of`"),
         (
             {"drop_last": False, "sources": {"one": {"train": ["a"]}, "two": {"train": ["b"]}}},
             "`drop_last` = false fills up the last batch of an",
@@ -189,7 +191,7 @@ def test_data_settings_without_effect_are_refused(changes: dict[str, Any], probl
 def test_separate_documents_of_a_class_without_positions_are_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     bloom = config.model.model_copy(update={"type": "bloom", "config": {"vocab_size": 300}, "attention": "eager"})
-    with pytest.raises(ModelError, match="BloomForCausalLM takes no position_ids, by which documents are kept apart"):
+    with pytest.raises(ModelError, match="BloomForCausalLM does not accept position_ids, which keep documents apart"):
         resolve_run(config.model_copy(update={"model": bloom}), 1)
 
 

@@ -341,10 +341,10 @@ def test_wrong_hooks_and_nested_process_groups_are_refused(tmp_path: Path) -> No
         "own, or leave that group with torch.distributed.destroy_process_group()"
     ]
     with pytest.raises(
-        ConfigError, match=r"^hooks\[1\] is the class Recorder; give an object of a subclass of meshtrain\.Hook$"
+        ConfigError, match=r"^hooks\[1\] is the class Recorder; pass an object of a subclass of meshtrain\.Hook$"
     ):
         check_hooks([Recorder(), Recorder])
-    with pytest.raises(ConfigError, match=r"^hooks\[0\] is a function; give an object"):
+    with pytest.raises(ConfigError, match=r"^hooks\[0\] is a function; pass an object"):
         meshtrain.train(config, hooks=[join_before])
     hook, metrics = Hook(), json.loads("{}")
     for moment in ("start", "step", "evaluation", "checkpoint", "end"):

@@ -82,5 +82,5 @@ def test_enlarging_the_vocabulary_of_a_checkpoint_is_refused(tmp_path: Path) -> 
     write_model(tmp_path)
     run_on_ranks(1, train_here, run_of(tmp_path, build_plan((1, 1, 1, 1))), joins=False)
     again = run_of(tmp_path, build_plan((1, 1, 1, 1)), path="run/checkpoints/step-2")
-    with pytest.raises((RankError, ModelError), match="is a checkpoint; export it, and give the"):
+    with pytest.raises((RankError, ModelError), match=r"is a checkpoint; export it, and set model\.path"):
         run_on_ranks(1, train_here, again.model_copy(update={"run_directory": str(tmp_path / "other")}), joins=False)

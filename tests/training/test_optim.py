@@ -186,9 +186,9 @@ def test_wrong_schedule_arguments_are_refused(name: str, warmup: int, arguments:
 
 def test_settings_that_a_schedule_ignores_are_refused() -> None:
     assert problems("constant", 5, num_cycles=1) == (
-        "learning_rate.warmup_steps: the schedule 'constant' takes none; leave it out",
-        "learning_rate.arguments: the schedule 'constant' takes none; leave it out",
+        "learning_rate.warmup_steps: the schedule 'constant' does not use it; leave it out",
+        "learning_rate.arguments: the schedule 'constant' does not use it; leave it out",
     )
     assert problems("constant_with_warmup", 5, num_cycles=1) == (
-        "learning_rate.arguments: the schedule 'constant_with_warmup' takes none; leave it out",
+        "learning_rate.arguments: the schedule 'constant_with_warmup' does not use it; leave it out",
     )

@@ -186,8 +186,8 @@ def test_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
         "out/run.toml: model.config.n_inner is not set there and 8 here",
         "out/run.toml: optimizer.learning_rate is 0.01 there and 0.5 here",
         "out/run.toml: seed is 0 there and 7 here",
-        "out holds another run: choose another run_directory, resume that run unchanged, or, if it shall go on in "
-        "another way, change out/run.toml too",
+        "out holds another run: choose another run_directory, resume that run unchanged, or, to continue it with "
+        "other settings, change out/run.toml too",
     ]
 
 
@@ -210,8 +210,8 @@ def test_directories_without_permission_are_refused(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
     (said,) = run_on_ranks(1, refusals_without_permission, config, joins=False)
     assert said == [
-        "run_directory = /readable/some/where: /readable is not yours to write; choose another place",
-        "run_directory = /locked/some/where: /locked is not yours to write; choose another place",
+        "run_directory = /readable/some/where: /readable is not writable; choose another directory",
+        "run_directory = /locked/some/where: /locked is not writable; choose another directory",
         "/locked/run.toml: cannot be read: Permission denied",
         "/locked/plan.toml: cannot be read: Permission denied",
     ]
@@ -246,7 +246,7 @@ def test_directory_without_progress_may_be_reused(stopped: RunConfig) -> None:
 def test_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     (Path(stopped.run_directory) / "run.toml").unlink()
     checkpoint = "out/checkpoints/step-1"
-    last = "out holds another run: choose another run_directory, or give this one back what it was started with"
+    last = "out holds another run: choose another run_directory, or restore the settings that this one started with"
 
     wider = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_inner": 64}})
     said = refusal(stopped.model_copy(update={"model": wider}))
@@ -274,7 +274,7 @@ def test_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig
     write_text(Path("text.jsonl"), seed=1)
     assert refusal(stopped) == [
         "out/checkpoints/step-1: the data is not what it was trained on: text, tokenizer, form or length has changed",
-        "out holds another run: choose another run_directory, or give this one back what it was started with",
+        "out holds another run: choose another run_directory, or restore the settings that this one started with",
     ]
     write_text(Path("text.jsonl"))
     (Path(stopped.run_directory) / "run.toml").unlink()
@@ -317,7 +317,7 @@ def test_finished_run_says_so_and_changes_nothing(stopped: RunConfig) -> None:
     resumed, checksum, nothing = shown.stdout.splitlines()[-3:]
     assert resumed == "Resumed from out/checkpoints/step-1: step 1 done"
     assert checksum.startswith("Parameters checksum ")
-    assert nothing == "Nothing to do: 1 of 1 steps are done; raise `steps` to go on"
+    assert nothing == "Nothing to do: 1 of 1 steps are done; raise `steps` to continue"
     assert (out / "metrics.jsonl").read_bytes() == metrics
     assert (out / "checkpoints/step-1").stat() == saved
 

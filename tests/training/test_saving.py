@@ -313,8 +313,8 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
     first, second = run_on_ranks(2, messages, tmp_path)
     assert first == second
     assert [line.replace(str(tmp_path), "ROOT") for line in first] == [
-        "ROOT has no checkpoint: no step-N directory with a manifest; give one, or missing_ok",
-        "keep = 0: at least the checkpoint that is written stays; give 1 or more",
+        "ROOT has no checkpoint: no step-N directory with a manifest; pass another directory, or missing_ok=True",
+        "keep = 0: the checkpoint that is written must stay; pass 1 or more",
         "state.values['a'][1] is a tuple, which JSON does not have; save what JSON has: None, bools, numbers "
         "and strings, in lists and in dicts with strings for keys",
         "state.values['a'] has the key 1, and JSON has strings only; save what JSON has: None, bools, "
@@ -323,7 +323,7 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "the same on all of them: gather what is not",
         "state.step is 8 on rank 1 and 7 on rank 0; it is saved once, so it must be the same on all of them: "
         "gather what is not",
-        "the optimizer holds 1 that are no parameters of the model, of shape (2, 3); make it from the "
+        "the optimizer holds 1 that are not parameters of the model, of shape (2, 3); make it from the "
         "parallel model, or call meshtrain.rebind(optimizer)",
         "the optimizer of rank 1 has lr = 1.1 in group 0, that of rank 0 has 0.1; make the same optimizer on "
         "every process, with the same groups in the same order, empty ones included",
@@ -331,10 +331,10 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "with the same groups in the same order, empty ones included",
         "an option of the optimizer cannot be saved: param_groups[1]['warm'] is a "
         "builtin_function_or_method, which JSON does not have",
-        "Adam keeps 'rows' of transformer.wte.weight as a tensor (3,); a checkpoint takes numbers, and "
+        "Adam keeps 'rows' of transformer.wte.weight as a tensor (3,); a checkpoint holds numbers, and "
         "tensors of the shape of the parameter, here (51, 32); use an optimizer that keeps nothing else",
         "Adam keeps 'exp_avg' as a number of one parameter and as a tensor of the parameter's shape of "
-        "another; a checkpoint takes one kind",
+        "another; a checkpoint holds one kind",
         "the optimizer of rank 0 has transformer.wte.weight in group 0 with no state, that of rank 1 in "
         "group 0 with exp_avg, exp_avg_sq, max_exp_avg_sq, step; make the same optimizer on every process, "
         "with the same groups in the same order, empty ones included, and both ends of a tied weight in one "
@@ -342,11 +342,11 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "step 1: not finite: optimizer.exp_avg.transformer.wte.weight; stopped before a checkpoint of it was "
         "written. Resume from the last one with a lower optimizer.learning_rate, or a lower "
         "optimizer.max_gradient_norm",
-        "ROOT/step-5: it holds nothing of an optimizer, and the state has Adam; give both the same, or load "
+        "ROOT/step-5: it holds no optimizer state, and the state to load has Adam; use the same optimizer, or load "
         "the weights alone with load_weights",
-        "ROOT/step-1: it holds what Adam remembers, and the state has no optimizer; give both the same, or "
+        "ROOT/step-1: it holds state of Adam, and the state to load has no optimizer; use the same optimizer, or "
         "load the weights alone with load_weights",
-        "ROOT/step-1: the optimizer is Adam there and AdamW here; go on with the same one",
+        "ROOT/step-1: the optimizer is Adam there and AdamW here; continue with the same one",
         "ROOT/step-1: the optimizer has its parameters in other groups (67): "
         "transformer.h.0.attn.c_attn.k.bias (in group 1 there, in group 0 here), "
         "transformer.h.0.attn.c_attn.k.weight (in group 0 there, in group 1 here), "

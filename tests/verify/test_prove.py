@@ -262,20 +262,20 @@ def test_plan_that_cannot_run_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "meshtrain verify takes a RUN, or --models for every class of transformers; give one of them"),
+        ([], "meshtrain verify takes a RUN, or --models for every class of transformers; pass one of them"),
         (
             ["run.toml", "--models"],
-            "meshtrain verify takes a RUN, or --models for every class of transformers; give one",
+            "meshtrain verify takes a RUN, or --models for every class of transformers; pass one",
         ),
         (["run.toml", "--type", "gpt2"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["run.toml", "--table", "coverage.md"], "--json belongs to a RUN, --type, --defaults and --table to"),
-        (["--models", "--table", "no/coverage.md"], "--table: no is not a directory; make it, or choose another place"),
+        (["--models", "--table", "no/coverage.md"], "--table: no is not a directory; create it, or choose another one"),
         (["--models", "--json", "proof.json"], "--json belongs to a RUN, --type, --defaults and --table to"),
         (["--models", "--type", "gtp2"], "--type: transformers has no causal language model of the type 'gtp2'"),
-        (["run.toml", "--json", "no/proof.json"], "--json: no is not a directory; make it, or choose another place"),
-        (["run.toml", "--json", ""], "--json: . is a directory; give the name of a file"),
-        (["run.toml", "--json", "/"], "--json: / is a directory; give the name of a file"),
-        (["--models", "--table", "/"], "--table: / is a directory; give the name of a file"),
+        (["run.toml", "--json", "no/proof.json"], "--json: no is not a directory; create it, or choose another one"),
+        (["run.toml", "--json", ""], "--json: . is a directory; pass the name of a file"),
+        (["run.toml", "--json", "/"], "--json: / is a directory; pass the name of a file"),
+        (["--models", "--table", "/"], "--table: / is a directory; pass the name of a file"),
         (["run.toml", "--json", "n" * 300], f"--json: {'n' * 300} cannot be written (File name too long); choose"),
         (["run.toml", "--json", "/proc/proof.json"], "--json: /proc/proof.json cannot be written ("),
     ],
@@ -470,7 +470,7 @@ def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli._exit_code(arguments) == 0
     assert "pipeline x sharding: proven are 1 of 3 model types (1 of 3 distinct classes)" in capsys.readouterr().out
     gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
-    reason = "refused: a blt configuration does not say how many layers there are; it holds several models ("
+    reason = "refused: a blt configuration has no number of layers; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
     assert blt.count(reason) == 2
     assert blt.endswith("| has no attention dropout | - |")
