@@ -162,7 +162,7 @@ class Reached:
     """The tests that reach a function, from the data of `tests.suite.reach`."""
 
     def __init__(self, folder: Path) -> None:
-        combined = folder / "combined"
+        combined = folder / "lines"
         if not combined.exists():
             writer = coverage.Coverage(data_file=str(combined), config_file=False)
             writer.combine([str(folder)], keep=True)

@@ -68,6 +68,7 @@ def be_rank(environment: dict[str, str], *others: Any) -> None:
 
 def _measure_ranks() -> None:
     from meshtrain.runtime import ranks
+    from tests.suite import reach  # not __main__, which tests replace
 
     collect: Callable[..., Any] = ranks._collect
 
@@ -84,7 +85,7 @@ def _measure_ranks() -> None:
             return getattr(self._inner, name)
 
         def Process(self, target: Any, args: tuple, **options: Any) -> Any:
-            return self._inner.Process(target=be_rank, args=args, **options)
+            return self._inner.Process(target=reach.be_rank, args=args, **options)
 
     ranks._collect, ranks._context = collect_with_test, Context(ranks._context)
 
