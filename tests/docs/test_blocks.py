@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import inspect
 import re
+import subprocess
+import textwrap
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -176,3 +178,15 @@ def test_names_in_running_text_exist() -> None:
         for module in re.findall(r"`python -m ([\w.]+)", text):
             wrong += [module] * (importlib.util.find_spec(module) is None)
     assert wrong == []
+
+
+DIFFS = re.findall(r"^ {4}```diff\n(.*?)^ {4}```$", (ROOT / "docs" / "contributing.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=["schedule", "style", "optimizer", "axis"])
+def test_diffs_of_the_contributing_page_apply(diff: str, tmp_path: Path) -> None:
+    """A diff applies to this tree, or has been applied to it already."""
+    (tmp_path / "diff").write_text(textwrap.dedent(diff))
+    check = ["git", "apply", "--check", "-C1", str(tmp_path / "diff")]
+    answers = [subprocess.run([*check, *way], cwd=ROOT, capture_output=True, text=True) for way in ((), ("-R",))]
+    assert 0 in [answer.returncode for answer in answers], answers
