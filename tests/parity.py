@@ -26,16 +26,16 @@ from meshtrain.config.plan import (
     TensorPlan,
 )
 from meshtrain.config.run import ModelConfig
-from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config
 from meshtrain.models.initialize import restore_buffers
-from meshtrain.parallel import parallelize, replicas
+from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.case import Rows, Trace, make_batches, with_noise
 from meshtrain.verify.compare import compare
 from meshtrain.verify.parallel import fill as fill_parameters
-from meshtrain.verify.parallel import local_part, train_pipeline
-from meshtrain.verify.reference import build_stock, copy_weights, load_weights, train_model
+from meshtrain.verify.parallel import local_rows, train_pipeline
+from meshtrain.verify.reference import build_stock, copy_weights, copy_weights_into, train_model
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
 
@@ -166,7 +166,7 @@ def reference(model: str, rows: Rows, change: Callable[[PreTrainedModel], None] 
     lift_float32_casts()
     stock = _stock_model(model)
     change(stock)
-    load_weights(stock, stock_weights(model))
+    copy_weights_into(stock, stock_weights(model))
     return train_model(stock, batches(rows))
 
 
@@ -184,11 +184,11 @@ def build(
     """
     plan = case.plan()
     model = model or MODELS[case.model]
-    stock = build_model(load_hf_config(model), dtype=DTYPES[case.precision.parameters], attention=model.attention)
+    stock = build_meta_model(load_hf_config(model), dtype=DTYPES[case.precision.parameters], attention=model.attention)
     change(stock)
-    mesh = build_mesh(plan.mesh, "cpu")
+    mesh = init_mesh(plan.mesh, "cpu")
     micro = max(1, GLOBAL_BATCH // (case.mesh[1] * case.mesh[2]) // 4)
-    return parallelize(stock, mesh, plan, micro_batch_size=micro, seed=seed, device=torch.device("cpu"))
+    return build_pipeline(stock, mesh, plan, micro_batch_size=micro, seed=seed, device=torch.device("cpu"))
 
 
 def fill(pipeline: Pipeline, stock: dict[str, Tensor]) -> None:
@@ -201,7 +201,7 @@ def fill(pipeline: Pipeline, stock: dict[str, Tensor]) -> None:
 def smallest_part(pipeline: Pipeline, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the fewest rows that every schedule accepts: two microbatches or one per stage."""
     rows = max(2, pipeline.num_stages) * pipeline.micro_batch_size
-    return {name: value[:rows] for name, value in local_part(pipeline, batch).items()}
+    return {name: value[:rows] for name, value in local_rows(pipeline, batch).items()}
 
 
 def run_case(case: Case) -> Trace:

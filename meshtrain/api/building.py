@@ -23,13 +23,13 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
-from meshtrain.models.build import build_model as build_stock
+from meshtrain.models.build import build_meta_model as build_stock
 from meshtrain.models.build import load_hf_config, local_directory, stored_generation_config
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import check_alike, failing_together
-from meshtrain.runtime.mesh import build_mesh as lay_out
+from meshtrain.runtime.mesh import init_mesh as lay_out
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
 from meshtrain.training.same_model import check_same_kind

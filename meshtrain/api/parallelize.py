@@ -33,12 +33,12 @@ from meshtrain.models.fused import fused_modules
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
 from meshtrain.models.ties import check_ties
-from meshtrain.parallel import parallelize as parallelize_stock
+from meshtrain.parallel import build_pipeline as parallelize_stock
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.hooks import has_hooks_on_itself
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import check_alike, gather_objects
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import join_for_script
 from meshtrain.verify.first_use import ensure_model_proven
 
@@ -164,7 +164,7 @@ def _build_pipeline(
     training = stock.training
     pipeline = parallelize_stock(
         stock,
-        mesh or build_mesh(plan.mesh, device.type),
+        mesh or init_mesh(plan.mesh, device.type),
         plan,
         micro_batch_size=micro_batch_size,
         seed=gather_objects(torch.initial_seed() if seed is None else seed)[0],

@@ -11,7 +11,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook, check_hooks
 from meshtrain.training.run import Ending
-from meshtrain.training.run import train as train_run
+from meshtrain.training.run import train_run as train_run
 from meshtrain.verify.first_use import ensure_proven
 
 

@@ -21,7 +21,7 @@ from meshtrain.runtime.agreement import is_first_rank
 LIBRARIES = ("torch", "transformers", "meshtrain")
 
 
-def save_parallelized(
+def write_parallelized(
     pipeline: Pipeline, folder: Path, *, tokenizer: Tokenizer = None, origin: Path | None = None
 ) -> None:
     """Write the weights, one file per process, and what `meshtrain merge` needs. Collective.

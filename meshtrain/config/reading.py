@@ -12,7 +12,7 @@ from typing import Any
 from meshtrain.config.parsing import parse_json, parse_toml, unusable_values
 from meshtrain.config.path_rules import path_problem
 from meshtrain.config.problems import did_you_mean, problem, syntax_problem
-from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge_tables
 
 PLAN: Key = ("plan",)
 
@@ -78,7 +78,7 @@ class Reader:
             table: Table = {}
             if extends:
                 table = self._follow(extends, ("extends",), absolute_path, self.read_corpus)
-            merge(table, own)
+            merge_tables(table, own)
         return table
 
     def read_plan(self, path: Path, inside: Key = ()) -> Table:
@@ -95,7 +95,7 @@ class Reader:
         """Return the settings of a plan on top of the plan that they extend, if they name one."""
         extends = _taken(own, "extends")
         table = self._named_plan(extends, (*inside, "extends")) if extends else {}
-        merge(table, own)
+        merge_tables(table, own)
         return table
 
     def lay_over_run(self, run: Table, top: Table) -> None:
@@ -105,7 +105,7 @@ class Reader:
             run["plan"] = self._named_plan(name, PLAN)
         elif isinstance(plan, dict) and (extends := _taken(plan, "extends")):
             run["plan"] = self._named_plan(extends, (*PLAN, "extends"))
-        merge(run, top)
+        merge_tables(run, top)
 
     def _named_plan(self, name: Setting, key: Key) -> Table:
         inside = PLAN if key[:1] == PLAN else ()

@@ -43,12 +43,12 @@ def plain(table: Table) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def merge(base: Table, top: Table) -> None:
+def merge_tables(base: Table, top: Table) -> None:
     """Merge `top` into `base`: tables merge key by key, anything else (a list too) is replaced."""
     for name, node in top.items():
         below = base.get(name)
         if isinstance(node, dict) and isinstance(below, dict):
-            merge(below, node)
+            merge_tables(below, node)
         else:
             base[name] = node
 

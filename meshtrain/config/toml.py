@@ -21,7 +21,7 @@ from meshtrain.config.reading import Reader, absolute_path, names_plan, plan_pat
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
-from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge, plain
+from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge_tables, plain
 from meshtrain.errors import ConfigError
 
 W = TypeVar("W", bound=Settings)
@@ -140,7 +140,7 @@ def _overridden(
     problems: list[str],
 ) -> W:
     for top in read_overrides(overrides, problems):
-        merge(table, top)
+        merge_tables(table, top)
     return _checked(settings_type, kind, table, file, problems)
 
 

@@ -11,18 +11,18 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, find_checkpoint
-from meshtrain.checkpoint.storage.location import Location, as_local, open_location
+from meshtrain.checkpoint.storage.location import Location, local_path, open_location
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError, ModelError
-from meshtrain.models.build import build_model, load_hf_config, refusal_reason, stored_generation_config
+from meshtrain.models.build import build_meta_model, load_hf_config, refusal_reason, stored_generation_config
 from meshtrain.models.initialize import restore_buffers
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.state import load_weights_of
 
 
@@ -90,7 +90,7 @@ def find_model_source(source: str, stack: ExitStack) -> ModelSource:
             f"{source} holds neither a Hugging Face model (no config.json) nor a checkpoint ({error})"
         ) from error
     return ModelSource(
-        checkpoint, stack.enter_context(as_local(checkpoint / HUGGINGFACE_NAME)), read_manifest(checkpoint)
+        checkpoint, stack.enter_context(local_path(checkpoint / HUGGINGFACE_NAME)), read_manifest(checkpoint)
     )
 
 
@@ -105,7 +105,7 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
         CheckpointError: the same, for a checkpoint.
     """
     dtype: Any = source.manifest.dtype if source.manifest else str(config.dtype or "float32").removeprefix("torch.")
-    model = build_model(config, dtype=getattr(torch, dtype), attention=None)
+    model = build_meta_model(config, dtype=getattr(torch, dtype), attention=None)
     world_size = dist.get_world_size()
     # Not validated: a model can generate in number formats in which it cannot be trained.
     precision = PrecisionPlan.model_construct(parameters=dtype, compute=dtype, reduce=dtype)
@@ -113,8 +113,8 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
     plan = with_family(plan.model_copy(update={"precision": precision, "tensor": tensor}), config.model_type)
     num_stages = plan.mesh.pp * plan.pipeline.stages_per_rank
     plan = resolve_plan(plan, model, BatchShape(world_size * num_stages, 1, plan.mesh.tp), world_size)
-    mesh = build_mesh(plan.mesh, device.type)
-    pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
+    mesh = init_mesh(plan.mesh, device.type)
+    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
     if (generation := stored_generation_config(source.directory)) is not None:
         pipeline.set_generation_config(generation)
     if source.is_checkpoint:

@@ -75,7 +75,7 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
     return config
 
 
-def build_model(
+def build_meta_model(
     config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None = "sdpa", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build the stock model on the meta device, in training mode.

@@ -56,7 +56,7 @@ from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
 
 
-def parallelize(
+def build_pipeline(
     model: PreTrainedModel,
     mesh: DeviceMesh,
     plan: ParallelPlan,
@@ -71,7 +71,7 @@ def parallelize(
 
     Args:
         model: on the meta device. It cannot be used afterward.
-        mesh: all processes, as arranged by `build_mesh`.
+        mesh: all processes, as arranged by `init_mesh`.
         plan: resolved, so that no value is `auto`, `balanced` or -1.
         micro_batch_size: in sequences.
         seed: of the run, for dropout.
@@ -82,7 +82,7 @@ def parallelize(
             the same layers are put back on it; with one, each stage gets copies.
 
     Returns:
-        The stages of this process. Call `initialize` or `load_weights` next.
+        The stages of this process. Call `initialize` or `load_shards` next.
 
     Raises:
         PlanError: for a rule that does not fit the model.

@@ -7,7 +7,7 @@ from torch import nn
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
 from meshtrain.models.initialize import restore_buffers
-from meshtrain.models.weights.load import load_weights
+from meshtrain.models.weights.load import load_shards
 from meshtrain.parallel.pipeline import Pipeline
 
 
@@ -28,7 +28,7 @@ def load_pretrained(pipeline: Pipeline, source: Path, *, enlarge_vocabulary: boo
     for stage in pipeline.stages:
         restore_buffers(stage.model)
     buffers = dict(pipeline.saved_buffers())
-    load_weights(
+    load_shards(
         {**_stock_parameters(pipeline), **buffers},
         source,
         fused=[entry for entry in pipeline.fused if not is_adapter_parameter(entry.name)],

@@ -115,7 +115,7 @@ def failure_from_json(text: str | bytes) -> Failure:
     return Failure(**{**values, "reports": reports})
 
 
-def kind_of(error: BaseException) -> Kind:
+def failure_kind(error: BaseException) -> Kind:
     """Return the kind of failure that an exception is."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

@@ -31,8 +31,8 @@ from meshtrain.runtime.failure import (
     Failure,
     Report,
     failure_from_json,
+    failure_kind,
     is_echo,
-    kind_of,
     message_of,
     trace_of,
 )
@@ -191,7 +191,7 @@ class Guard:
 
     def _own_failure(self, error: BaseException) -> Failure:
         activity = self.activity
-        kind = kind_of(error)
+        kind = failure_kind(error)
         return Failure(
             kind,
             self._rank,

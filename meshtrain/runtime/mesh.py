@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshtrain.config.mesh import AXES, DATA_AXES, FSDP_AXES, REPLICA_AXES, MeshPlan
 
 
-def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
+def init_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
     """Arrange the processes along `AXES`. Axes of size 1 are kept.
 
     Args:

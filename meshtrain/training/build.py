@@ -8,10 +8,10 @@ from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.dataset import Dataset
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.account import flops_per_token
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import Process
 from meshtrain.training.directory import checkpoints_root
 from meshtrain.training.history import StepHistory
@@ -118,9 +118,9 @@ def _build_step_context(identity: Identity, num_steps: int, process: Process) ->
     config, plan = identity.config, identity.plan
     if plan.shard.offload == "cpu" and process.device.type == "cpu":
         console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
-    pipeline = parallelize(
+    pipeline = build_pipeline(
         identity.resolved.model,
-        build_mesh(plan.mesh, process.device.type),
+        init_mesh(plan.mesh, process.device.type),
         plan,
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,

@@ -11,7 +11,7 @@ from meshtrain.checkpoint.huggingface.export import list_stock_tensors
 from meshtrain.checkpoint.huggingface.layout import saved_tensors_of
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.storage.location import Location, as_local, errors_in_one_line, shown_location
+from meshtrain.checkpoint.storage.location import Location, errors_in_one_line, local_path, shown_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
@@ -107,7 +107,7 @@ class Identity:
         return manifest
 
     def _model_values(self, checkpoint: Location) -> dict[str, Any]:
-        with errors_in_one_line(checkpoint), as_local(checkpoint / HUGGINGFACE_NAME) as directory:
+        with errors_in_one_line(checkpoint), local_path(checkpoint / HUGGINGFACE_NAME) as directory:
             saved = ModelConfig(path=str(directory), trust_remote_code=self.config.model.trust_remote_code)
             return _values(load_hf_config(saved))
 

@@ -15,7 +15,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.tokenizer import open_tokenizer
 from meshtrain.errors import DataError, ModelError
-from meshtrain.models.build import DTYPES, build_model, load_hf_config
+from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config
 from meshtrain.models.rotary import constant_length
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -68,7 +68,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     if config.data.tokenizer.vocab_size is not None:
         check_vocabulary(config.data.tokenizer.vocab_size, hf_config)
     plan = with_family(config.plan, hf_config.model_type)
-    model = build_model(
+    model = build_meta_model(
         hf_config,
         dtype=DTYPES[plan.precision.parameters],
         attention=config.model.attention,

@@ -42,7 +42,7 @@ def _accept(resolved: ResolvedRun) -> None:
     """Accept every plan without a proof."""
 
 
-def train(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[ResolvedRun], None] = _accept) -> Ending:
+def train_run(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[ResolvedRun], None] = _accept) -> Ending:
     """Train a run, or resume it from its newest checkpoint.
 
     Args:

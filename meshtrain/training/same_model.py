@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.storage.location import Location, as_local, errors_in_one_line
+from meshtrain.checkpoint.storage.location import Location, errors_in_one_line, local_path
 from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import failing_together, raise_together
@@ -47,7 +47,7 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
     """
     check_same_kind(checkpoint, manifest, config)
     with failing_together(CheckpointError):
-        with errors_in_one_line(checkpoint), as_local(checkpoint / HUGGINGFACE_NAME) as directory:
+        with errors_in_one_line(checkpoint), local_path(checkpoint / HUGGINGFACE_NAME) as directory:
             there = type(config).from_pretrained(directory)
         sides = [
             {f"config.{name}": value for name, value in config_values(side).items() if not _FREE.fullmatch(name)}

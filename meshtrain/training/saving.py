@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from meshtrain.checkpoint.dcp.reading import tensor_entries
-from meshtrain.checkpoint.dcp.store import read_table, save_checkpoint
+from meshtrain.checkpoint.dcp.store import read_table, write_checkpoint
 from meshtrain.checkpoint.huggingface.description import write_description
 from meshtrain.checkpoint.huggingface.pretrained import original_dtype
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
@@ -67,7 +67,7 @@ def save_state(
             dtype=original_dtype(pipeline),
             origin=origin,
         )
-        return save_checkpoint(
+        return write_checkpoint(
             root, tensors, manifest=manifest, huggingface=description, retention=Retention(newest=keep)
         )
 

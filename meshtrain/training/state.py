@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, load_checkpoint, read_table
+from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, read_table, restore_checkpoint
 from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.checkpoint.storage.location import Location
@@ -133,7 +133,7 @@ def load_state(
     state = LoadedState(optimizer, parameters, fqns, read_table(checkpoint), saved)
     models = [{f"{MODEL_PREFIX}{fqns[name]}": parameter.detach()} for name, parameter in parameters.items()]
     wanted, duplicates = _without_duplicates([*models, *state.tensors, *_buffers(pipeline)])
-    load_checkpoint(checkpoint, wanted, is_verified=True)
+    restore_checkpoint(checkpoint, wanted, is_verified=True)
     _fill_duplicates(duplicates)
     state.keep()
 
@@ -152,7 +152,7 @@ def load_weights_of(checkpoint: Location, pipeline: Pipeline) -> None:
     parameters = pipeline.named_parameters()
     weights = [{f"{MODEL_PREFIX}{fqns[name]}": tensor.detach()} for name, tensor in parameters]
     wanted, duplicates = _without_duplicates([*weights, *_buffers(pipeline)])
-    load_checkpoint(checkpoint, wanted, weights_only=True)
+    restore_checkpoint(checkpoint, wanted, weights_only=True)
     _fill_duplicates(duplicates)
 
 

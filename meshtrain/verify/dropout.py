@@ -26,7 +26,7 @@ from meshtrain.runtime.ranks import RankError, run_on_ranks
 from meshtrain.training.self_check import check_parameters
 from meshtrain.training.step import StepContext, train_step
 from meshtrain.verify.case import ProofCase, with_noise
-from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_part, without_warnings
+from meshtrain.verify.parallel import build_on_ranks, build_step_context, fill, local_rows, without_warnings
 from meshtrain.verify.reference import given_weights
 
 RATE, STEPS = 0.2, 5
@@ -105,7 +105,7 @@ def measure(case: ProofCase) -> float:
         assert has_dropout(stage.model), "nothing is dropped"
     with float32_casts_lifted():
         fill(pipeline, weights)
-        context, batch = build_step_context(pipeline), local_part(pipeline, _without_padding(case))
+        context, batch = build_step_context(pipeline), local_rows(pipeline, _without_padding(case))
         error = derivative_error(context, batch)
         for step in range(STEPS):
             train_step(context, step, batch, np.arange(case.global_batch_size))

@@ -15,14 +15,14 @@ from meshtrain.compat.distributed import REDISTRIBUTION_LOG
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
-from meshtrain.models.build import build_model
+from meshtrain.models.build import build_meta_model
 from meshtrain.models.fused import join_parts, split_parts
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
-from meshtrain.parallel import parallelize, replicas
+from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.loss_scale import build_loss_scale
 from meshtrain.training.optim import build_learning_rate, build_optimizer
@@ -98,7 +98,7 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
     for step, batch in enumerate(batches):
         _train_step(context, step, batch, trace)
     trace.parameters = _gather(pipeline)
-    trace.evaluation, _ = evaluate(context, [local_part(pipeline, batches[0])])
+    trace.evaluation, _ = evaluate(context, [local_rows(pipeline, batches[0])])
     return trace
 
 
@@ -132,7 +132,7 @@ def build_step_context(pipeline: Pipeline) -> StepContext:
     )
 
 
-def local_part(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def local_rows(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this process's rows of a global batch."""
     size = len(batch["input_ids"]) // axis_size(pipeline.mesh, *DATA_AXES)
     start = data_rank(pipeline.mesh) * size
@@ -142,7 +142,7 @@ def local_part(pipeline: Pipeline, batch: Mapping[str, Tensor]) -> dict[str, Ten
 def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace: Trace) -> None:
     pipeline = context.pipeline
     ids = np.arange(len(batch["input_ids"]))
-    result = train_step(context, step, local_part(pipeline, batch), ids)
+    result = train_step(context, step, local_rows(pipeline, batch), ids)
     trace.losses.append(result.loss)
     trace.router_losses.extend(result.router.values())
     trace.norms.append(result.gradient_norm)
@@ -156,7 +156,7 @@ def _train_step(context: StepContext, step: int, batch: dict[str, Tensor], trace
 
 
 def _build(case: ProofCase) -> PreTrainedModel:
-    model = build_model(
+    model = build_meta_model(
         case.hf_config,
         dtype=torch.float64,
         attention=case.attention,
@@ -168,9 +168,9 @@ def _build(case: ProofCase) -> PreTrainedModel:
 
 def build_on_ranks(case: ProofCase, plan: ParallelPlan) -> Pipeline:
     """Build the pipeline of a case under a plan, with memory for its parameters but no values."""
-    return parallelize(
+    return build_pipeline(
         _build(case),
-        build_mesh(plan.mesh, "cpu"),
+        init_mesh(plan.mesh, "cpu"),
         plan,
         micro_batch_size=MICRO_BATCH_SIZE,
         seed=SEED,

@@ -28,7 +28,7 @@ def train_stock(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
     """
     model = _build(case)
     with float32_casts_lifted():
-        load_weights(model, with_noise(initial))
+        copy_weights_into(model, with_noise(initial))
         layers = keep_outputs(dict(_named_layers(model)))
         trace = train_model(model, case.batches())
     trace.initial = {} if case.pretrained else initial
@@ -54,7 +54,7 @@ def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in _parameters(model)}
 
 
-def load_weights(model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
+def copy_weights_into(model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
     """Copy values into the stock model.
 
     Args:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of
 from meshtrain.errors import UserError
-from meshtrain.models.build import build_model
+from meshtrain.models.build import build_meta_model
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.probe import MISFITS, PROBE_LENGTH, no_router_logits, probe_ids, probe_mask
 from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
@@ -164,7 +164,7 @@ def _signature(model_type: str, changes: Values) -> object:
     """
     try:
         config = shrink(default_config(model_type, changes), 4)
-        model = build_model(config, dtype=torch.float32, attention="eager").eval()
+        model = build_meta_model(config, dtype=torch.float32, attention="eager").eval()
     except UserError:
         return None
     modules = tuple((name, type(module).__name__) for name, module in model.named_modules())

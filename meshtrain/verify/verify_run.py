@@ -15,7 +15,7 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
-from meshtrain.models.build import DTYPES, build_model
+from meshtrain.models.build import DTYPES, build_meta_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.probe import find_layers
@@ -137,7 +137,7 @@ def make_case(
     # Documents in one row share one length for the frequencies, and alone each has its own.
     short = SEQUENCE if rows == "separate" else SHORT
     make = partial(_tiny_copy, hf_config, tp=real.tp, heads=heads, short=short)
-    build = partial(build_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
+    build = partial(build_meta_model, dtype=DTYPES["float64"], attention=attention, trust_remote_code=trust_remote_code)
     plan, tiny, model = _copy_with_all_kinds(plan, make, build, layer_kinds(build(hf_config)))
     microbatches = max(FEWEST_MICROBATCHES, mesh.pp * plan.pipeline.stages_per_rank)
     global_batch_size = MICRO_BATCH_SIZE * microbatches * mesh.data_degree

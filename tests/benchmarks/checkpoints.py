@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshtrain.checkpoint.dcp.store import load_checkpoint
+from meshtrain.checkpoint.dcp.store import restore_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.storage.integrity import find_damage
@@ -96,7 +96,7 @@ def measure(directory: str, repeat: int, small: bool) -> dict[str, float]:
         count("dcp load", partial(dcp.load, tensors, checkpoint_id=plain))
         saved = root / "ours" / f"step-{number}"
         count("verify", partial(find_damage, saved))
-        count("load", partial(load_checkpoint, saved, tensors, is_verified=True))
+        count("load", partial(restore_checkpoint, saved, tensors, is_verified=True))
         dist.barrier()
         if rank == 0:
             for done in (plain, saved, root / "background" / f"step-{number}"):

@@ -18,11 +18,11 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
 from meshtrain.training.loss import build_loss
 from meshtrain.training.optim import build_learning_rate, build_optimizer
 from meshtrain.training.step import StepContext, train_step
@@ -35,12 +35,12 @@ GLOBAL_BATCH, SEQUENCE = 8, 512
 def build_step_context(degrees: dict[str, int]) -> StepContext:
     """Build the step context with which meshtrain trains in a layout."""
     config = load_hf_config(ModelConfig(type="llama", config=CONFIG))
-    model = build_model(config, dtype=torch.float32)
+    model = build_meta_model(config, dtype=torch.float32)
     plan = ParallelPlan(mesh=MeshPlan(**degrees), pipeline=PipelinePlan(layers_per_stage="even"))
     batch = BatchShape(GLOBAL_BATCH, MICRO_BATCH, SEQUENCE)
     plan = resolve_plan(with_family(plan, "llama"), model, batch, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    pipeline = parallelize(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
+    mesh = init_mesh(plan.mesh, "cpu")
+    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
     for stage in pipeline.stages:
         initialize_weights(stage.model, seed=0, names=pipeline.canonical_names())
     return StepContext(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.storage.integrity import find_damage, newest_intact_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
@@ -64,7 +64,7 @@ def save_two(root: Path) -> None:
         values = {f"model.{index}": torch.full((40, 50), float(step + index)) for index in range(4)}
         names = ("plan_hash", "model_type", "architecture", "data_identity")
         manifest = Manifest(step=step, seed=0, global_batch_size=8, mesh={}, **dict.fromkeys(names, ""))
-        save_checkpoint(root, values, manifest=manifest, huggingface=_configure, retention=Retention(newest=2))
+        write_checkpoint(root, values, manifest=manifest, huggingface=_configure, retention=Retention(newest=2))
 
 
 def dcp_notices(checkpoint: Path, expected: Path) -> bool:

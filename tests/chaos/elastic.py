@@ -19,7 +19,7 @@ from meshtrain.config.run import CheckpointConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import children_of
 from tests.training.runs import build_plan, build_run, steps_of
-from tests.training.test_resume import train_run, wait_for, without_torchrun
+from tests.training.test_resume import train_on_ranks, wait_for, without_torchrun
 
 STEPS = 60
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -48,7 +48,7 @@ def lose_a_machine(directory: Path, *, share: str = "1") -> float:
     plan = build_plan((1, 1, 2, 1))
     changes = {"steps": STEPS, "checkpoint": CheckpointConfig(every=10)}
     whole = build_run(directory / "whole", "gpt2", plan, **changes)
-    train_run(whole)
+    train_on_ranks(whole)
     elastic = build_run(
         directory / "elastic", "gpt2", plan.model_copy(update={"mesh": MeshPlan(dp_shard=-1)}), **changes
     )

@@ -23,7 +23,7 @@ from meshtrain.config.run import CheckpointConfig, LoggingConfig, OptimizerConfi
 from meshtrain.config.toml import dump_toml
 from tests.chaos.recording import read_samples
 from tests.training.runs import build_plan, build_run, steps_of
-from tests.training.test_resume import train_run, without_torchrun
+from tests.training.test_resume import train_on_ranks, without_torchrun
 
 STEPS = 240
 SECONDS_PER_STEP = 0.4
@@ -211,7 +211,7 @@ def main() -> None:
         optimizer = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
         changes = {"steps": STEPS, "checkpoint": often, "logging": seldom, "optimizer": optimizer}
         whole = build_run(directory / "whole", "gpt2", plan, **changes)
-        expected = train_run(whole)
+        expected = train_on_ranks(whole)
         follows = plan.model_copy(update={"mesh": MeshPlan(pp=2, dp_shard=-1)})
         config = build_run(directory / "chaos", "gpt2", follows, **changes)
         (directory / "run.toml").write_text(dump_toml(config))

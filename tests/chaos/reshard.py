@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, train_step
-from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_part
+from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_rows
 from tests.checkpoint.stages import manifest_of
 from tests.parity import GLOBAL_BATCH, Case, batches, build
 from tests.ranks import run_on_ranks
@@ -47,7 +47,7 @@ def draw_case(model: str, stream: random.Random, most_ranks: int) -> Case:
 def save(pipeline: Pipeline, context: StepContext, root: Path) -> None:
     """Save weights and optimizer state."""
     tensors = saved_tensors(pipeline, context.optimizer)
-    save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=None, retention=Retention(newest=1))
+    write_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=None, retention=Retention(newest=1))
 
 
 def begin(case: Case, root: Path) -> None:
@@ -55,7 +55,7 @@ def begin(case: Case, root: Path) -> None:
     pipeline = build(case)
     initialize_pipeline(pipeline)
     context = build_step_context(pipeline)
-    train_step(context, 0, local_part(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
+    train_step(context, 0, local_rows(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
     save(pipeline, context, root)
 
 

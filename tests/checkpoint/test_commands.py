@@ -9,7 +9,7 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from meshtrain import cli
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.checkpoint.storage.publishing import Retention
 from tests.checkpoint.stages import build_plain, manifest_of
@@ -23,7 +23,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a run directory with two checkpoints, in the current directory."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
-        save_checkpoint(
+        write_checkpoint(
             Path("run/checkpoints"),
             build_plain(filled=True),
             manifest=manifest_of(step, mesh={"pp": 2, "tp": 4, "dp_shard": 1}, evaluation_loss=1.5 / step),
@@ -114,7 +114,7 @@ def test_wrong_arguments_are_one_line_errors(
 
 def test_run_behind_a_url_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = GPT2LMHeadModel(GPT2)
-    save_checkpoint(
+    write_checkpoint(
         open_location("memory://behind/checkpoints"),
         {f"model.{name}": value for name, value in model.named_parameters()},
         manifest=manifest_of(3, architecture="GPT2LMHeadModel", tied=TIED),

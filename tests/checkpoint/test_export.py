@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshtrain.checkpoint.dcp.store import HuggingFace, save_checkpoint
+from meshtrain.checkpoint.dcp.store import HuggingFace, write_checkpoint
 from meshtrain.checkpoint.huggingface import export
 from meshtrain.checkpoint.huggingface.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
@@ -63,7 +63,7 @@ def save(
 ) -> Path:
     manifest = manifest_of(step, architecture=type(model).__name__, fused=fused, **values)
     tensors = tensors_of(model, fused)
-    return save_checkpoint(
+    return write_checkpoint(
         root, tensors, manifest=manifest, huggingface=model.config.save_pretrained, retention=Retention(newest=9)
     )
 
@@ -73,7 +73,7 @@ def save_sharded(root: Path, tensors: Mapping[str, Tensor], manifest: Manifest, 
     sharded = {
         key: distribute_tensor(tensor, mesh, [Shard(0), Shard(tensor.dim() - 1)]) for key, tensor in tensors.items()
     }
-    save_checkpoint(root, sharded, manifest=manifest, huggingface=huggingface, retention=Retention(newest=1))
+    write_checkpoint(root, sharded, manifest=manifest, huggingface=huggingface, retention=Retention(newest=1))
 
 
 def check_loads(folder: Path, model: PreTrainedModel) -> None:
@@ -158,7 +158,7 @@ def write_own_config(directory: Path) -> None:
 def test_class_with_its_own_code_is_exported_with_the_names_of_its_modules(tmp_path: Path) -> None:
     tensors = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "model.places": torch.arange(4)}
     manifest = manifest_of(1, architecture="OwnForCausalLM", dtype="bfloat16")
-    saved = save_checkpoint(
+    saved = write_checkpoint(
         tmp_path, tensors, manifest=manifest, huggingface=write_own_config, retention=Retention(newest=1)
     )
     export_checkpoint(saved, tmp_path / "out")
@@ -173,7 +173,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_listed(tmp_path: Path) -> N
     tensors = tensors_of(model)
     tensors["model.extra"] = tensors.pop("model.model.norm.weight")
     tensors["model.model.embed_tokens.weight"] = torch.zeros(3, 8)
-    saved = save_checkpoint(
+    saved = write_checkpoint(
         tmp_path,
         tensors,
         manifest=manifest_of(1),
@@ -244,7 +244,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"step-1 lacks parts that its manifest names: transformer.h.0.attn.c_attn.k"
     ):
         export_checkpoint(lacking, folder)
-    bare = save_checkpoint(
+    bare = write_checkpoint(
         tmp_path, tensors_of(model), manifest=manifest_of(2), huggingface=None, retention=Retention(newest=9)
     )
     with pytest.raises(CheckpointError, match=r"step-2 has no huggingface/config.json; put the model's configuration"):
@@ -301,7 +301,7 @@ def test_export_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         tensors = {f"model.{name}": torch.ones(value.shape) for name, value in model.named_parameters()}
-        saved = save_checkpoint(
+        saved = write_checkpoint(
             tmp_path,
             tensors,
             manifest=manifest_of(num_layers, tied={"lm_head.weight": "model.embed_tokens.weight"}),

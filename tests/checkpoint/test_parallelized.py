@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from meshtrain import cli
 from meshtrain.checkpoint.huggingface.export import merge
-from meshtrain.checkpoint.huggingface.pretrained import owned_tensors, save_pretrained
+from meshtrain.checkpoint.huggingface.pretrained import owned_tensors, write_pretrained
 from meshtrain.checkpoint.manifest import read_manifest
-from meshtrain.checkpoint.parallelized import save_parallelized
+from meshtrain.checkpoint.parallelized import write_parallelized
 from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
@@ -33,7 +33,7 @@ LOADED_ON = Case("gpt2-odd", (2, 1, 1, 1))
 
 
 def save(case: Case, folder: Path) -> None:
-    save_parallelized(pipeline_of(case), folder)
+    write_parallelized(pipeline_of(case), folder)
 
 
 def load(case: Case, folder: Path, out: Path) -> None:
@@ -42,7 +42,7 @@ def load(case: Case, folder: Path, out: Path) -> None:
     wanted = owned_tensors(pipeline_of(case))
     for name, tensor in owned_tensors(pipeline).items():
         assert torch.equal(full_tensor(tensor), full_tensor(wanted[name])), name
-    save_pretrained(pipeline, out)
+    write_pretrained(pipeline, out)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def save_badly(folders: list[Path]) -> list[str]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointError) as caught:
-            save_parallelized(pipeline, folder, tokenizer=tokenizer_for(folder))
+            write_parallelized(pipeline, folder, tokenizer=tokenizer_for(folder))
         messages.append(str(caught.value))
     return messages
 
@@ -141,7 +141,7 @@ def test_refused_save_is_a_one_line_error_on_all_ranks_and_leaves_no_files(tmp_p
 def save_where_another_writes(folder: Path) -> list[str]:
     pipeline, messages = pipeline_of(LOADED_ON), []
     state = TrainState(pipeline, step=1)
-    saves = (save_parallelized, save_pretrained, lambda _, root: save_state(root, pipeline, state, keep=1))
+    saves = (write_parallelized, write_pretrained, lambda _, root: save_state(root, pipeline, state, keep=1))
     with locked_folder(folder) if dist.get_rank() == 0 else nullcontext():
         dist.barrier()
         for save_there in saves:
@@ -164,7 +164,7 @@ def test_folder_in_use_by_another_process_is_refused_on_all_ranks(tmp_path: Path
 def save_twice(folder: Path) -> None:
     pipeline = pipeline_of(LOADED_ON)
     folder.mkdir(exist_ok=True)
-    save_parallelized(pipeline, folder)
+    write_parallelized(pipeline, folder)
     for _, parameter in pipeline.named_parameters():
         local_tensor(parameter.detach()).zero_()
 
@@ -177,8 +177,8 @@ def test_empty_folder_is_filled_and_a_step_name_is_kept(tmp_path: Path) -> None:
 
 def save_through_links(folder: Path) -> None:
     pipeline = pipeline_of(LOADED_ON)
-    save_parallelized(pipeline, folder / "parts")
-    save_pretrained(pipeline, folder / "whole")
+    write_parallelized(pipeline, folder / "parts")
+    write_pretrained(pipeline, folder / "whole")
 
 
 def test_link_is_followed_and_its_neighbors_are_kept(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def fill_with(pipeline: Pipeline, value: float) -> None:
 def save_filled(folder: Path) -> None:
     pipeline = tiny_pipeline(tiny_config("deepseek_v3"), MeshPlan(tp=2, dp_shard=1))
     fill_with(pipeline, 0.5)
-    save_parallelized(pipeline, folder)
+    write_parallelized(pipeline, folder)
 
 
 def load_filled(folder: Path) -> set[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from meshtrain.checkpoint.huggingface.layout import layout_of, plan_files
-from meshtrain.checkpoint.huggingface.pretrained import save_pretrained
+from meshtrain.checkpoint.huggingface.pretrained import write_pretrained
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_like
@@ -54,7 +54,7 @@ MATRIX = 1024 * 1024 * 4
 
 def save_cases(cases: list[tuple[Case, dict[str, Any]]], folders: Path) -> None:
     for number, (case, options) in enumerate(cases):
-        save_pretrained(pipeline_of(case), folders / f"{number}", **options)
+        write_pretrained(pipeline_of(case), folders / f"{number}", **options)
 
 
 def test_every_mesh_writes_the_files_of_stock_save_pretrained(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def save_families(weights: list[Path], folders: Path) -> None:
         fill_parameters(pipeline, {name: value for name, value in values.items() if name in names})
         for name, buffer in pipeline.saved_buffers():
             buffer.copy_(values[name])
-        save_pretrained(pipeline, folders / f"{number}")
+        write_pretrained(pipeline, folders / f"{number}")
 
 
 def test_every_family_loads_into_the_stock_model_bit_for_bit(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def save_with(tokenizers: list[Any], folders: Path) -> list[str]:
     pipeline, messages = pipeline_of(Case("gpt2-tied", (2, 1, 1, 1))), []
     for number, (tokenizer, origin) in enumerate(tokenizers):
         try:
-            save_pretrained(pipeline, folders / f"{number}", tokenizer=tokenizer, origin=origin)
+            write_pretrained(pipeline, folders / f"{number}", tokenizer=tokenizer, origin=origin)
         except CheckpointError as error:
             messages.append(str(error))
     return messages
@@ -169,7 +169,7 @@ def save_badly(folders: list[Path], limited_rank: int) -> list[str]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointError) as caught:
-            save_pretrained(pipeline, folder, **SMALL_FILES)
+            write_pretrained(pipeline, folder, **SMALL_FILES)
         messages.append(str(caught.value))
     return messages
 
@@ -197,7 +197,7 @@ def save_changed(folder: Path) -> str:
             del stage.model.transformer.wpe.weight
             stage.model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
     with pytest.raises(CheckpointError) as caught:
-        save_pretrained(pipeline, folder)
+        write_pretrained(pipeline, folder)
     return str(caught.value)
 
 
@@ -227,10 +227,10 @@ def peak_growth(num_layers: int, folder: Path) -> int:
     # glibc keeps freed memory up to a growing threshold; with a low one it returns freed memory.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     # A first save allocates the memory of the code itself.
-    save_pretrained(pipeline, folder / "first")
+    write_pretrained(pipeline, folder / "first")
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
-    save_pretrained(pipeline, folder / "second")
+    write_pretrained(pipeline, folder / "second")
     return peak_bytes() - before
 
 

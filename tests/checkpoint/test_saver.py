@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from meshtrain.checkpoint import saver as saver_module
 from meshtrain.checkpoint.dcp.planner import BlockSavePlanner
-from meshtrain.checkpoint.dcp.store import load_checkpoint, save_checkpoint
+from meshtrain.checkpoint.dcp.store import restore_checkpoint, write_checkpoint
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.show import show_checkpoints
@@ -32,7 +32,7 @@ KEEP_3 = Retention(newest=3)
 def holds(directory: Location, scale: int) -> bool:
     """Return whether this rank's part of a checkpoint has the values of a stage at a scale."""
     tensors = build_stage(1, 1, 2, 1, filled=False)
-    load_checkpoint(directory, tensors)
+    restore_checkpoint(directory, tensors)
     wanted = build_stage(1, 1, 2, 1, filled=True, scale=scale)
     return all(torch.equal(local_tensor(tensors[key]), local_tensor(wanted[key])) for key in wanted)
 
@@ -133,7 +133,7 @@ def test_published_checkpoints_are_reported_once(tmp_path: Path) -> None:
 
 def save_plain(root: Location, step: int, retention: Retention, loss: float | None = None) -> Location:
     manifest = manifest_of(step, evaluation_loss=loss)
-    return save_checkpoint(root, build_plain(filled=True), manifest=manifest, huggingface=None, retention=retention)
+    return write_checkpoint(root, build_plain(filled=True), manifest=manifest, huggingface=None, retention=retention)
 
 
 def names(root: Location) -> set[str]:
@@ -161,7 +161,7 @@ def test_checkpoints_work_the_same_behind_a_url(tmp_path: Path, url: str) -> Non
     assert names(root) == {"step-2", "step-3"}
     assert newest_intact_checkpoint(root) == saved == find_checkpoint(root)
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)
-    load_checkpoint(saved, tensors)
+    restore_checkpoint(saved, tensors)
     assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
     # Save a step again, then damage it, then remove its manifest, as after a killed save.
     save_plain(root, 3, Retention(newest=2))
@@ -177,7 +177,7 @@ def test_checkpoints_work_the_same_behind_a_url(tmp_path: Path, url: str) -> Non
 def save_behind_url(url: str) -> bool:
     root = open_location(url)
     tensors = build_stage(1, 1, 2, 1, filled=True, scale=2)
-    save_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=write_config, retention=KEEP_3)
+    write_checkpoint(root, tensors, manifest=manifest_of(1), huggingface=write_config, retention=KEEP_3)
     return holds(root / "step-1", 2) and newest_intact_checkpoint(root) is not None
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshtrain.checkpoint.dcp.planner import BlockSavePlanner
-from meshtrain.checkpoint.dcp.store import load_checkpoint, save_checkpoint
+from meshtrain.checkpoint.dcp.store import restore_checkpoint, write_checkpoint
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.storage.directory import list_checkpoints
 from meshtrain.checkpoint.storage.publishing import Retention
@@ -27,7 +27,7 @@ WIDE: Mesh = (2, 1, 2, 2)
 
 
 def save(root: Path, step: int, tensors: dict, *, keep: int = 3) -> Path:
-    return save_checkpoint(
+    return write_checkpoint(
         root, tensors, manifest=manifest_of(step), huggingface=None, retention=Retention(newest=keep)
     )
 
@@ -38,7 +38,7 @@ def save_on(mesh: Mesh, root: Path, step: int = 10) -> None:
 
 def load_on(mesh: Mesh, directory: Path) -> bool:
     tensors, wanted = build_stage(*mesh, filled=False), build_stage(*mesh, filled=True)
-    load_checkpoint(directory, tensors)
+    restore_checkpoint(directory, tensors)
     return all(torch.equal(local_tensor(tensors[key]), local_tensor(wanted[key])) for key in wanted)
 
 
@@ -71,7 +71,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_mesh_loads_the_checkpoint_of_any_other(wide: Path, tmp_path: Path, mesh: Mesh) -> None:
     assert all(run_on_ranks(world_size(mesh), round_trip, mesh, wide, tmp_path))
     tensors, wanted = build_plain(filled=False), build_plain(filled=True)
-    load_checkpoint(tmp_path / "step-20", tensors)
+    restore_checkpoint(tmp_path / "step-20", tensors)
     assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)
 
 
@@ -101,7 +101,7 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
 def test_weights_are_loaded_alone(wide: Path) -> None:
     tensors = {key: tensor for key, tensor in build_plain(filled=False).items() if key.startswith("model.")}
     wanted = build_plain(filled=True)
-    load_checkpoint(wide, tensors, weights_only=True)
+    restore_checkpoint(wide, tensors, weights_only=True)
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in tensors.items())
 
 
@@ -110,7 +110,7 @@ def test_huggingface_files_are_written(tmp_path: Path) -> None:
         (directory / "config.json").write_text("{}")
 
     kept = Retention(newest=2)
-    saved = save_checkpoint(tmp_path, {}, manifest=manifest_of(1), huggingface=write, retention=kept)
+    saved = write_checkpoint(tmp_path, {}, manifest=manifest_of(1), huggingface=write, retention=kept)
     assert (saved / "huggingface" / "config.json").read_text() == "{}"
     assert "huggingface/config.json" in read_manifest(saved).files
 
@@ -222,7 +222,7 @@ def load_other(directory: Path) -> tuple[str, ...]:
         tensors["model.layers.9.norm.weight"] = torch.zeros(3)
         tensors["model.layers.3.norm.weight"] = torch.zeros(4)
         tensors["model.layers.3.colwise.bias"] = torch.zeros(13, dtype=torch.bfloat16)
-    return raised(lambda: load_checkpoint(directory, tensors))
+    return raised(lambda: restore_checkpoint(directory, tensors))
 
 
 def test_checkpoint_of_another_model_is_refused_with_all_differences_on_all_ranks(wide: Path) -> None:
@@ -239,14 +239,14 @@ def test_checkpoint_of_another_model_is_refused_with_all_differences_on_all_rank
 
 def test_long_lists_in_messages_are_shortened(tmp_path: Path) -> None:
     saved = save(tmp_path, 1, {f"model.{index}": torch.ones(1) for index in range(15)})
-    problem, _ = raised(lambda: load_checkpoint(saved, {}))
+    problem, _ = raised(lambda: restore_checkpoint(saved, {}))
     assert problem.endswith("(15): " + ", ".join(f"model.{index}" for index in range(10)) + " and 5 more")
 
 
 def damaged(tmp_path: Path, damage: Callable[[Path], object], name: str) -> str:
     saved = save(tmp_path, 1, build_plain(filled=True))
     damage(saved / name)
-    (problem,) = raised(lambda: load_checkpoint(saved, build_plain(filled=False)))
+    (problem,) = raised(lambda: restore_checkpoint(saved, build_plain(filled=False)))
     return problem.removeprefix(f"{saved / name} ")
 
 
@@ -264,7 +264,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def load_with_one_bad_rank(directory: Path) -> tuple[str, ...]:
     if dist.get_rank() == 1:
         directory = directory.with_name("nowhere")
-    return raised(lambda: load_checkpoint(directory, {}))
+    return raised(lambda: restore_checkpoint(directory, {}))
 
 
 def test_unreadable_file_on_one_rank_stops_all(wide: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from meshtrain.corpus.steps.records import BadRecord, read_records, read_text_lines
+from meshtrain.corpus.steps.records import BadCorpusRecord, read_records, read_text_lines
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
@@ -47,7 +47,7 @@ def test_rows_of_a_parquet_file_become_documents(tmp_path):
     *found, bad = records(path, "parquet")
 
     assert simple(found) == [(f"a.parquet:{number + 1}", f"text {number}", {"n": number}) for number in range(2500)]
-    assert bad == BadRecord(
+    assert bad == BadCorpusRecord(
         f"{path}, row 2501", "broken record", 'the key "text" (text_key) holds null instead of text', ""
     )
 
@@ -57,7 +57,7 @@ def test_a_binary_column_of_a_parquet_file_is_not_text(tmp_path):
     pq.write_table(pa.table({"text": pa.array([b"one"], pa.binary()), "n": [1]}), path)
 
     assert records(path, "parquet") == [
-        BadRecord(f"{path}, row 1", "broken record", 'the key "text" (text_key) holds bytes instead of text', "")
+        BadCorpusRecord(f"{path}, row 1", "broken record", 'the key "text" (text_key) holds bytes instead of text', "")
     ]
 
 
@@ -70,7 +70,9 @@ def test_a_parquet_row_that_is_not_utf8_does_not_affect_other_rows(tmp_path):
     one, bad, two = records(path, "parquet")
 
     assert [one.text, two.text] == ["one", "two"]
-    assert bad == BadRecord(f"{path}, row 2", "broken record", "not UTF-8 text (byte 4: invalid continuation byte)", "")
+    assert bad == BadCorpusRecord(
+        f"{path}, row 2", "broken record", "not UTF-8 text (byte 4: invalid continuation byte)", ""
+    )
 
 
 @pytest.mark.parametrize(("kind", "pack"), [("txt", bytes), ("python", bytes), ("txt.gz", gzip.compress)])
@@ -125,7 +127,7 @@ def test_a_truncated_file_ends_with_a_bad_record(tmp_path, kind):
 
     *found, bad = records(path, kind)
 
-    assert isinstance(bad, BadRecord)
+    assert isinstance(bad, BadCorpusRecord)
     assert bad.reason == "damaged file"
     assert bad.where.startswith(str(path))
     assert bad.where == str(path) or bad.where.endswith(f" {len(found)}")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from meshtrain.data.cache import Cache
-from meshtrain.data.tokens.megatron import megatron_token_type, write_index
+from meshtrain.data.tokens.megatron import megatron_token_type, write_megatron_index
 from meshtrain.data.tokens.token_file import TokenFile
 from meshtrain.data.tokens.tokenized_source import is_tokenized, open_token_file
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
@@ -200,7 +200,7 @@ def test_written_pair_is_read_back(tmp_path, tokenizer, cache, vocab_size):
     tokens, offsets = np.array([1, 2, END, 3, END, END], kind), np.array([0, 3, 5, 6])
     (tmp_path / "pair.bin").write_bytes(tokens.tobytes())
 
-    write_index(tmp_path / "pair.idx", offsets, kind)
+    write_megatron_index(tmp_path / "pair.idx", offsets, kind)
 
     file = open_token_file(f"{tmp_path}/pair", tokenizer, cache)
     assert documents_of(file) == [[1, 2, END], [3, END], [END]]
@@ -212,7 +212,7 @@ def test_written_pair_is_read_back(tmp_path, tokenizer, cache, vocab_size):
 
 def test_document_too_long_for_an_index_is_reported(tmp_path):
     with pytest.raises(DataError) as caught:
-        write_index(tmp_path / "pair.idx", np.array([0, 5, 5 + (1 << 31)]), np.dtype(np.uint16))
+        write_megatron_index(tmp_path / "pair.idx", np.array([0, 5, 5 + (1 << 31)]), np.dtype(np.uint16))
 
     assert str(caught.value) == (
         "document 1 has 2,147,483,648 tokens, more than pair.idx can hold; "

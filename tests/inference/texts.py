@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import CompilePlan, ParallelPlan, PipelinePlan, PrecisionPlan, TensorPlan
 from meshtrain.inference.generation import generate_on_mesh
-from meshtrain.models.build import build_model
-from meshtrain.parallel import parallelize
+from meshtrain.models.build import build_meta_model
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.runtime.mesh import axis_rank, build_mesh
+from meshtrain.runtime.mesh import axis_rank, init_mesh
 from tests.parallel.families import VOCABULARY, Family, Float64, copy_buffers
 from tests.parity import fill
 
@@ -120,10 +120,10 @@ def build(case: MeshModel) -> Pipeline:
         precision=PrecisionPlan(parameters="float64", compute="float64", reduce="float64"),
         compile=CompilePlan(enabled=case.compiled, backend="aot_eager"),
     )
-    model = build_model((FAMILIES | OTHERS)[case.family].hf_config(), dtype=torch.float64, attention="eager")
+    model = build_meta_model((FAMILIES | OTHERS)[case.family].hf_config(), dtype=torch.float64, attention="eager")
     plan = resolve_plan(plan, model, BatchShape(8 * dp_replicate * dp_shard, 1, 12), pp * dp_replicate * dp_shard * tp)
-    pipeline = parallelize(
-        model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
     stock = stock_model(case.family)
     fill(pipeline, {name: value.detach() for name, value in stock.named_parameters(remove_duplicate=False)})

@@ -10,7 +10,7 @@ import torch
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
-from meshtrain.models.build import DTYPES, build_model, load_hf_config, local_directory
+from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config, local_directory
 
 TINY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -24,7 +24,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def problems(**model: Any) -> tuple[str, ...]:
     """Return the messages when the model is loaded and built."""
     with pytest.raises(ModelError) as caught:
-        build_model(load_hf_config(ModelConfig(**model)), dtype=torch.float32)
+        build_meta_model(load_hf_config(ModelConfig(**model)), dtype=torch.float32)
     for problem in caught.value.lines:
         assert "\n" not in problem
     return caught.value.lines
@@ -38,7 +38,7 @@ def write_config(directory: Path, text: str) -> str:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_new_model_is_on_meta_in_training_mode(dtype: torch.dtype) -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
-    model = build_model(config, dtype=dtype)
+    model = build_meta_model(config, dtype=dtype)
     assert all(parameter.is_meta and parameter.dtype == dtype for parameter in model.parameters())
     assert model.training
     assert (model.config.num_hidden_layers, model.config.hidden_size) == (2, 32)
@@ -47,11 +47,11 @@ def test_new_model_is_on_meta_in_training_mode(dtype: torch.dtype) -> None:
 
 def test_attention_implementation_is_the_requested_one() -> None:
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, **IDS}))
-    assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
-    assert build_model(config, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
+    assert build_meta_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
+    assert build_meta_model(config, dtype=torch.float32, attention="eager").config._attn_implementation == "eager"
     config._attn_implementation = "eager"
-    assert build_model(config, dtype=torch.float32, attention=None).config._attn_implementation == "eager"
-    assert build_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
+    assert build_meta_model(config, dtype=torch.float32, attention=None).config._attn_implementation == "eager"
+    assert build_meta_model(config, dtype=torch.float32).config._attn_implementation == "sdpa"
 
 
 def test_config_values_override_those_of_a_directory(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_config_values_override_those_of_a_directory(tmp_path: Path) -> None:
     # One of the stock names, and one that transformers accepts for every model.
     config = load_hf_config(ModelConfig(path=file, config={"n_layer": 3, "hidden_size": 64}))
     assert (config.n_layer, config.n_embd, config.n_head) == (3, 64, 4)
-    model = build_model(config, dtype=torch.float32)
+    model = build_meta_model(config, dtype=torch.float32)
     assert model.transformer.wte.weight.dtype == torch.float32, "a bfloat16 file trains with float32 parameters"
 
 
@@ -68,7 +68,7 @@ def test_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], recwa
     assert (config.bos_token_id, config.eos_token_id) == (63, 63)
     config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, "eos_token_id": 7}), end_id=63)
     assert (config.bos_token_id, config.eos_token_id) == (63, 7), "what the file says wins"
-    build_model(config, dtype=torch.float32)
+    build_meta_model(config, dtype=torch.float32)
     load_hf_config(ModelConfig(type="llama", config={"vocab_size": 64, "num_hidden_layers": 1}))
     assert capfd.readouterr() == ("", ""), "transformers prints nothing"
     assert [str(warning.message) for warning in recwarn] == []
@@ -105,7 +105,7 @@ def test_undeclared_value_that_the_model_uses_is_accepted(tmp_path: Path) -> Non
     config = load_hf_config(ModelConfig(type="glm4_moe", config={**values, "partial_rotary_factor": 0.25}))
     rope = config.rope_parameters
     assert (config.head_dim, rope["rope_theta"], rope["partial_rotary_factor"]) == (16, 10000, 0.25)
-    model = build_model(config, dtype=torch.float32)
+    model = build_meta_model(config, dtype=torch.float32)
     assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
     assert problems(type="glm4_moe", config={"head_dims": 16, "gradient_checkpointing": True, "temperature": 0.5}) == (
         "model.config.head_dims: glm4_moe has no such value",
@@ -202,6 +202,6 @@ def test_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
 def test_bidirectional_encoder_is_refused() -> None:
     model = ModelConfig(type="bert", config={"num_hidden_layers": 1})
     with pytest.raises(ModelError, match=r"is_decoder = false: a bert then sees the tokens .*; set it to true"):
-        build_model(load_hf_config(model), dtype=torch.float32)
+        build_meta_model(load_hf_config(model), dtype=torch.float32)
     decoder = model.model_copy(update={"config": {**model.config, "is_decoder": True}})
-    assert build_model(load_hf_config(decoder), dtype=torch.float32).config.is_decoder
+    assert build_meta_model(load_hf_config(decoder), dtype=torch.float32).config.is_decoder

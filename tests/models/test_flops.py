@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from meshtrain.config.run import ModelConfig
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.flops import flops_of_modules, layer_flops_per_token, matmul_parameters
 from meshtrain.parallel.cut.probe import find_layers
 from tests.parity import LLAMA, MODELS
@@ -29,7 +29,7 @@ EXPERTS = {
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
-    return build_model(load_hf_config(config), dtype=torch.float32, attention="eager")
+    return build_meta_model(load_hf_config(config), dtype=torch.float32, attention="eager")
 
 
 def counted(model: PreTrainedModel) -> int:

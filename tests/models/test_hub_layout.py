@@ -19,7 +19,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_like
-from meshtrain.models.weights.load import load_weights
+from meshtrain.models.weights.load import load_shards
 from tests.models.gpt2 import GPT2
 from tests.models.test_weights import LLAMA
 
@@ -49,7 +49,7 @@ def write(model: PreTrainedModel, folder: Path, change: Callable[[dict[str, Tens
 
 def load(model: PreTrainedModel, folder: Path, **options: bool) -> dict[str, Tensor]:
     found = {name: torch.full_like(parameter, torch.nan) for name, parameter in model.named_parameters()}
-    load_weights(found, folder, fused=(), stock=stock_like(model), **options)
+    load_shards(found, folder, fused=(), stock=stock_like(model), **options)
     return found
 
 
@@ -137,7 +137,7 @@ def test_names_in_old_files_are_recognized(tmp_path: Path) -> None:
 
     write(model, tmp_path, change)
     found = {name: torch.full_like(parameter, torch.nan) for name, parameter in model.named_parameters()}
-    load_weights(found, tmp_path, fused=(), stock=model.to("meta"))
+    load_shards(found, tmp_path, fused=(), stock=model.to("meta"))
     assert torch.equal(
         found["transformer.LayerNorm.weight"], load_file(tmp_path / "model.safetensors")["transformer.LayerNorm.gamma"]
     )

@@ -14,7 +14,7 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
@@ -60,7 +60,7 @@ def test_every_parameter_has_the_distribution_of_the_stock_model(name: str) -> N
     config = load_hf_config(WIDE[name])
     torch.manual_seed(3)
     stock = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
-    ours = dict(initialized(build_model(config, dtype=torch.float32)).named_parameters())
+    ours = dict(initialized(build_meta_model(config, dtype=torch.float32)).named_parameters())
     assert ours.keys() == stock.keys()
     for parameter_name, parameter in ours.items():
         expected = stock[parameter_name].detach()
@@ -74,7 +74,7 @@ def test_every_parameter_has_the_distribution_of_the_stock_model(name: str) -> N
 
 
 def test_residual_projections_of_gpt2_are_scaled_by_depth() -> None:
-    model = initialized(build_model(load_hf_config(WIDE["gpt2"]), dtype=torch.float32))
+    model = initialized(build_meta_model(load_hf_config(WIDE["gpt2"]), dtype=torch.float32))
     residual = 0.02 / (2 * 4) ** 0.5
     for name, parameter in model.named_parameters():
         if name.endswith("c_proj.weight"):
@@ -86,14 +86,14 @@ def test_residual_projections_of_gpt2_are_scaled_by_depth() -> None:
 def test_values_depend_on_the_seed() -> None:
     config = load_hf_config(ModelConfig(type="llama", config=LLAMA))
     once, again, other = (
-        dict(initialized(build_model(config, dtype=torch.float32), seed).named_parameters()) for seed in (0, 0, 1)
+        dict(initialized(build_meta_model(config, dtype=torch.float32), seed).named_parameters()) for seed in (0, 0, 1)
     )
     assert all(torch.equal(once[name], again[name]) for name in once)
     assert not any(torch.equal(once[name], other[name]) for name in once if once[name].dim() == 2)
 
 
 def test_no_two_parameters_are_equal() -> None:
-    model = initialized(build_model(load_hf_config(ModelConfig(type="llama", config=LLAMA)), dtype=torch.float32))
+    model = initialized(build_meta_model(load_hf_config(ModelConfig(type="llama", config=LLAMA)), dtype=torch.float32))
     matrices = [tuple(parameter[0, :8].tolist()) for parameter in model.parameters() if parameter.dim() == 2]
     # The row of the padding token is zero.
     assert len(set(matrices)) == len(matrices)
@@ -104,8 +104,8 @@ def test_buffers_equal_those_of_the_stock_model() -> None:
     for values in (LLAMA, {**LLAMA, "rope_parameters": rope}):
         config = load_hf_config(ModelConfig(type="llama", config=values))
         stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        ours = initialized(build_model(config, dtype=torch.float32))
-        restored = build_model(config, dtype=torch.float32)
+        ours = initialized(build_meta_model(config, dtype=torch.float32))
+        restored = build_meta_model(config, dtype=torch.float32)
         materialize(restored, CPU, tied=dict(restored.all_tied_weights_keys))
         with torch.no_grad():
             for parameter in restored.parameters():

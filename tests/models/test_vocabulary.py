@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM, LlamaForC
 
 from meshtrain.errors import ModelError
 from meshtrain.models.build import stock_like
-from meshtrain.models.weights.load import load_weights
+from meshtrain.models.weights.load import load_shards
 from tests.models.gpt2 import GPT2
 from tests.models.test_weights import LLAMA
 from tests.ranks import run_on_ranks
@@ -33,7 +33,7 @@ def with_tokens(model: PreTrainedModel, number: int) -> PreTrainedModel:
 def load(model: PreTrainedModel, folder: Path, *, tokens: int = LARGER, enlarge: bool = True) -> dict[str, Tensor]:
     stock = with_tokens(model, tokens)
     found = {name: torch.full(parameter.shape, torch.nan) for name, parameter in stock.named_parameters()}
-    load_weights(found, folder, fused=(), stock=stock, enlarge_vocabulary=enlarge)
+    load_shards(found, folder, fused=(), stock=stock, enlarge_vocabulary=enlarge)
     return found
 
 
@@ -68,7 +68,7 @@ def load_sharded(folder: Path, dim: int) -> Tensor:
     fully_shard(module, mesh=mesh["dp"])
     names = [name for name, _ in stock.named_parameters()]
     parameters: dict[str, Tensor] = {names[int(index)]: value for index, value in module.named_parameters()}
-    load_weights(parameters, folder, fused=(), stock=stock, enlarge_vocabulary=True)
+    load_shards(parameters, folder, fused=(), stock=stock, enlarge_vocabulary=True)
     embedding = parameters["model.embed_tokens.weight"]
     assert isinstance(embedding, DTensor)
     return embedding.full_tensor().detach()

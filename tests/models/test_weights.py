@@ -22,7 +22,7 @@ from meshtrain.models.build import stock_like
 from meshtrain.models.fused import FusedParameter
 from meshtrain.models.layout import local_tensor
 from meshtrain.models.weights.block_reader import BOUNCE_BYTES
-from meshtrain.models.weights.load import load_weights
+from meshtrain.models.weights.load import load_shards
 from meshtrain.models.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tests.models.gpt2 import FUSED, GPT2
 from tests.ranks import run_on_ranks
@@ -65,7 +65,7 @@ def meta_gpt2(config: GPT2Config = GPT2) -> GPT2LMHeadModel:
 
 
 def load_gpt2(source: Path, parameters: Mapping[str, Tensor], stock: PreTrainedModel | None = None) -> None:
-    load_weights(parameters, source, fused=FUSED, stock=stock or meta_gpt2())
+    load_shards(parameters, source, fused=FUSED, stock=stock or meta_gpt2())
 
 
 class Single(PreTrainedModel):
@@ -156,7 +156,7 @@ def test_values_are_cast_to_the_parameter(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LLAMA).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     parameters = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
-    load_weights(parameters, tmp_path, fused=(), stock=stock_like(model))
+    load_shards(parameters, tmp_path, fused=(), stock=stock_like(model))
     assert all(torch.equal(parameters[name], parameter.float()) for name, parameter in model.named_parameters())
 
 
@@ -196,7 +196,7 @@ def test_different_head_in_the_files_of_a_tied_model_is_refused(source: Path, gp
     )
     parameters = {name: torch.zeros_like(value) for name, value in untied.named_parameters()}
     config = GPT2Config(**{**GPT2.to_dict(), "tie_word_embeddings": False})
-    load_weights(parameters, source, fused=(), stock=meta_gpt2(config))
+    load_shards(parameters, source, fused=(), stock=meta_gpt2(config))
     assert all(torch.equal(parameters[name], value) for name, value in untied.named_parameters())
 
 
@@ -219,7 +219,7 @@ def test_tied_weight_is_read_from_its_other_name(source: Path, gpt2: GPT2LMHeadM
 def test_scalar_is_read(tmp_path: Path) -> None:
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     parameters = {"scale": torch.zeros(())}
-    load_weights(parameters, tmp_path, fused=(), stock=Single("scale"))
+    load_shards(parameters, tmp_path, fused=(), stock=Single("scale"))
     assert parameters["scale"] == 3
 
 
@@ -297,7 +297,7 @@ def load_a_slice(source: Path, shape: tuple[int, int], dim: int) -> bool:
     # copy of the full tensor.
     allowed_bytes = _data_bytes() + BOUNCE_BYTES + part.nbytes // 2
     resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes, resource.RLIM_INFINITY))
-    load_weights({"weight": matrix}, source, fused=(), stock=Single("weight", *shape))
+    load_shards({"weight": matrix}, source, fused=(), stock=Single("weight", *shape))
     return bool((part == dist.get_rank()).all())
 
 
@@ -324,9 +324,7 @@ def load_stacked(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
         "experts", nn.Parameter(distribute_tensor(torch.zeros_like(wanted), mesh["tp"], [Shard(2)]))
     )
     fully_shard(module, mesh=mesh["dp"])
-    load_weights(
-        {"layers.experts": module.experts}, source, fused=[entry], stock=Single("layers.experts", *stock.shape)
-    )
+    load_shards({"layers.experts": module.experts}, source, fused=[entry], stock=Single("layers.experts", *stock.shape))
     return torch.equal(module.experts.full_tensor(), wanted)
 
 
@@ -340,7 +338,7 @@ def load_unequal(source: Path, stock: Tensor, dp: int, tp: int) -> bool:
     entry = FusedParameter("layers.qkv", tuple(f"layers.{part}" for part in "qkv"), 0, sizes=(8, 4, 4))
     wanted = shard(entry.split(stock), dp, tp)
     parameters = shard({name: torch.zeros_like(value) for name, value in entry.split(stock).items()}, dp, tp)
-    load_weights(parameters, source, fused=[entry], stock=Single("layers.qkv", *stock.shape))
+    load_shards(parameters, source, fused=[entry], stock=Single("layers.qkv", *stock.shape))
     return all(torch.equal(local_tensor(parameters[name]), local_tensor(wanted[name])) for name in wanted)
 
 

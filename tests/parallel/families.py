@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
-from meshtrain.models.build import DTYPES, build_model
+from meshtrain.models.build import DTYPES, build_meta_model
 from meshtrain.models.fused import join_parts
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.runtime.mesh import axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import build_loss
 from tests.parity import fill
@@ -105,7 +105,7 @@ def resolve_family(family: Family, mesh: tuple[int, int, int, int]) -> tuple[Par
         mesh: pp, dp_replicate, dp_shard, tp.
     """
     pp, dp_replicate, dp_shard, tp = mesh
-    model = build_model(family.hf_config(), dtype=DTYPES[family.dtype], attention="eager")
+    model = build_meta_model(family.hf_config(), dtype=DTYPES[family.dtype], attention="eager")
     plan = ParallelPlan(
         mesh=MeshPlan(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
         tensor=TensorPlan(**family.tensor),
@@ -126,8 +126,8 @@ def _errors(family: Family, mesh: tuple[int, int, int, int]) -> dict[str, float]
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum") / (labels != -100).sum()
     loss.backward()
     plan, model = resolve_family(family, mesh)
-    pipeline = parallelize(
-        model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
     fill(pipeline, {name: parameter.detach() for name, parameter in stock.named_parameters(remove_duplicate=False)})
     copy_buffers(stock, pipeline)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.account import StageShare, account, flops_around_layers, flops_per_token
 from tests.parity import GPT2, LLAMA, MODELS, Case, build
@@ -74,7 +74,7 @@ def measure_held(cases: list[Case]) -> list[list[Held]]:
 
 
 def shares_of(case: Case, **precision: Any) -> list[StageShare]:
-    model = build_model(load_hf_config(model_of(case)), dtype=torch.float64)
+    model = build_meta_model(load_hf_config(model_of(case)), dtype=torch.float64)
     plan = case.plan()
     return account(model, plan.model_copy(update={"precision": PrecisionPlan(**precision)}) if precision else plan)
 
@@ -101,7 +101,7 @@ def test_stages_come_in_order_and_cover_the_model() -> None:
     assert [share.stage for share in shares] == [0, 1, 2, 3]
     assert [share.pp_rank for share in shares] == [0, 1, 0, 1]
     assert [share.layers for share in shares] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    model = build_model(load_hf_config(model_of(case)), dtype=torch.float64)
+    model = build_meta_model(load_hf_config(model_of(case)), dtype=torch.float64)
     far_copy = model.lm_head.weight.numel()
     assert sum(share.num_parameters for share in shares) == model.num_parameters() + far_copy
 
@@ -116,7 +116,7 @@ def test_bytes_follow_the_precision_of_parameters() -> None:
 
 
 def test_account_leaves_the_model_unchanged() -> None:
-    model = build_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
+    model = build_meta_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
     before = [name for name, _ in model.named_modules()]
     account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
     assert [name for name, _ in model.named_modules()] == before
@@ -126,7 +126,7 @@ def test_modules_around_the_layers_are_counted() -> None:
     # As in OPT-350m: embedding and head are narrower than the layers, with projections between
     # them.
     sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "vocab_size": 98, "num_hidden_layers": 2}
-    model = build_model(
+    model = build_meta_model(
         load_hf_config(ModelConfig(type="opt", config={**sizes, "num_attention_heads": 4})), dtype=torch.float32
     )
     before, after = 32 * 16, 32 * 16 + 16 * 98
@@ -137,4 +137,4 @@ def test_modules_around_the_layers_are_counted() -> None:
 
 def test_head_of_a_model_that_cannot_be_cut_is_counted() -> None:
     config = load_hf_config(ModelConfig(type="rwkv", config={"hidden_size": 32, "vocab_size": 98}))
-    assert flops_around_layers(build_model(config, dtype=torch.float32, attention="eager")) == (0, 6 * 32 * 98)
+    assert flops_around_layers(build_meta_model(config, dtype=torch.float32, attention="eager")) == (0, 6 * 32 * 98)

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 from meshtrain.config.plan import Style
 from meshtrain.errors import PlanError
 from meshtrain.models.adapters import is_adapter_parameter, stock_name, take_off_adapters
-from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel import parallelize
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.tensor.adapters import check_adapters
 from meshtrain.parallel.tensor.rules import resolve_rules
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.case import SEQUENCE, Trace
 from meshtrain.verify.compare import tensor_error
 from meshtrain.verify.parallel import build_step_context, train_pipeline
-from meshtrain.verify.reference import build_stock, load_weights, train_model
+from meshtrain.verify.reference import build_stock, copy_weights_into, train_model
 from tests.casts import lift_float32_casts
 from tests.parallel.steps import take_step
 from tests.parallel.test_dropout import watched_dropout
@@ -62,7 +62,7 @@ def reference(name: str, options: dict[str, Any]) -> Trace:
     """Train the adapters of the stock model in one process, without meshtrain's parallel code."""
     lift_float32_casts()
     model = build_stock(load_hf_config(MODELS[name]))
-    load_weights(model, stock_weights(name))
+    copy_weights_into(model, stock_weights(name))
     adapted(model, name, **options)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     with torch.no_grad():
@@ -87,12 +87,12 @@ def build(case: Case, **options: Any) -> Pipeline:
         styles = {f"model.layers.*.self_attn.{kind}_proj": "replicated_heads" for kind in "kv"}
         tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **styles}})
         plan = plan.model_copy(update={"tensor": tensor})
-    model = build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
+    model = build_meta_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
     adapted(model, case.model, **options)
     values = adapter_values(model)
-    pipeline = parallelize(
+    pipeline = build_pipeline(
         model,
-        build_mesh(plan.mesh, "cpu"),
+        init_mesh(plan.mesh, "cpu"),
         plan,
         micro_batch_size=max(1, GLOBAL_BATCH // (case.mesh[1] * case.mesh[2]) // 4),
         seed=0,
@@ -193,7 +193,7 @@ def test_dropout_is_equal_for_replicated_inputs_and_differs_for_sharded_ones() -
 
 def refuse(styles: dict[str, Style], targets: list[str], dropout: float) -> tuple[str, ...]:
     """Return the problems of a plan with other styles for parts of attention."""
-    stock = build_model(load_hf_config(MODELS["llama-untied"]), dtype=torch.float64)
+    stock = build_meta_model(load_hf_config(MODELS["llama-untied"]), dtype=torch.float64)
     adapted(stock, "llama-untied", target_modules=targets, lora_dropout=dropout)
     layers = take_off_adapters(stock)
     tensor = Case("llama-untied", (1, 1, 1, 2), sequence_parallel=True).plan().tensor

@@ -21,7 +21,7 @@ from meshtrain.config.plan import (
 from meshtrain.config.run import ModelConfig
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import PlanError
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel import check
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
@@ -35,7 +35,7 @@ UNTIED = {**LLAMA, "tie_word_embeddings": False}
 def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTrainedModel:
     values = {**{"gpt2": GPT2, "llama": UNTIED, "qwen3": {**LLAMA, "head_dim": 8}}.get(model_type, {}), **config}
     hf_config = load_hf_config(ModelConfig(type=model_type, config=values))
-    return build_model(hf_config, dtype=torch.float32, attention=attention)
+    return build_meta_model(hf_config, dtype=torch.float32, attention=attention)
 
 
 def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
@@ -220,7 +220,7 @@ def test_length_dependent_frequencies_of_the_model_are_accepted() -> None:
 def test_length_dependent_frequencies_inside_layers_are_refused() -> None:
     config = tiny_config("moshi")
     config.rope_parameters = {**DYNAMIC}
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(), model, world_size=1) == (
         "the rotary frequencies of model.layers.0.self_attn.rotary_emb depend on the length of the sequence, and "
         "inside a layer a recomputation, or another microbatch, would find those of another length; choose a "
@@ -231,7 +231,7 @@ def test_length_dependent_frequencies_inside_layers_are_refused() -> None:
 def test_unlimited_positions_are_accepted() -> None:
     config = tiny_config("xlnet")
     assert config.max_position_embeddings == -1
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert resolve_plan(make_plan(), model, BATCH, 1).mesh.dp_shard == 1
 
 
@@ -396,7 +396,7 @@ def test_indivisible_heads_are_refused() -> None:
 
 def test_indivisible_heads_of_falcon_are_refused() -> None:
     config = AutoConfig.for_model("falcon", num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True)
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"tp": 4}), model) == (
         "mesh.tp = 4 does not divide the model's 2 key-value heads (num_kv_heads); tp can be 1, 2",
     )
@@ -566,7 +566,7 @@ def test_class_that_cannot_be_cut_is_refused() -> None:
 
 def test_layers_that_share_keys_are_refused_with_pp() -> None:
     config = shrink(AutoConfig.for_model("gemma4_text", num_kv_shared_layers=10), 4)
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"pp": 2}), model) == (
         "mesh.pp = 2, but the last 2 layers of Gemma4ForCausalLM attend to keys and values of earlier layers "
         "(num_kv_shared_layers), which may be on another stage; use pp = 1",
@@ -575,7 +575,7 @@ def test_layers_that_share_keys_are_refused_with_pp() -> None:
 
 def test_indivisible_heads_of_single_layers_are_refused() -> None:
     config = tiny_config("dots3_note_text")
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     found = problems(make_plan(mesh={"tp": 4}), model)
     assert found[:2] == tuple(
         f"mesh.tp = 4 does not divide the model's 2 {what} ({name}); tp can be 1, 2"

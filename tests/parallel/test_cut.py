@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel.cut.balance import even_layers
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, check_cut, cut
@@ -75,7 +75,7 @@ def stock_model(name: str) -> PreTrainedModel:
 def meta_model(name: str, **config: Any) -> PreTrainedModel:
     values = {**MODELS[name].config, **config}
     hf_config = load_hf_config(MODELS[name].model_copy(update={"config": values}))
-    return build_model(hf_config, dtype=torch.float32, attention=MODELS[name].attention)
+    return build_meta_model(hf_config, dtype=torch.float32, attention=MODELS[name].attention)
 
 
 def further_inputs(kind: str) -> dict[str, Tensor]:
@@ -475,7 +475,7 @@ def test_real_classes_that_cannot_be_cut_are_refused(model_type: str) -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 98}
     config |= {} if model_type == "rwkv" else {"num_attention_heads": 4, "embedding_size": 32, "is_decoder": True}
     hf_config = load_hf_config(ModelConfig(type=model_type, config=config))
-    model = build_model(hf_config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(hf_config, dtype=torch.float32, attention="eager")
     with pytest.raises(ModelError, match=f"^{type(model).__name__} cannot be cut into stages: .*; use pp = 1$"):
         check_cut(model)
 
@@ -502,7 +502,7 @@ def test_model_without_a_list_of_layers_is_refused() -> None:
 
 
 def test_stub_has_the_modules_of_its_layer() -> None:
-    model = build_model(tiny_config("llama"), dtype=torch.float32)
+    model = build_meta_model(tiny_config("llama"), dtype=torch.float32)
     layer = find_layers(model)[1][0]
     stub = LayerStub(LayerStub(layer, as_tuple=False), as_tuple=False)
     assert stub.self_attn is layer.self_attn

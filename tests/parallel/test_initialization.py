@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import XIELUActivation
 
 from meshtrain.models import initialize
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.fused import FusedParameter, join_parts
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
@@ -205,7 +205,7 @@ def test_any_shard_of_any_dimension_is_part_of_the_full_tensor() -> None:
 
 
 def test_activation_parameters_have_the_values_of_their_constructor() -> None:
-    model = build_model(tiny_config("apertus"), dtype=torch.float32)
+    model = build_meta_model(tiny_config("apertus"), dtype=torch.float32)
     materialize(model, torch.device("cpu"), tied={})
     initialize_weights(model, seed=0, names={name: name for name, _ in model.named_parameters()})
     for layer in model.model.layers:

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
-from meshtrain.models.build import build_model, stock_class
+from meshtrain.models.build import build_meta_model, stock_class
 from meshtrain.models.fused import split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.tiny import tiny_config
 from tests.ranks import run_on_ranks
 
@@ -47,13 +47,13 @@ def write(folder: Path, model_type: str) -> Path:
 def differing_names(folder: Path, degrees: dict[str, int]) -> list[str]:
     """Load a model on this mesh; return the names of tensors unlike in `from_pretrained`."""
     config = AutoConfig.from_pretrained(folder)
-    model = build_model(config, dtype=torch.float32, attention="eager")
+    model = build_meta_model(config, dtype=torch.float32, attention="eager")
     wanted = stock_class(model).from_pretrained(folder, dtype=torch.float32).state_dict()
     plan = ParallelPlan(mesh=MeshPlan(**degrees), precision=PrecisionPlan(compute="float32"))
     world_size = torch.distributed.get_world_size()
     plan = resolve_plan(with_family(plan, config.model_type), model, BatchShape(4, 1, 16), world_size)
-    mesh = build_mesh(plan.mesh, "cpu")
-    pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
+    mesh = init_mesh(plan.mesh, "cpu")
+    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
     load_pretrained(pipeline, folder)
     wanted = split_parts(wanted, pipeline.fused)
     held = {**dict(pipeline.named_parameters()), **dict(pipeline.saved_buffers())}

@@ -16,10 +16,10 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan, RecomputePlan, TensorPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import PlanError
-from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel import parallelize
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.step import evaluate, train_step
 from meshtrain.verify.case import MICRO_BATCH_SIZE, STEPS, ProofCase, Rows, Trace, with_noise
 from meshtrain.verify.compare import compare
@@ -136,9 +136,9 @@ def losses_of_steps() -> tuple[list[tuple[float, float]], list[float]]:
     """Return router loss and gradient norm for two loss scales, and sums around evaluations."""
     lift_float32_casts()
     subject = Case("mixtral", rows="joined").subject()
-    model = build_model(subject.hf_config, dtype=torch.float64)
-    mesh, device = build_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
-    pipeline = parallelize(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
+    model = build_meta_model(subject.hf_config, dtype=torch.float64)
+    mesh, device = init_mesh(subject.plan.mesh, "cpu"), torch.device("cpu")
+    pipeline = build_pipeline(model, mesh, subject.plan, micro_batch_size=MICRO_BATCH_SIZE, seed=0, device=device)
     fill(pipeline, with_noise(initial_weights(subject)))
     # The learning rate is 0, so the parameters stay unchanged.
     context = replace(build_step_context(pipeline), learning_rate=lambda step: 0.0)

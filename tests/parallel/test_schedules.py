@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from meshtrain.checkpoint.dcp.reading import read_metadata, tensor_entries
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.plan import PipelinePlan
 from meshtrain.config.run import ModelConfig
@@ -31,7 +31,7 @@ from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
 from meshtrain.verify.case import Trace
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_part
+from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_rows
 from tests.checkpoint.stages import manifest_of
 from tests.parallel.steps import moments
 from tests.parity import (
@@ -210,7 +210,7 @@ def drop() -> list[dict[str, Tensor]]:
 
 
 def step(context: StepContext, number: int) -> StepResult:
-    return train_step(context, number, local_part(context.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
+    return train_step(context, number, local_rows(context.pipeline, batches()[number]), np.arange(GLOBAL_BATCH))
 
 
 def test_dropout_is_equal_under_every_schedule() -> None:
@@ -284,7 +284,7 @@ def resume(case: Case, checkpoint: Path) -> StepContext:
 
 def save(folder: Path, context: StepContext, seen: Travel) -> Path:
     tensors = saved_tensors(context.pipeline, context.optimizer)
-    checkpoint = save_checkpoint(
+    checkpoint = write_checkpoint(
         folder, tensors, manifest=manifest_of(2), huggingface=None, retention=Retention(newest=1)
     )
     seen.keys.append(set(tensor_entries(read_metadata(checkpoint), "")))
@@ -350,7 +350,7 @@ def record_messages() -> list[tuple[float, list[Message]]]:
         pipeline: Pipeline = build(case)
         initialize_pipeline(pipeline)
         messages.clear()
-        loss, _ = evaluate(build_step_context(pipeline), [local_part(pipeline, batches()[0])])
+        loss, _ = evaluate(build_step_context(pipeline), [local_rows(pipeline, batches()[0])])
         heard.append((loss, list(messages)))
     return heard
 

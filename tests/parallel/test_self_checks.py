@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshtrain.config.run import ModelConfig
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.fused import join_parts
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor import rules
-from meshtrain.runtime.mesh import build_mesh, data_rank
+from meshtrain.runtime.mesh import data_rank, init_mesh
 from meshtrain.verify.parallel import build_step_context, initialize_pipeline
 from tests.parallel.steps import take_step
 from tests.parity import MODELS, Case, batches, build
@@ -75,7 +75,7 @@ def train_all() -> list[Held]:
 
 def test_replicas_are_equal_and_every_stock_parameter_is_held() -> None:
     for case, ranks in zip(CASES, zip(*run_on_ranks(4, train_all), strict=True), strict=True):
-        stock = build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
+        stock = build_meta_model(load_hf_config(MODELS[case.model]), dtype=torch.float64)
         expected = [name for name, _ in stock.named_parameters()]
         by_part = {part: list(held) for part, held in groupby(ranks, key=lambda held: held.part)}
         pp, _, _, tp = case.mesh
@@ -103,9 +103,9 @@ def drift() -> dict[str, Tensor]:
     styles = {**plan.tensor.styles, Q_NORM: "replicate"}
     plan = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})})
     config = ModelConfig(type="qwen3", config=MODELS["qwen3"].config)
-    stock = build_model(load_hf_config(config), dtype=torch.float64)
-    mesh = build_mesh(plan.mesh, "cpu")
-    pipeline = parallelize(stock, mesh, plan, micro_batch_size=2, seed=0, device=torch.device("cpu"))
+    stock = build_meta_model(load_hf_config(config), dtype=torch.float64)
+    mesh = init_mesh(plan.mesh, "cpu")
+    pipeline = build_pipeline(stock, mesh, plan, micro_batch_size=2, seed=0, device=torch.device("cpu"))
     return train(pipeline).whole
 
 

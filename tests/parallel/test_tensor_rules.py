@@ -12,13 +12,13 @@ import meshtrain
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, Style
 from meshtrain.errors import PlanError
-from meshtrain.models.build import build_model
-from meshtrain.parallel import parallelize
+from meshtrain.models.build import build_meta_model
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.styles import STYLES
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.families import Family, errors_of, resolve_family
 from tests.ranks import run_on_ranks
@@ -284,7 +284,7 @@ def test_unsupported_tensor_parallelism_is_refused(family: Family, tp: int, mess
 
 
 def test_unknown_style_of_transformers_is_refused() -> None:
-    model = build_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
+    model = build_meta_model(Family("cohere").hf_config(), dtype=torch.float64, attention="eager")
     model._tp_plan["model.layers.*.mlp.up_proj"] = "all_reduce"
     with pytest.raises(PlanError) as caught:
         with_derived_rules(ParallelPlan(mesh=MeshPlan(tp=2)), model)
@@ -296,8 +296,8 @@ def test_unknown_style_of_transformers_is_refused() -> None:
 
 def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:
     plan, model = resolve_family(MOES[0], mesh)
-    pipeline = parallelize(
-        model, build_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
+    pipeline = build_pipeline(
+        model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
     initialize_pipeline(pipeline)
     return {name: full_tensor(parameter).detach() for name, parameter in pipeline.owned_parameters().items()}

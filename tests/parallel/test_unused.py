@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from meshtrain.models.build import build_model, load_hf_config
-from meshtrain.parallel import parallelize, replicas
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.state import saved_tensors
 from meshtrain.training.step import train_step
 from meshtrain.verify.case import OPTIMIZER, SEQUENCE
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_step_context, local_part
+from meshtrain.verify.parallel import build_step_context, local_rows
 from meshtrain.verify.reference import build_adamw
 from tests.casts import lift_float32_casts
 from tests.parallel.steps import steps_done
@@ -130,9 +130,9 @@ def build(case: Case) -> Pipeline:
     styles = {"model.layers.*.routed": "replicate", "model.layers.*.never": "replicate"}
     tensor = plan.tensor.model_copy(update={"styles": {**plan.tensor.styles, **styles}})
     plan = plan.model_copy(update={"tensor": tensor})
-    model = change(build_model(load_hf_config(MODELS[case.model]), dtype=torch.float64))
-    mesh = build_mesh(plan.mesh, "cpu")
-    pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
+    model = change(build_meta_model(load_hf_config(MODELS[case.model]), dtype=torch.float64))
+    mesh = init_mesh(plan.mesh, "cpu")
+    pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=torch.device("cpu"))
     fill(pipeline, weights)
     return pipeline
 
@@ -142,7 +142,7 @@ def train(case: Case) -> Trace:
     pipeline, trace = build(case), Trace()
     context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
-        result = train_step(context, step, local_part(pipeline, batch), np.arange(GLOBAL_BATCH))
+        result = train_step(context, step, local_rows(pipeline, batch), np.arange(GLOBAL_BATCH))
         trace.without_gradient.append(set(result.without_gradient))
         trace.norms.append(result.gradient_norm)
     trace.parameters = {name: full_tensor(p).detach().clone() for name, p in pipeline.owned_parameters().items()}

@@ -18,8 +18,8 @@ from meshtrain.runtime.failure import (
     Failure,
     Report,
     failure_from_json,
+    failure_kind,
     is_echo,
-    kind_of,
     message_of,
 )
 from meshtrain.runtime.hang import describe, find_hang, hang_failure, innermost_frames, is_waiting
@@ -64,7 +64,7 @@ def test_first_cause_is_reported():
     wrapped.__cause__ = ValueError("bad\nvalue")
     assert message_of(wrapped) == "ValueError: bad value"
     assert message_of(KeyError()) == "KeyError"
-    assert [kind_of(error) for error in (DataError("x"), KeyboardInterrupt(), OSError())] == [
+    assert [failure_kind(error) for error in (DataError("x"), KeyboardInterrupt(), OSError())] == [
         "mistake",
         "interrupted",
         "exception",

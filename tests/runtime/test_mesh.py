@@ -4,19 +4,19 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.config.mesh import DATA_AXES, MeshPlan
-from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size, build_mesh, data_rank
+from meshtrain.runtime.mesh import all_reduce_over, axis_rank, axis_size, data_rank, init_mesh
 from meshtrain.runtime.mesh import new_group_along as new_group
 from tests.ranks import run_on_ranks
 
 
 def coordinates() -> tuple[int, int, int, int, int]:
-    mesh = build_mesh(MeshPlan(pp=2, dp_replicate=2, dp_shard=1, tp=2), "cpu")
+    mesh = init_mesh(MeshPlan(pp=2, dp_replicate=2, dp_shard=1, tp=2), "cpu")
     assert axis_size(mesh, *DATA_AXES) == 2
     return (*(axis_rank(mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")), data_rank(mesh))
 
 
 def sums() -> tuple[float, list[int] | None, list[int] | None]:
-    mesh = build_mesh(MeshPlan(pp=4, dp_replicate=1, dp_shard=1, tp=2), "cpu")
+    mesh = init_mesh(MeshPlan(pp=4, dp_replicate=1, dp_shard=1, tp=2), "cpu")
     total = all_reduce_over(torch.tensor(float(dist.get_rank())), mesh, ["pp"]).item()
     groups = [new_group(mesh, "pp"), new_group(mesh, "pp", ends_only=True)]
     peers = [None if group is None else dist.get_process_group_ranks(group) for group in groups]

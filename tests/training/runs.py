@@ -133,7 +133,7 @@ def build_run(directory: Path, model: str, plan: ParallelPlan, **changes: Any) -
 def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, Any]]:
     """Train on this rank like the command line, and return the inputs of each step."""
     from meshtrain.training import loop
-    from meshtrain.training.run import train
+    from meshtrain.training.run import train_run
 
     console.configure(rank=rank_from_environment())
     lift_float32_casts()
@@ -149,7 +149,7 @@ def train_here(config: RunConfig, hooks: Sequence[Hook] = ()) -> list[dict[str, 
         return step_of_product(context, step, batch, sample_ids)
 
     loop.train_step = spy
-    train(config, hooks)
+    train_run(config, hooks)
     return seen
 
 

@@ -70,7 +70,7 @@ def train_with_bad_samples(config: RunConfig, bad: Set[int]) -> tuple[list[dict[
     return seen, shown.getvalue(), said
 
 
-def train_run(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen, str, str]:
+def train_on_ranks(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen, str, str]:
     """Train on as many ranks as the plan needs; a repeated step counts as the last time."""
     mesh = config.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
@@ -101,7 +101,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, di
     config = build_run(
         tmp_path_factory.mktemp("runs") / "whole", "gpt2", build_plan((2, 1, 1, 1)), steps=8, checkpoint=EVERY_2
     )
-    seen, _, said = train_run(config)
+    seen, _, said = train_on_ranks(config)
     assert not said
     return config, ids(seen)
 
@@ -117,7 +117,7 @@ def beside(config: RunConfig, name: str, **changes: Any) -> RunConfig:
 def test_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, samples = undisturbed
     config = beside(whole, "skip", bad_steps=SKIP)
-    seen, shown, said = train_run(config, {samples[2][0]})
+    seen, shown, said = train_on_ranks(config, {samples[2][0]})
     assert not said
     # Training continues with the next batch, and the parameters are unchanged.
     assert ids(seen) == samples
@@ -135,7 +135,7 @@ def test_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int,
     manifest = read_manifest(list_checkpoints(out(config) / CHECKPOINTS_NAME)[0])
     assert (manifest.step, manifest.skipped_steps) == (8, 1)
     resumed = stopped_after(config, 4, "skip-4")
-    train_run(resumed)
+    train_on_ranks(resumed)
     assert_same_bits(config, resumed)
 
 
@@ -146,14 +146,16 @@ def test_too_many_consecutive_bad_steps_end_a_run_that_skips(
     whole, samples = undisturbed
     config = beside(whole, "skips", bad_steps=BadStepsConfig(policy="skip", max_skips=2))
     bad = {samples[step][0] for step in (0, 1, 3, 4, 5)}
-    _, _, said = train_run(config, bad)
+    _, _, said = train_on_ranks(config, bad)
     assert [note["step"] for note in notes(config)] == [1, 2, 4, 5]
     assert said.startswith("step 6: the loss is ")
     assert "the gradient norm nan; 2 bad steps in a row were skipped before it, and bad_steps.max_skips is 2;" in said
     assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_skips")
     # The bad_steps settings may change on resume; the checkpoint of step 4 stores the earlier
     # count.
-    assert not train_run(config.model_copy(update={"bad_steps": BadStepsConfig(policy="skip", max_skips=3)}), bad)[2]
+    assert not train_on_ranks(config.model_copy(update={"bad_steps": BadStepsConfig(policy="skip", max_skips=3)}), bad)[
+        2
+    ]
     assert [step["bad_steps"] for step in steps_of(out(config))] == [1, 2, 2, 3, 4, 5, 5, 5]
 
 
@@ -162,7 +164,7 @@ def test_rewind_omits_the_bad_batch_on_every_mesh(undisturbed: tuple[RunConfig, 
     bad = {samples[3][5], samples[6][0]}
     saving = CheckpointConfig(every=2, keep=9, in_background=True)
     config = beside(whole, "rewind", bad_steps=REWIND, checkpoint=saving, steps=6)
-    seen, shown, said = train_run(config, bad)
+    seen, shown, said = train_on_ranks(config, bad)
     assert not said
     found = ids(seen)
     assert [found[step] for step in range(6)] == [samples[place] for place in (0, 1, 2, 4, 5, 7)]
@@ -182,10 +184,10 @@ def test_rewind_omits_the_bad_batch_on_every_mesh(undisturbed: tuple[RunConfig, 
 
     # Killed between the two steps, on the same mesh; killed before the first, on another mesh.
     resumed = stopped_after(config, 4, "rewind-4")
-    assert ids(train_run(resumed, bad)[0]) == {step: found[step] for step in (4, 5)}
+    assert ids(train_on_ranks(resumed, bad)[0]) == {step: found[step] for step in (4, 5)}
     assert_same_bits(config, resumed)
     elsewhere = stopped_after(config, 2, "rewind-2").model_copy(update={"plan": build_plan((1, 1, 1, 2))})
-    assert ids(train_run(elsewhere, bad)[0]) == {step: found[step] for step in (2, 3, 4, 5)}
+    assert ids(train_on_ranks(elsewhere, bad)[0]) == {step: found[step] for step in (2, 3, 4, 5)}
     assert losses(elsewhere) == pytest.approx(losses(config), rel=1e-12)
 
 
@@ -193,14 +195,14 @@ def test_rewinds_are_limited_and_need_a_checkpoint(undisturbed: tuple[RunConfig,
     whole, samples = undisturbed
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": BadStepsConfig(policy="rewind", max_rewinds=1)}
     config = beside(whole, "rewinds", **alone)
-    _, _, said = train_run(config, {samples[2][0], samples[3][0]})
+    _, _, said = train_on_ranks(config, {samples[2][0], samples[3][0]})
     assert [note["bad_step"] for note in notes(config)] == [3]
     assert said.startswith("step 3: the loss is ")
     assert "gradient norm nan; rewinds before it: 1, and bad_steps.max_rewinds is 1; stopped" in said
     assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_rewinds")
 
     config = beside(whole, "nowhere", **alone)
-    _, _, said = train_run(config, {samples[1][0]})
+    _, _, said = train_on_ranks(config, {samples[1][0]})
     assert said.startswith("step 2: the loss is ")
     assert said.endswith(
         f"the gradient norm nan; there is no checkpoint yet to go back to. Samples of this step: "
@@ -219,18 +221,18 @@ def test_rewind_does_not_repeat_sources_that_end(undisturbed: tuple[RunConfig, d
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": REWIND, "data": data}
     bad = set(feed.order.sample_ids(2)[:1].tolist())
 
-    _, _, said = train_run(beside(whole, "ending", steps=steps, **alone), bad)
+    _, _, said = train_on_ranks(beside(whole, "ending", steps=steps, **alone), bad)
     assert said.startswith("step 3: the loss is ")
     assert "; this batch cannot be left out\n" in said
     assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
 
     config = beside(whole, "ending-before", steps=steps - 1, **alone)
-    seen, _, said = train_run(config, bad)
+    seen, _, said = train_on_ranks(config, bad)
     assert not said
     shown = [sample for of_step in ids(seen).values() for sample in of_step]
     assert len(shown) == len(set(shown)) == 8 * (steps - 1)
     with pytest.raises(RankError, match=rf"after {steps - 1:,} steps without the batches that rewinds leave out \(1\)"):
-        train_run(config.model_copy(update={"steps": steps}))
+        train_on_ranks(config.model_copy(update={"steps": steps}))
 
 
 # Spikes
@@ -252,7 +254,7 @@ def test_unusual_document_is_a_spike_and_ordinary_text_is_not(tmp_path: Path) ->
         optimizer=OptimizerConfig(learning_rate=2e-3, epsilon=1e-4),
     )
     config = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
-    seen, _, said = train_run(config)
+    seen, _, said = train_on_ranks(config)
     assert not said
     found = notes(config)
     assert [(note["step"], note["bad_step"]) for note in found] == [(15, 16), (15, 16)]
@@ -268,7 +270,7 @@ def test_unusual_document_is_a_spike_and_ordinary_text_is_not(tmp_path: Path) ->
 
     # The window is part of the state.
     resumed = stopped_after(config, 18, "resumed").model_copy(update={"plan": build_plan((1, 1, 1, 1))})
-    assert ids(train_run(resumed)[0]) == {step: ids(seen)[step] for step in (18, 19)}
+    assert ids(train_on_ranks(resumed)[0]) == {step: ids(seen)[step] for step in (18, 19)}
     ends = [read_manifest(list_checkpoints(out(one) / CHECKPOINTS_NAME)[0]).history for one in (config, resumed)]
     assert all(end is not None and end.left_out == (15, 16) and len(end.losses) == 10 for end in ends)
     assert ends[0] is not None

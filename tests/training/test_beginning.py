@@ -14,7 +14,7 @@ from meshtrain.config.run import CheckpointConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from tests.chaos.stops import FAULTY, torchrun
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
-from tests.training.test_resume import in_float32, refusal, train_run, without_torchrun
+from tests.training.test_resume import in_float32, refusal, train_on_ranks, without_torchrun
 
 HOW_TO_BEGIN = "To start again at step 0, choose another run_directory or remove out/metrics.jsonl"
 WHERE = "restore the checkpoint, or set checkpoint.directory to where it is. "
@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Return a run of two steps that saved at its end."""
     place = tmp_path_factory.mktemp("saved")
     config = build_run(place / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2, checkpoint=CheckpointConfig())
-    train_run(config)
+    train_on_ranks(config)
     return config
 
 
@@ -81,7 +81,7 @@ def test_other_checkpoint_directory_is_refused_until_the_metrics_are_removed(cop
         assert shown.stderr.endswith(f" was saved, but elsewhere does not exist; {WHERE}{HOW_TO_BEGIN}\n")
         assert len(shown.stderr.splitlines()) == 1
     Path("out/metrics.jsonl").unlink()
-    assert list(train_run(other)) == [0, 1]
+    assert list(train_on_ranks(other)) == [0, 1]
     assert [metrics["step"] for metrics in steps_of(Path("out"))] == [1, 2]
     assert Path("elsewhere/step-2/manifest.json").is_file()
 
@@ -107,7 +107,7 @@ def test_run_killed_before_its_first_save_restarts_from_the_beginning(tmp_path: 
 def test_background_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> None:
     saving = CheckpointConfig(every=1, in_background=True)
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=2, checkpoint=saving)
-    train_run(config)
+    train_on_ranks(config)
     objects = [metrics for metrics in read_metrics(tmp_path / "out") if "checkpoint" in metrics]
     assert [metrics["step"] for metrics in objects] == [1, 2]
     assert all("checkpoint_background_seconds" in metrics for metrics in objects)

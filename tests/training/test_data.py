@@ -22,7 +22,7 @@ from meshtrain.data.samples.dataset import build_dataset
 from meshtrain.data.samples.rows import IGNORE_INDEX, Samples
 from meshtrain.errors import ConfigError, DataError, ModelError
 from meshtrain.training.resolve import resolve_run
-from meshtrain.training.run import train
+from meshtrain.training.run import train_run
 from meshtrain.verify.first_use import ensure_proven
 from tests.data.corpora import byte_tokenizer
 from tests.parity import LLAMA, LONGROPE
@@ -85,7 +85,7 @@ def run_of(directory: Path, name: str, out: str, mesh: tuple[int, int, int, int]
     return run.model_copy(update={"data": data_of(directory, name)})
 
 
-def train_run(config: RunConfig) -> dict[int, Any]:
+def train_on_ranks(config: RunConfig) -> dict[int, Any]:
     mesh = config.plan.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
     return samples_seen(run_on_ranks(ranks, train_here, config, joins=False))
@@ -93,10 +93,10 @@ def train_run(config: RunConfig) -> dict[int, Any]:
 
 @pytest.mark.parametrize("name", ["mixture", "uneven", "chat", "stream", "streams"])
 def test_run_resumes_on_other_meshes_with_the_same_samples(tmp_path: Path, name: str) -> None:
-    expected = train_run(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
+    expected = train_on_ranks(run_of(tmp_path, name, "whole", (1, 1, 1, 1)))
     seen: dict[int, Any] = {}
     for steps, mesh in zip((2, 4, 6), MESHES, strict=True):
-        seen |= train_run(run_of(tmp_path, name, "traveling", mesh, steps=steps))
+        seen |= train_on_ranks(run_of(tmp_path, name, "traveling", mesh, steps=steps))
 
     assert seen == expected
     pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
@@ -113,14 +113,14 @@ def test_run_resumes_on_other_meshes_with_the_same_samples(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["chat", "stream"])
 def test_run_with_skipped_bad_records_resumes(tmp_path: Path, name: str) -> None:
     config = run_of(tmp_path, name, "out", (1, 1, 1, 1), steps=2)
-    train_run(config)
+    train_on_ranks(config)
     skipping = {"data": config.data.model_copy(update={"on_bad_record": "skip"}), "steps": 4}
-    assert list(train_run(config.model_copy(update=skipping))) == [2, 3]
+    assert list(train_on_ranks(config.model_copy(update=skipping))) == [2, 3]
 
 
 def open_token_files(config: RunConfig) -> list[str]:
     """Train, and return the token files that are mapped at the end."""
-    train(config)
+    train_run(config)
     maps = Path(f"/proc/{os.getpid()}/maps").read_text().splitlines()
     return sorted({Path(line.split()[-1]).name for line in maps if line.endswith((".bin", ".idx"))})
 
@@ -152,17 +152,17 @@ def test_epochs_and_steps_that_the_data_lacks_are_refused_before_training(tmp_pa
     with pytest.raises(
         ConfigError, match="`epochs` = 2, but a mixture has no epochs, each source has its own; set `steps`"
     ):
-        train(mixture.model_copy(update={"epochs": 2, "steps": None}))
+        train_run(mixture.model_copy(update={"epochs": 2, "steps": None}))
     ending = {name: source.model_copy(update={"repeat": False}) for name, source in mixture.data.sources.items()}
     all_end = mixture.model_copy(update={"data": mixture.data.model_copy(update={"sources": ending}), "steps": 10_000})
     with pytest.raises(DataError, match=r"data.sources: all of them end, after \d+ steps, and the run has 10,000; set"):
-        train(all_end)
+        train_run(all_end)
 
     streamed = run_of(tmp_path, "stream", "out", (1, 1, 1, 1))
     with pytest.raises(
         ConfigError, match=r"`epochs` = 2, but data.streaming: the end of a stream is not known in advance"
     ):
-        train(streamed.model_copy(update={"epochs": 2, "steps": None}))
+        train_run(streamed.model_copy(update={"epochs": 2, "steps": None}))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_loss_of_each_source_is_in_the_metrics(tmp_path: Path) -> None:
     config = run_of(tmp_path, "mixture", "both", (1, 1, 1, 1), steps=1)
     held_out = {name: source.model_copy(update={"validation": 0.3}) for name, source in config.data.sources.items()}
     both = config.data.model_copy(update={"sources": held_out})
-    train_run(config.model_copy(update={"data": both}))
+    train_on_ranks(config.model_copy(update={"data": both}))
     (found,) = (line for line in read_metrics(tmp_path / "both") if "eval_loss" in line)
 
     data = prepare_data(both)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.models.build import build_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.fused import unfuse
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -85,7 +85,7 @@ def norms_and_scalings(cases: list[Case]) -> list[tuple]:
 def norm_in_one_process(model: str) -> tuple[float, set[str]]:
     """Return torch's norm of the full gradients in one process, and their names."""
     config = load_hf_config(MODELS[model])
-    stock = build_model(config, dtype=torch.float64)
+    stock = build_meta_model(config, dtype=torch.float64)
     unfuse(stock, with_family(ParallelPlan(), config.model_type).tensor.fused)
     shapes = {name: parameter.shape for name, parameter in stock.named_parameters()}
     parameters = []

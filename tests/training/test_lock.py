@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.runtime.claims import list_claims
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from meshtrain.training.lock import locked_run
-from meshtrain.training.run import train
+from meshtrain.training.run import train_run
 from tests.chaos.stops import children_of, is_running, torchrun
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_run
@@ -99,7 +99,7 @@ class TakenOver(Hook):
 
 def be_taken_over(config: RunConfig) -> tuple[str, list[int]]:
     with pytest.raises(TrainingStopped) as caught:
-        train(config, [TakenOver()])
+        train_run(config, [TakenOver()])
     out = Path(config.run_directory)
     return str(caught.value), [int(path.name.removeprefix("step-")) for path in list_checkpoints(out / "checkpoints")]
 
@@ -116,7 +116,7 @@ def test_run_that_lost_its_lock_stops_before_it_saves(tmp_path: Path) -> None:
 
 def fail_at_first(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match="no such"):
-        train(config, [Failing()])
+        train_run(config, [Failing()])
 
 
 class Failing(Hook):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
 from meshtrain.errors import ConfigError
@@ -94,7 +94,7 @@ def moments_over_two_steps(case: Case, root: Path) -> dict[str, Any]:
     after_one = _snapshot(pipeline)
     first = moments(optimizer, next(iter(parameters.values())))
     values = [local_tensor(first[kind]).unique().tolist() for kind in ("exp_avg", "exp_avg_sq")]
-    save_checkpoint(
+    write_checkpoint(
         root,
         saved_tensors(pipeline, optimizer),
         manifest=manifest_of(1),

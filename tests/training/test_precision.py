@@ -23,13 +23,13 @@ from meshtrain.training import step as step_module
 from meshtrain.training.history import StepHistory
 from meshtrain.training.loss_scale import LossScale, build_loss_scale
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
-from meshtrain.verify.parallel import build_step_context, local_part
+from meshtrain.verify.parallel import build_step_context, local_rows
 from tests.parallel.steps import moments
 from tests.parity import GLOBAL_BATCH, MODELS, Case, batches, build, fill, stock_weights
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_plan, build_run, read_metrics, steps_of
 from tests.training.test_metrics import train_and_show
-from tests.training.test_resume import assert_same_bits, stopped_after, train_run
+from tests.training.test_resume import assert_same_bits, stopped_after, train_on_ranks
 
 FLOAT32 = PrecisionPlan()
 BFLOAT16 = PrecisionPlan(compute="bfloat16")
@@ -101,7 +101,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
     fill(pipeline, stock_weights(case.model))
     context = build_step_context(pipeline)
     results = [run_step(context, step) for step in range(num_steps)]
-    evaluation, _ = evaluate(context, [local_part(pipeline, batches()[0])])
+    evaluation, _ = evaluate(context, [local_rows(pipeline, batches()[0])])
     for _, parameter in pipeline.named_parameters():
         assert isinstance(pipeline.stages[0].model, FSDPModule) == (case.precision not in (FLOAT32, ALL_BFLOAT16))
         formats = {parameter.dtype, *(moment.dtype for moment in moments(context.optimizer, parameter).values())}
@@ -111,7 +111,7 @@ def steps(case: Case, num_steps: int = 3) -> tuple[list[StepResult], float, list
 
 
 def run_step(context: StepContext, step: int) -> StepResult:
-    return train_step(context, step, local_part(context.pipeline, batches()[step % 3]), np.arange(GLOBAL_BATCH))
+    return train_step(context, step, local_rows(context.pipeline, batches()[step % 3]), np.arange(GLOBAL_BATCH))
 
 
 HYBRID = Case("llama-tied", (2, 1, 1, 2), sequence_parallel=True)
@@ -279,9 +279,9 @@ def test_float16_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     precision = PrecisionPlan(compute="float16", loss_scale=loss_scale)
     plan = build_plan((2, 1, 1, 1)).model_copy(update={"precision": precision})
     whole = build_run(tmp_path / "whole", "gpt2", plan, steps=9)
-    seen = train_run(whole)
+    seen = train_on_ranks(whole)
     resumed = stopped_after(whole, 3, "resumed")
-    assert train_run(resumed) == {step: seen[step] for step in range(3, 9)}
+    assert train_on_ranks(resumed) == {step: seen[step] for step in range(3, 9)}
     assert_same_bits(whole, resumed)
     scaling = [
         [(step["loss_scale"], step["skipped_steps"]) for step in steps_of(Path(config.run_directory))]
@@ -302,6 +302,6 @@ def test_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     shown = run_on_ranks(2, train_and_show, whole, joins=False)[0]
     assert "shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway" in shown
     resumed = stopped_after(whole, 3, "resumed")
-    train_run(resumed)
+    train_on_ranks(resumed)
     assert_same_bits(whole, resumed)
     assert not any("parameters_checksum" in metrics for metrics in read_metrics(tmp_path / "resumed"))

@@ -20,7 +20,7 @@ from meshtrain.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from meshtrain.config.toml import dump_toml, load_run
 from meshtrain.errors import UserError
 from meshtrain.training.directory import changed_length, write_resolved
-from meshtrain.training.run import train
+from meshtrain.training.run import train_run
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
     Mesh,
@@ -38,7 +38,7 @@ COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "tr
 Seen = dict[int, tuple[list[int], list[list[int]]]]
 
 
-def train_run(config: RunConfig) -> Seen:
+def train_on_ranks(config: RunConfig) -> Seen:
     """Train on as many ranks as the plan needs, and return the inputs of each step."""
     mesh = config.plan.mesh
     return samples_seen(
@@ -88,9 +88,9 @@ def in_float32(mesh: Mesh) -> ParallelPlan:
 def test_same_mesh_resumes_with_the_same_bits(tmp_path: Path, model: str, plan: ParallelPlan) -> None:
     saving = CheckpointConfig(every=3, in_background=model == "qwen3")
     whole = build_run(tmp_path / "whole", model, plan, checkpoint=saving)
-    seen = train_run(whole)
+    seen = train_on_ranks(whole)
     resumed = stopped_after(whole, 3, "resumed")
-    assert train_run(resumed) == {step: seen[step] for step in (3, 4, 5)}
+    assert train_on_ranks(resumed) == {step: seen[step] for step in (3, 4, 5)}
     assert_same_bits(whole, resumed)
 
 
@@ -112,11 +112,11 @@ def test_other_meshes_resume_with_the_same_losses(tmp_path: Path, model: str) ->
     """Change the mesh after every step, and return to the first."""
     steps = 1 + len(CHAIN)
     whole = build_run(tmp_path / "whole", model, CHAIN[-1], steps=steps)
-    expected = train_run(whole)
+    expected = train_on_ranks(whole)
     traveling = build_run(tmp_path / "traveling", model, CHAIN[-1], steps=1)
-    seen = train_run(traveling)
+    seen = train_on_ranks(traveling)
     for step, plan in enumerate(CHAIN, start=2):
-        seen |= train_run(traveling.model_copy(update={"plan": plan, "steps": step}))
+        seen |= train_on_ranks(traveling.model_copy(update={"plan": plan, "steps": step}))
     assert seen == expected
     pairs = list(zip(steps_of(tmp_path / "whole"), steps_of(tmp_path / "traveling"), strict=True))
     assert [found["step"] for _, found in pairs] == list(range(1, steps + 1))
@@ -139,18 +139,18 @@ def test_epochs_filled_batches_and_padded_samples_resume(tmp_path: Path) -> None
     }
     whole = build_run(tmp_path / "whole", "gpt2", build_plan((1, 1, 2, 1)), **changes)
     whole = whole.model_copy(update={"data": whole.data.model_copy(update={"drop_last": False})})
-    expected = train_run(whole)
+    expected = train_on_ranks(whole)
     first, second = ([ids for step in epoch for ids in expected[step][0]] for epoch in ((0, 1, 2), (3, 4, 5)))
     assert sorted(first) == sorted(second) == [-1] * 4 + list(range(20))
     assert first != second
     assert [metrics["epoch"] for metrics in values(whole)] == [1, 1, 1, 2, 2, 2]
 
     at_the_border = stopped_after(whole, 3, "border")
-    assert train_run(at_the_border) == {step: expected[step] for step in (3, 4, 5)}
+    assert train_on_ranks(at_the_border) == {step: expected[step] for step in (3, 4, 5)}
     assert_same_bits(whole, at_the_border)
 
     elsewhere = stopped_after(whole, 2, "elsewhere").model_copy(update={"plan": build_plan((2, 1, 1, 1))})
-    assert train_run(elsewhere) == {step: expected[step] for step in (2, 3, 4, 5)}
+    assert train_on_ranks(elsewhere) == {step: expected[step] for step in (2, 3, 4, 5)}
     losses = [[metrics["loss"] for metrics in values(config)] for config in (whole, elsewhere)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     # The average of an epoch includes its steps before the stop.
@@ -164,14 +164,14 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Return a run that has done its only step; the test runs beside its directory."""
     monkeypatch.chdir(tmp_path)
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
-    train_run(config)
+    train_on_ranks(config)
     return config
 
 
 def refusal(config: RunConfig) -> list[str]:
     """Train in this process, and return the problems."""
     with pytest.raises(UserError) as caught:
-        train(config)
+        train_run(config)
     if dist.is_initialized():
         dist.destroy_process_group()
     return list(caught.value.lines)
@@ -239,7 +239,7 @@ def test_directory_without_progress_may_be_reused(stopped: RunConfig) -> None:
     other = stopped.model_copy(update={"seed": 7})
     assert len(refusal(other)) == 2
     (out / "metrics.jsonl").write_text("")
-    train_run(other)
+    train_on_ranks(other)
     assert "seed = 7" in (out / "run.toml").read_text()
 
 
@@ -298,7 +298,7 @@ def test_newest_checkpoints_are_kept_and_the_last_step_is_saved_once(tmp_path: P
         data=build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1))).data.model_copy(update={"validation": 0.2}),
         evaluation=EvaluationConfig(every=4),
     )
-    train_run(config)
+    train_on_ranks(config)
     out = Path(config.run_directory)
     assert sorted(path.name for path in (out / CHECKPOINTS_NAME).iterdir()) == ["step-4", "step-6"]
     objects = read_metrics(out)
@@ -332,7 +332,7 @@ def test_run_with_a_killed_rank_resumes_with_the_same_bits(tmp_path: Path) -> No
     plan = in_float32((1, 1, 1, 2))
     changes: dict[str, Any] = {"steps": 16, "checkpoint": CheckpointConfig(every=3)}
     whole = build_run(tmp_path / "whole", "gpt2-dropout", plan, **changes)
-    train_run(whole)
+    train_on_ranks(whole)
     killed = build_run(tmp_path / "killed", "gpt2-dropout", plan, **changes)
     (tmp_path / "run.toml").write_text(dump_toml(killed))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -352,13 +352,13 @@ def test_run_with_a_killed_rank_resumes_with_the_same_bits(tmp_path: Path) -> No
 
 def test_damaged_checkpoint_is_ignored_and_the_run_ends_equal(tmp_path: Path) -> None:
     whole = build_run(tmp_path / "whole", "gpt2-dropout", in_float32((1, 1, 1, 2)))
-    seen = train_run(whole)
+    seen = train_on_ranks(whole)
     damaged = stopped_after(whole, 6, "damaged")
     file = Path(damaged.run_directory) / CHECKPOINTS_NAME / "step-6" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert train_run(damaged) == {step: seen[step] for step in (3, 4, 5)}
+    assert train_on_ranks(damaged) == {step: seen[step] for step in (3, 4, 5)}
     assert_same_bits(whole, damaged)
 
 

@@ -35,7 +35,7 @@ def run_of(directory: Path, model: ModelConfig, mesh: Mesh, **data: Any) -> RunC
     return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
 
 
-def train_run(config: RunConfig) -> list[tuple[int, float, float]]:
+def train_on_ranks(config: RunConfig) -> list[tuple[int, float, float]]:
     """Train on as many ranks as the plan needs; return width and metrics of each step."""
     mesh = config.plan.mesh
     ranks = run_on_ranks(mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp, train_here, config, joins=False)
@@ -52,7 +52,7 @@ def assert_equal(found: list[tuple[int, float, float]], wanted: list[tuple[int, 
 def test_phi3_with_long_sequences_trains_like_in_one_process(tmp_path: Path) -> None:
     evaluation = {"evaluation": EvaluationConfig(every=2), "steps": 4}
     alone, pipelined = (
-        train_run(run_of(tmp_path / name, PHI3, mesh, validation=0.2).model_copy(update=evaluation))
+        train_on_ranks(run_of(tmp_path / name, PHI3, mesh, validation=0.2).model_copy(update=evaluation))
         for name, mesh in (("alone", (1, 1, 1, 1)), ("pipelined", (2, 1, 1, 2)))
     )
     assert_equal(pipelined, alone)
@@ -65,11 +65,11 @@ def test_resumed_run_has_the_same_frequencies(tmp_path: Path) -> None:
     # An evaluation on other widths does not change the frequencies.
     evaluated = {**padded, "validation": [str(tmp_path / "others.jsonl")]}
     whole = run_of(tmp_path / "whole", GROWING, (1, 1, 1, 1), **evaluated)
-    wanted = train_run(whole.model_copy(update={"evaluation": EvaluationConfig(every=1)}))
+    wanted = train_on_ranks(whole.model_copy(update={"evaluation": EvaluationConfig(every=1)}))
     # The third batch is not longer than the second, and not short enough to reset the frequencies.
     assert [width for width, *_ in wanted][1:3] == [12, 10]
     traveling = run_of(tmp_path / "traveling", GROWING, (2, 1, 1, 1), **padded)
-    train_run(traveling.model_copy(update={"steps": 2}))
+    train_on_ranks(traveling.model_copy(update={"steps": 2}))
     assert read_manifest(find_checkpoint(tmp_path / "traveling")).rotary_length == 12
-    found = train_run(traveling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
+    found = train_on_ranks(traveling.model_copy(update={"plan": build_plan((1, 1, 2, 1))}))
     assert_equal(found, wanted[2:])

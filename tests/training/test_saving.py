@@ -207,7 +207,7 @@ def test_restored_options_keep_their_types() -> None:
 
 def load_a_run(root: Path) -> tuple[bool, list[float]]:
     """Save like a run and load with a custom AdamW, first without a model configuration."""
-    from meshtrain.checkpoint.dcp.store import save_checkpoint
+    from meshtrain.checkpoint.dcp.store import write_checkpoint
     from meshtrain.checkpoint.storage.publishing import Retention
     from meshtrain.training.state import saved_tensors
     from tests.checkpoint.stages import manifest_of
@@ -219,10 +219,12 @@ def load_a_run(root: Path) -> tuple[bool, list[float]]:
     config = pipeline.stages[0].model.config
     manifest = manifest_of(1).model_copy(update={"model_type": config.model_type})
     state = TrainState(pipeline, build_optimizer("AdamW", pipeline.named_parameters(), lr=0.25))
-    save_checkpoint(root, tensors, manifest=manifest, huggingface=None, retention=Retention(newest=1))
+    write_checkpoint(root, tensors, manifest=manifest, huggingface=None, retention=Retention(newest=1))
     with pytest.raises(CheckpointError, match=r"/step-1 cannot be read: .*; nothing was changed there$"):
         restore_state(root, pipeline, state, missing_ok=False)
-    save_checkpoint(root, tensors, manifest=manifest, huggingface=config.save_pretrained, retention=Retention(newest=1))
+    write_checkpoint(
+        root, tensors, manifest=manifest, huggingface=config.save_pretrained, retention=Retention(newest=1)
+    )
     restore_state(root, pipeline, state, missing_ok=False)
     assert state.optimizer is not None
     mine = saved_tensors(pipeline, state.optimizer)

@@ -16,12 +16,12 @@ from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.config.run import CheckpointConfig, EvaluationConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.training import loop
-from meshtrain.training.run import Ending, train
+from meshtrain.training.run import Ending, train_run
 from tests.chaos.elastic import lose_a_machine
 from tests.chaos.stops import FAULTY, children_of, is_running, torchrun
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_run
-from tests.training.test_resume import assert_same_bits, in_float32, train_run, wait_for, without_torchrun
+from tests.training.test_resume import assert_same_bits, in_float32, train_on_ranks, wait_for, without_torchrun
 
 ALONE = [sys.executable, "-m", "meshtrain"]
 RESTART = 75
@@ -33,7 +33,7 @@ def undisturbed_run(tmp_path: Path) -> RunConfig:
     config = build_run(
         tmp_path / "whole", "gpt2-dropout", in_float32((2, 1, 1, 1)), steps=16, checkpoint=CheckpointConfig(every=3)
     )
-    train_run(config)
+    train_on_ranks(config)
     return config
 
 
@@ -133,7 +133,7 @@ def train_with_a_signal_in_evaluation(config: RunConfig) -> Ending:
         return evaluate(*arguments)
 
     loop.evaluate = evaluate_long
-    return train(config)
+    return train_run(config)
 
 
 def test_stop_request_during_an_evaluation_is_obeyed_before_the_next_step(tmp_path: Path) -> None:

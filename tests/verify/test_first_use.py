@@ -11,7 +11,7 @@ from transformers import AutoConfig, dynamic_module_utils
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.toml import load_run
-from meshtrain.models.build import build_model
+from meshtrain.models.build import build_meta_model
 from meshtrain.training.resolve import resolve_run
 from meshtrain.verify import first_use
 from meshtrain.verify.case import ProofCase
@@ -133,5 +133,5 @@ def test_program_proves_a_family_with_uncovered_flags(
     plan = ParallelPlan(mesh=MeshPlan(tp=2, dp_shard=1))
     for flags, times in (({}, 0), ({"pretraining_tp": 3}, 1)):
         config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=4, n_head=4, **flags)
-        first_use.ensure_model_proven(build_model(config, dtype=torch.float32, attention="eager"), plan)
+        first_use.ensure_model_proven(build_meta_model(config, dtype=torch.float32, attention="eager"), plan)
         assert len(proven) == times

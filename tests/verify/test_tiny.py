@@ -10,7 +10,7 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.errors import ModelError, PlanError
-from meshtrain.models.build import DTYPES, build_model
+from meshtrain.models.build import DTYPES, build_meta_model
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
 from meshtrain.verify.tiny import default_config, shrink, tiny_config
@@ -120,7 +120,7 @@ def test_length_dependent_frequencies_are_kept() -> None:
         assert table["original_max_position_embeddings"] == 8 < tiny.max_position_embeddings
         assert table["short_factor"] == factors[:: 48 // width]
         assert table["long_factor"] == longrope["long_factor"][:: 48 // width]
-        assert constant_length(build_model(tiny, dtype=torch.float32, attention="eager")) == 8
+        assert constant_length(build_meta_model(tiny, dtype=torch.float32, attention="eager")) == 8
     assert shrink(phi3, 4).original_max_position_embeddings == 8
     layered = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
     for config in (
@@ -129,7 +129,7 @@ def test_length_dependent_frequencies_are_kept() -> None:
     ):
         tiny = shrink(config, 4)
         assert tiny.rope_parameters == config.rope_parameters
-        assert constant_length(build_model(tiny, dtype=torch.float32, attention="eager")) == 8
+        assert constant_length(build_meta_model(tiny, dtype=torch.float32, attention="eager")) == 8
 
 
 @pytest.mark.parametrize(("model_type", "groups"), [("deepseek_v3", 2), ("glm4_moe", 1)])
@@ -181,7 +181,9 @@ def test_tiny_copy_has_every_kind_of_layer(model_type: str, layers: str | list[i
     mesh = MeshPlan(dp_shard=1) if layers == "balanced" else MeshPlan(pp=2, dp_shard=1)
     plan = with_family(ParallelPlan(mesh=mesh, pipeline=PipelinePlan(layers_per_stage=layers)), model_type)
     tiny = make_case(config, plan, mesh, attention="eager").hf_config
-    real, copy = (layer_kinds(build_model(kept, dtype=DTYPES["float32"], attention="eager")) for kept in (config, tiny))
+    real, copy = (
+        layer_kinds(build_meta_model(kept, dtype=DTYPES["float32"], attention="eager")) for kept in (config, tiny)
+    )
     assert {*real} == {*copy}
     assert tiny.num_hidden_layers == count
 

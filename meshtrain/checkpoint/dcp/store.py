@@ -63,7 +63,7 @@ HuggingFace = Callable[[Path], None] | None
 """Writes config and tokenizer into a directory. Called on rank 0 only."""
 
 
-def save_checkpoint(
+def write_checkpoint(
     root: Location, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
 ) -> Location:
     """Write the checkpoint of a step, publish it, and remove old ones. Collective.
@@ -95,7 +95,7 @@ def save_blocks(
     retention: Retention,
     group: ProcessGroup | None = None,
 ) -> Location:
-    """Write a checkpoint as `save_checkpoint` does. It may run in a thread of its own.
+    """Write a checkpoint as `write_checkpoint` does. It may run in a thread of its own.
 
     Args:
         group: all ranks, over gloo. It must differ from the group of the training, if that
@@ -192,7 +192,7 @@ def _write_checkpoint(
         raise
 
 
-def load_checkpoint(
+def restore_checkpoint(
     directory: Location,
     tensors: Mapping[str, Tensor],
     *,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from meshtrain.checkpoint.huggingface.description import Tokenizer, write_tokenizer
+from meshtrain.checkpoint.huggingface.description import Tokenizer, save_tokenizer
 from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor
 from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import STAGE_AXES
@@ -157,7 +157,7 @@ def save_adapters(
                     adapted, str(folder), state_dict=state, save_embedding_layers=False, **options
                 )
                 if tokenizer is not None:
-                    write_tokenizer(Path(folder), tokenizer, Path())
+                    save_tokenizer(Path(folder), tokenizer, Path())
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from meshtrain import console
-from meshtrain.checkpoint.dcp.store import save_checkpoint
+from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.huggingface.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
 from meshtrain.checkpoint.storage.directory import checkpoint_directory, is_checkpoint
@@ -18,13 +18,13 @@ from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError
-from meshtrain.models.build import DTYPES, build_model, load_hf_config, stock_class
+from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config, stock_class
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
-from meshtrain.parallel import parallelize
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.environment import world_size_from_environment
-from meshtrain.runtime.mesh import build_mesh
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import process_group
 
 # The small files of a Hugging Face folder: configurations, tokenizers, chat templates.
@@ -69,15 +69,15 @@ def _import(folder: Path, root: Location) -> None:
     hf_config = load_hf_config(ModelConfig(path=str(folder)))
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if hf_config.dtype == torch.bfloat16 else "float32"
     plan = with_family(ParallelPlan(precision=PrecisionPlan(parameters=dtype, compute=dtype)), hf_config.model_type)
-    model = build_model(hf_config, dtype=DTYPES[dtype], attention="eager")
+    model = build_meta_model(hf_config, dtype=DTYPES[dtype], attention="eager")
     world_size = world_size_from_environment()
     plan = resolve_plan(plan, model, BatchShape(world_size, 1, 1), world_size)
     with process_group() as device:
-        mesh = build_mesh(plan.mesh, device.type)
-        pipeline = parallelize(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
+        mesh = init_mesh(plan.mesh, device.type)
+        pipeline = build_pipeline(model, mesh, plan, micro_batch_size=1, seed=0, device=device)
         with locked_together(root):
             load_pretrained(pipeline, folder)
-            save_checkpoint(
+            write_checkpoint(
                 root,
                 weights_of(pipeline),
                 manifest=weights_manifest(pipeline),

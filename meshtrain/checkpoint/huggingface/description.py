@@ -60,7 +60,7 @@ def write_description(
         raise CheckpointError(
             f"transformers refuses to write the configuration of this model: {' '.join(reason)}"
         ) from error
-    write_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
+    save_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -68,7 +68,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
+def save_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
     """Write a tokenizer into a directory.
 
     Args:

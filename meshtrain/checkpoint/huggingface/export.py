@@ -38,7 +38,7 @@ from meshtrain.checkpoint.storage.directory import (
     is_checkpoint,
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
-from meshtrain.checkpoint.storage.location import Location, as_local, shown_location
+from meshtrain.checkpoint.storage.location import Location, local_path, shown_location
 from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_completely
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
@@ -127,7 +127,7 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
     if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
         raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
     tensors = list_stock_tensors(source, metadata, manifest)
-    with as_local(source / HUGGINGFACE_NAME) as description:
+    with local_path(source / HUGGINGFACE_NAME) as description:
         chosen = _chosen_dtype(dtype, description, manifest)
         model = _stock_model(description, manifest, chosen)
         if model is not None:

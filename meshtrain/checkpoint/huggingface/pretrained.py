@@ -28,7 +28,7 @@ from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import check_alike, is_first_rank, raise_together
 
 
-def save_pretrained(
+def write_pretrained(
     pipeline: Pipeline,
     folder: Path,
     *,

@@ -189,7 +189,7 @@ def remove_tree(directory: Location) -> None:
 
 
 @contextmanager
-def as_local(directory: Location) -> Iterator[Path]:
+def local_path(directory: Location) -> Iterator[Path]:
     """Yield a directory as a local one: itself, or a copy that exists while the block runs."""
     if isinstance(directory, Path):
         yield directory

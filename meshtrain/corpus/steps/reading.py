@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.corpus.steps.blocks import Documents, ShardPass, dropped_line
-from meshtrain.corpus.steps.records import BadRecord, read_records
+from meshtrain.corpus.steps.records import BadCorpusRecord, read_records
 from meshtrain.corpus.steps.shards import RollingWriter, ShardWriter, as_line
 from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
@@ -91,7 +91,7 @@ class ReadSources(PipelineStep):
             for file in self.groups[rank]:
                 for record in read_records(file, self.names[str(file.path)], config.text_key):
                     num_records += 1
-                    if isinstance(record, BadRecord):
+                    if isinstance(record, BadCorpusRecord):
                         self._check_skipped(record, file)
                         bad = Document(text=record.text, id=record.where)
                         dropped.write(dropped_line(bad, record.reason, record.detail))
@@ -102,7 +102,7 @@ class ReadSources(PipelineStep):
                         yield record
         self.stat_update("in", value=num_records)
 
-    def _check_skipped(self, record: BadRecord, file: SourceFile) -> None:
+    def _check_skipped(self, record: BadCorpusRecord, file: SourceFile) -> None:
         # A few files of Python's library have other encodings, and the user cannot fix them.
         if self.config.on_bad_record == "fail" and file.kind != "python":
             raise DataError(

@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 1024
 KEPT_OF_BROKEN_CHARACTERS = 1000
 
 
-class BadRecord(NamedTuple):
+class BadCorpusRecord(NamedTuple):
     """A record that is not a document."""
 
     where: str
@@ -30,7 +30,7 @@ class BadRecord(NamedTuple):
     """The beginning of the record, as far as it can be shown as text."""
 
 
-def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+def read_records(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadCorpusRecord]:
     """Yield the records of a file: documents, and records that cannot be read as documents.
 
     Args:
@@ -63,18 +63,18 @@ def read_text_lines(file: SourceFile) -> Iterator[str]:
         raise DataError(f"cannot read {file.path}: {error}; write it again") from error
 
 
-def _text_file(file: SourceFile, name: str) -> Document | BadRecord:
+def _text_file(file: SourceFile, name: str) -> Document | BadCorpusRecord:
     try:
         with open_source_file(file) as (stream, _):
             content = stream.read()
         return Document(text=content.decode("utf-8-sig"), id=name)
     except DamagedError as error:
-        return BadRecord(f"{file.path}", DAMAGED, str(error), "")
+        return BadCorpusRecord(f"{file.path}", DAMAGED, str(error), "")
     except UnicodeDecodeError as error:
-        return BadRecord(f"{file.path}", NOT_UTF8, f"byte {error.start + 1}: {error.reason}", _shown(content))
+        return BadCorpusRecord(f"{file.path}", NOT_UTF8, f"byte {error.start + 1}: {error.reason}", _shown(content))
 
 
-def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadCorpusRecord]:
     number = 0
     try:
         with open_source_file(file) as (lines, _):
@@ -84,12 +84,12 @@ def _json_lines(file: SourceFile, name: str, text_key: str) -> Iterator[Document
                 try:
                     yield _document(_parse_line(line), f"{name}:{number}", text_key)
                 except (ValueError, RecursionError) as error:
-                    yield BadRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
+                    yield BadCorpusRecord(f"{file.path}, line {number}", BROKEN, str(error), _shown(line))
     except DamagedError as error:
-        yield BadRecord(f"{file.path}, after line {number}", DAMAGED, str(error), "")
+        yield BadCorpusRecord(f"{file.path}, after line {number}", DAMAGED, str(error), "")
 
 
-def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadRecord]:
+def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document | BadCorpusRecord]:
     number = 0
     try:
         with open_source_file(file) as (stream, _):
@@ -99,9 +99,9 @@ def _table_rows(file: SourceFile, name: str, text_key: str) -> Iterator[Document
                     try:
                         yield _document(_convert_row(record, text_key), f"{name}:{number}", text_key)
                     except ValueError as error:
-                        yield BadRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
+                        yield BadCorpusRecord(f"{file.path}, row {number}", BROKEN, str(error), "")
     except (ArrowException, OSError) as error:
-        yield BadRecord(f"{file.path}, after row {number}", DAMAGED, str(error), "")
+        yield BadCorpusRecord(f"{file.path}, after row {number}", DAMAGED, str(error), "")
 
 
 def _rows_of(batch: RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:

@@ -46,7 +46,7 @@ def link_passes(
     groups = group_files(files, config.shard_megabytes * BYTES_PER_MEGABYTE)
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards
-    build = partial(build_filter, config.urls)
+    build = partial(build_url_filter, config.urls)
     first = [
         ReadLinks(groups),
         FilterDocuments(build, dropped, names, config.compression),
@@ -63,7 +63,7 @@ def link_passes(
     return [ShardPass("filter", first, len(groups)), ShardPass("duplicates", second, num_shards)]
 
 
-def build_filter(config: UrlsConfig) -> Filter:
+def build_url_filter(config: UrlsConfig) -> Filter:
     """Return the filter that normalizes a link and returns the reason to drop it."""
     rules = load_rules(config.blacklisted_domains, config.blacklisted_extensions)
 

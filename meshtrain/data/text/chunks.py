@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from meshtrain.data.text.byte_streams import DamagedError, open_source_file, seek_forward
 from meshtrain.data.text.corpus import Corpus, Position, RecordForm
-from meshtrain.data.text.parquet import read_records, read_rows
+from meshtrain.data.text.parquet import read_parquet_records, read_rows
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS, Cutter, TooLongError
 from meshtrain.errors import DataError
 
@@ -148,7 +148,7 @@ class _FileReader:
             yield self._chunk("text", shown, ends_document=is_all and not text, disk_bytes=raw.tell())
 
     def _records(self, form: RecordForm) -> Iterator[Chunk]:
-        for lines, fraction in read_records(self._file, form.keys, self._position.record):
+        for lines, fraction in read_parquet_records(self._file, form.keys, self._position.record):
             read = self._position.disk_bytes + int(fraction * self._file.num_bytes)
             for line in lines:
                 self._move(0, 1)

@@ -32,7 +32,7 @@ def read_rows(
         yield batch.column(0).cast("large_binary").to_pylist(), fraction
 
 
-def read_records(
+def read_parquet_records(
     file: SourceFile, keys: Mapping[str, str], first_row: int
 ) -> Iterator[tuple[list[bytes | str], float]]:
     """Yield batches of rows as lines of JSON, and the fraction of the file that each is.

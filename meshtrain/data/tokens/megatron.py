@@ -226,7 +226,7 @@ def megatron_token_type(vocab_size: int) -> type[np.integer]:
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
-def write_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
+def write_megatron_index(path: Path, offsets: np.ndarray, token_type: np.dtype) -> None:
     """Write the .idx file of tokens in which each document is one sequence.
 
     Args:

@@ -15,7 +15,7 @@ from meshtrain.data.cache import Cache, build_output, compute_identity
 from meshtrain.data.text.corpus import COMMAND_OPTIONS, Corpus
 from meshtrain.data.text.sources import find_typed_files
 from meshtrain.data.tokens.journal import JOURNAL, Job
-from meshtrain.data.tokens.megatron import RECORD, megatron_token_type, write_index
+from meshtrain.data.tokens.megatron import RECORD, megatron_token_type, write_megatron_index
 from meshtrain.data.tokens.token_file import TokenCounts
 from meshtrain.data.tokens.tokenizer import find_tokenizer
 from meshtrain.data.tokens.tokenizing import tokenize
@@ -116,7 +116,7 @@ def _check_same(output: Path, name: str) -> None:
 def _to_megatron(part: Path, token_type: np.dtype) -> None:
     """Turn a token file into a Megatron-LM pair of the same name."""
     offsets = np.memmap(part / "documents.bin", np.int64, "r")
-    write_index(part.with_name(f"{part.name}.idx"), offsets, token_type)
+    write_megatron_index(part.with_name(f"{part.name}.idx"), offsets, token_type)
     (part / "tokens.bin").rename(part.with_name(f"{part.name}.bin"))
     shutil.rmtree(part)
 

@@ -24,7 +24,7 @@ _ROWS = 1024
 
 
 @torch.no_grad()
-def load_weights(
+def load_shards(
     parameters: Mapping[str, Tensor],
     source: Path,
     *,
