@@ -38,7 +38,7 @@ from meshtrain.runtime.failure import (
 )
 from meshtrain.runtime.flight_recorder import forget_recorders, write_recorder
 from meshtrain.runtime.hang import describe, hang_failure, innermost_frames, is_waiting
-from meshtrain.runtime.lifetime import run_exit_functions
+from meshtrain.runtime.lifetime import end_if_torchrun_ended, run_exit_functions
 
 POLL_SECONDS = 0.5
 STORE_SECONDS = 10.0
@@ -344,6 +344,8 @@ class Guard:
 
     def _end(self, reason: Failure, *, has_store: bool = True) -> NoReturn:
         """End this process at once, and report why the run stops."""
+        if reason.kind == "gone":
+            end_if_torchrun_ended()
         code = EXIT_CODES.get(reason.kind, PEER_FAILED)
         # The reader of this output may hang, and the main thread may wait for a process that is
         # gone.

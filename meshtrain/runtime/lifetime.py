@@ -26,6 +26,8 @@ EXIT_SECONDS = 3.0
 _children_die = False
 _forking_process: int | None = None
 _exit_functions: list[Callable[[], None]] = []
+_torchrun: int | None = None
+_ending = threading.Lock()
 
 
 @cache
@@ -92,20 +94,35 @@ def end_with_torchrun() -> None:
     kernel's signal for this purpose (PR_SET_PDEATHSIG) is not used: it is sent as soon as the
     thread ends that started this process, and torchrun may have used any thread.
     """
+    global _torchrun
     if is_under_torchrun():
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+        _torchrun = os.getppid()
+        threading.Thread(target=_watch_torchrun, name="parent", daemon=True).start()
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
+def end_if_torchrun_ended() -> None:
+    """End this process now if `end_with_torchrun` would soon.
+
+    The other processes of a torchrun that was killed end too, and what they served is gone. So this
+    is the reason to report, if there is a choice.
+    """
+    if _torchrun is None or os.getppid() == _torchrun:
+        return
+    # The process ends here, so the lock is never released: the reason is reported once.
+    _ending.acquire()
     # Standard error may be a pipe that no process reads, and a file system may hang.
     threading.Timer(EXIT_SECONDS, os._exit, [PEER_FAILED]).start()
     try:
         run_exit_functions()
-        console.stop_lines([f"torchrun (process {parent}), which started it, was killed"])
+        console.stop_lines([f"torchrun (process {_torchrun}), which started it, was killed"])
     finally:
         os._exit(PEER_FAILED)
+
+
+def _watch_torchrun() -> None:
+    while True:
+        end_if_torchrun_ended()
+        time.sleep(PARENT_POLL_SECONDS)
 
 
 def die_with_parent(parent: int | None = None) -> None:

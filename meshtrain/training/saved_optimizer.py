@@ -28,7 +28,7 @@ class _RankOptimizer(NamedTuple):
     parameters: tuple[tuple[str, int | None, tuple[str, ...]], ...]
     """FQN, group, and the names of the states; both ends of a tied weight have one FQN."""
     kinds: set[tuple[str, str]]
-    """Each state and its kind, see `kind_of`."""
+    """Each state and its kind, as `kinds_of_states` names it."""
 
 
 def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimizer:
