@@ -29,9 +29,9 @@ Style = Literal[
     "expert_parallel",
     "whole_sequence",
 ]
-# (parameters, compute) -> allowed formats of the reduction. Other combinations lose accuracy or
 # A loss scale doubles until gradients overflow, and small losses let it grow far.
 Scale = Annotated[float, Field(gt=0.0, le=2.0**100, allow_inf_nan=False)]
+# (parameters, compute) -> allowed formats of the reduction. Other combinations lose accuracy or
 # have no effect.
 PRECISIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("float32", "float32"): ("float32",),

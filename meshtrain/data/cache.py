@@ -12,6 +12,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
+from meshtrain import errors
 from meshtrain.errors import DataError, UserError
 from meshtrain.runtime.disk import flush, flush_tree
 from meshtrain.runtime.lock import locked
@@ -65,8 +66,8 @@ class Cache:
             Whether it was built since this process asked, by this process or another.
 
         Raises:
-            UserError: what `fill` raised in this process; a DataError with the same text, if it
-                failed in the process that this one waited for; or if the cache cannot be written.
+            UserError: what `fill` raised in this process, or in the process that this one waited
+                for. A DataError if the cache cannot be written.
         """
         directory = self.directory / name
         note = directory.with_name(f"{directory.name}.failed")
@@ -84,11 +85,12 @@ class Cache:
             if has_failed():
                 # The process that this one waited for has failed. Another attempt would fail too,
                 # one rank after another.
-                raise DataError(json.loads(note.read_text()))
+                kind, lines = json.loads(note.read_text())
+                raise getattr(errors, kind)(lines)
             try:
                 build_directory(directory, fill, keeps=(OSError, KeyboardInterrupt) if keeps_partial else ())
             except UserError as error:
-                write_atomically(note, json.dumps(error.lines))
+                write_atomically(note, json.dumps([type(error).__name__, error.lines]))
                 raise
             note.unlink(missing_ok=True)
         return True

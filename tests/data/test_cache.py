@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshtrain.data.cache import Cache
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, ModelError, UserError
 from tests.data.corpora import without_privileges
 
 # A fork would inherit broken threads of tokenizers.
@@ -34,7 +34,7 @@ def fill_and_fail(directory: Path) -> None:
 def fail(directory: Path) -> None:
     with (directory.parent / "attempts").open("a") as attempts:
         attempts.write("x")
-    raise DataError(["a.jsonl, line 3: not JSON", "b.txt: empty"])
+    raise ModelError(["a.jsonl, line 3: not JSON", "b.txt: empty"])
 
 
 def fill_for_ever(directory: Path) -> None:
@@ -51,8 +51,8 @@ def build(place: Path, fill: Callable[[Path], None], leads: bool, start: Any, an
     begin = time.monotonic()
     try:
         answer: Any = Cache(place, leads=leads).build("thing", fill)
-    except DataError as error:
-        answer = error.lines
+    except UserError as error:
+        answer = type(error), error.lines
     answers.put((os.getpid(), answer, time.monotonic() - begin))
 
 
@@ -120,10 +120,10 @@ def test_followers_do_not_wait_for_a_leader_on_another_machine(tmp_path):
     assert time.monotonic() - begin < 10
 
 
-def test_all_processes_fail_at_once_when_the_builder_fails(tmp_path):
+def test_all_processes_fail_at_once_with_the_same_error_when_the_builder_fails(tmp_path):
     results = Builders(tmp_path, fill_and_fail, leads=[True, False, False]).results()
 
-    assert [answer for _, answer, _ in results] == [("a.jsonl, line 3: not JSON", "b.txt: empty")] * 3
+    assert [answer for _, answer, _ in results] == [(ModelError, ("a.jsonl, line 3: not JSON", "b.txt: empty"))] * 3
     assert (tmp_path / "attempts").read_text() == "x"
     assert "thing" not in names_in(tmp_path)
 
@@ -131,7 +131,7 @@ def test_all_processes_fail_at_once_when_the_builder_fails(tmp_path):
 def test_next_attempt_after_a_failure_builds_again(tmp_path):
     cache = Cache(tmp_path)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"a\.jsonl, line 3: not JSON\nb\.txt: empty"):
+        with pytest.raises(ModelError, match=r"a\.jsonl, line 3: not JSON\nb\.txt: empty"):
             cache.build("thing", fail)
 
     assert cache.build("thing", fill_slowly)
@@ -164,7 +164,7 @@ def test_full_disk_is_reported(tmp_path):
     process = context.Process(target=build_with_little_room, args=(tmp_path, answers))
     process.start()
 
-    _, problems, _ = answers.get(timeout=30)
+    _, (_, problems), _ = answers.get(timeout=30)
     process.join(30)
 
     assert problems == (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
@@ -328,6 +329,12 @@ def test_styles_that_need_missing_config_values_are_refused() -> None:
         "tensor.styles: model.layers.*.mlp.up_proj is 'replicated_heads', but no module around it has "
         "num_key_value_groups to say which heads share one",
     )
+    model = meta_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Conv1D(32, 64)
+    assert problems(changed_styles(**{"model.layers.*.self_attn.k_proj": "replicated_heads"}), model) == (
+        "tensor.styles: model.layers.*.self_attn.k_proj is 'replicated_heads', which is for Linear, not for a Conv1D",
+    )
 
 
 def test_wrong_styles_of_single_parameters_are_refused() -> None:
@@ -378,8 +385,17 @@ def test_norms_on_a_part_of_the_sequence_must_be_summed() -> None:
     assert resolve_plan(plan, meta_model("llama"), BATCH, 2)
     with_parts = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"sequence_parallel": True})})
     assert problems(with_parts) == (
-        "tensor.styles: model.layers.*.input_layernorm is 'replicate', but with tensor.sequence_parallel each process "
-        "sees a part of the sequence, so its gradient must be summed; make it 'sequence_parallel'",
+        "tensor.styles: model.layers.*.input_layernorm is 'replicate', which needs the full sequence, but with "
+        "tensor.sequence_parallel each process has a part of it; make it 'sequence_parallel'",
+    )
+
+
+def test_projection_that_cuts_its_input_needs_the_full_sequence() -> None:
+    plan = changed_styles(**{"model.layers.*.mlp.down_proj": "rowwise_split_input"})
+    with_parts = plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"sequence_parallel": True})})
+    assert problems(with_parts) == (
+        "tensor.styles: model.layers.*.mlp.down_proj is 'rowwise_split_input', which needs the full sequence, but with "
+        "tensor.sequence_parallel each process has a part of it; set tensor.sequence_parallel = false",
     )
 
 

@@ -149,7 +149,8 @@ class _Parts(OperatorMode):
         is_part = any(map(self.is_part, inputs))
         if is_part:
             self.met |= origins
-            undeclared = (name for name in origins if self.styles.get(name) not in SUMMED)
+            # Sorted, because the order of a set differs between processes.
+            undeclared = (name for name in sorted(origins) if self.styles.get(name) not in SUMMED)
             self.flow.partial.update(dict.fromkeys(undeclared))
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):

@@ -44,7 +44,10 @@ def require_rotary_key(model: PreTrainedModel, name: str) -> Iterator[str]:
 
 
 def require_key_value_groups(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Accept a projection inside attention whose key-value heads are shared by query heads."""
+    """Accept a Linear inside attention whose key-value heads are shared by query heads."""
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Linear):
+        yield f", which is for Linear, not for a {type(module).__name__}"
     if attention_of(model, name) is None:
         yield ", but no module around it has num_key_value_groups to say which heads share one"
 

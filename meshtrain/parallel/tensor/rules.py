@@ -244,8 +244,8 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
             alone = row.kind == "replica" and not any(True for _ in model.get_submodule(name).children())
             advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
             yield (
-                f"{what}, but with tensor.sequence_parallel each process sees a part of the sequence, so its gradient "
-                f"must be summed; {advice}"
+                f"{what}, which needs the full sequence, but with tensor.sequence_parallel each process has a part of "
+                f"it; {advice}"
             )
 
 

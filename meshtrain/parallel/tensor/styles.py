@@ -256,6 +256,7 @@ STYLES: dict[Style, StyleRow] = {
         kind="projection",
         requires=require_projection,
         shards="inputs",
+        needs_full_sequence=True,
         adapter="rows",
         transformers=("rowwise_split_input", "rowwise_rep"),
     ),
