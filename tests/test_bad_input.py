@@ -212,8 +212,8 @@ def test_user_error_is_reported_before_any_process_group(
     monkeypatch.setenv("WORLD_SIZE", "2")
     console.configure()
     assert cli._exit_code(["train", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.err.splitlines() == [f"error: {problem.replace('{here}', str(here))}" for problem in problems]
+    message = capsys.readouterr()
+    assert message.err.splitlines() == [f"error: {problem.replace('{here}', str(here))}" for problem in problems]
     assert not (here / "out").exists()
 
 

@@ -46,10 +46,10 @@ def test_manifest_is_valid_for_kubernetes(version: str) -> None:
 def test_repeated_values_of_the_manifest_agree(service: dict[str, Any], job: dict[str, Any]) -> None:
     template = job["spec"]["template"]
     pod, container = template["spec"], template["spec"]["containers"][0]
-    said = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert str(job["spec"]["parallelism"]) == str(job["spec"]["completions"]) == said["NODES"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == said["GPUS"]
-    assert str(pod["terminationGracePeriodSeconds"]) == said["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert str(job["spec"]["parallelism"]) == str(job["spec"]["completions"]) == environment["NODES"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == environment["GPUS"]
+    assert str(pod["terminationGracePeriodSeconds"]) == environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
@@ -63,10 +63,10 @@ def test_pods_of_the_manifest_start_torchrun(job: dict[str, Any], index: int, tm
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{file}"\n')
         (tmp_path / name).chmod(0o755)
     container = job["spec"]["template"]["spec"]["containers"][0]
-    said = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index), "POD_IP": "10.0.0.7"}
     command = [*container["command"], *container["args"]]
-    shown = subprocess.run(command, env={**said, **given}, capture_output=True, text=True, check=True)
+    shown = subprocess.run(command, env={**environment, **given}, capture_output=True, text=True, check=True)
     assert shown.stdout == ""
     words = (tmp_path / "started").read_text().splitlines()
     assert words[:2] == ["-m", "meshtrain.runtime.launch"]

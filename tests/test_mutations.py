@@ -90,7 +90,7 @@ def known_names() -> re.Pattern[str]:
 
 def faults_of(problems: tuple[str, ...]) -> list[str]:
     """Return the faults of message lines that a user would read."""
-    faults = [] if problems else ["no problem is told"]
+    faults = [] if problems else ["no problem is reported"]
     for line in problems:
         if CONTROL.search(line):
             faults.append(f"not one plain line: {line!r}")

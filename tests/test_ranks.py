@@ -39,8 +39,8 @@ def leave() -> None:
     os._exit(3)
 
 
-def crash(said: Path) -> None:
-    with said.open("w") as file:
+def crash(message: Path) -> None:
+    with message.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.abort()
 
@@ -87,10 +87,10 @@ def test_rank_that_exits_is_reported() -> None:
 
 def test_crashed_rank_writes_its_stack(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"^rank 0:\nended without an answer, killed by SIGABRT$"):
-        run_on_ranks(1, crash, tmp_path / "said")
-    said = (tmp_path / "said").read_text()
-    assert "Fatal Python error: Aborted" in said
-    assert "in crash" in said
+        run_on_ranks(1, crash, tmp_path / "output")
+    message = (tmp_path / "output").read_text()
+    assert "Fatal Python error: Aborted" in message
+    assert "in crash" in message
 
 
 def test_unresponsive_ranks_are_named() -> None:

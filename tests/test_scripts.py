@@ -166,6 +166,6 @@ def test_local_script_reports_user_errors_before_it_starts_processes(repository:
     alone = local(repository, run, processes=0)
     assert (alone.returncode, alone.stdout) == (2, "")
     assert alone.stderr.startswith("error: this machine has no GPU; ")
-    unsaid = local(repository, processes=4)
-    assert (unsaid.returncode, unsaid.stdout) == (2, "")
-    assert "./launch/local.sh RUN [KEY=VALUE ...]\n" in unsaid.stderr
+    result = local(repository, processes=4)
+    assert (result.returncode, unsaid.stdout) == (2, "")
+    assert "./launch/local.sh RUN [KEY=VALUE ...]\n" in result.stderr

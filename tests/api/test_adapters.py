@@ -373,31 +373,31 @@ MESSAGES = {
 def refuse_all(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return the message of each mistake."""
     warnings.simplefilter("ignore")
-    told = {}
+    refusals = {}
     for what in MESSAGES:
         with pytest.raises(UserError) as error:
             refuse(what, folder)
-        told[what] = error.value.lines
-    return told
+        refusals[what] = error.value.lines
+    return refusals
 
 
 def test_unsupported_adapters_are_refused(tmp_path: Path) -> None:
-    (told,) = run_on_ranks(1, refuse_all, tmp_path, joins=False)
+    (refusals,) = run_on_ranks(1, refuse_all, tmp_path, joins=False)
     for what, message in MESSAGES.items():
-        assert len(told[what]) == 1
-        assert message in told[what][0]
+        assert len(refusals[what]) == 1
+        assert message in refusals[what][0]
 
 
 def refuse_different_adapters() -> list[str]:
     """Return the messages for differences between ranks that no weight shows."""
-    rank, told = torch.distributed.get_rank(), []
+    rank, refusals = torch.distributed.get_rank(), []
     thawed = adapted("gpt2-tied")
     thawed.get_base_model().transformer.ln_f.bias.requires_grad_(rank == 1)
     for model in (thawed, adapted("gpt2-tied", lora_alpha=4 + 4 * rank)):
         with pytest.raises(UserError) as error:
             meshtrain.parallelize(model, {"mesh": {"tp": 2}})
-        told.append(str(error.value))
-    return told
+        refusals.append(str(error.value))
+    return refusals
 
 
 def test_different_adapters_on_ranks_are_refused() -> None:

@@ -85,8 +85,8 @@ def plans() -> dict[str, Mistake]:
     no_path = "load_plan: path_or_name is 3; pass a .toml or .json file, or the name of a shipped plan, such as "
     return {
         **{
-            f"plan: {name}": (partial(meshtrain.build_mesh, it), ConfigError, said)
-            for name, (it, said) in by_plan.items()
+            f"plan: {name}": (partial(meshtrain.build_mesh, it), ConfigError, message)
+            for name, (it, message) in by_plan.items()
         },
         "load_run None": (lambda: run(None), ConfigError, "load_run: path is None; pass a .toml or .json file"),
         "load_plan 3": (lambda: plan(3), ConfigError, f"{no_path}'families/gpt2'"),
@@ -136,7 +136,7 @@ def hooks() -> dict[str, Mistake]:
             "metrics)",
         ),
     }
-    return {f"hooks: {name}": (partial(check_hooks, it), ConfigError, said) for name, (it, said) in given.items()}
+    return {f"hooks: {name}": (partial(check_hooks, it), ConfigError, message) for name, (it, message) in given.items()}
 
 
 def models() -> dict[str, Mistake]:
@@ -163,10 +163,10 @@ def models() -> dict[str, Mistake]:
     }
     return {
         **{
-            f"parallelize: {n}": (partial(parallelize, **it), ConfigError, f"parallelize: {said}")
-            for n, (it, said) in arguments.items()
+            f"parallelize: {n}": (partial(parallelize, **it), ConfigError, f"parallelize: {message}")
+            for n, (it, message) in arguments.items()
         },
-        **{f"build_model: {n}": (call, ModelError, f"build_model: {said}") for n, (call, said) in built.items()},
+        **{f"build_model: {n}": (call, ModelError, f"build_model: {message}") for n, (call, message) in built.items()},
         "None": (
             lambda: meshtrain.parallelize(None, {}),
             ModelError,
@@ -207,20 +207,20 @@ def values(model: Any) -> dict[str, Mistake]:
     foreign = SGD(nn.Linear(2, 2).parameters())
     return {
         **{
-            f"clip {said}": (partial(clip, it), ConfigError, f"clip_grad_norm: max_norm is {said}; {A_NORM}")
-            for said, it in norms.items()
+            f"clip {message}": (partial(clip, it), ConfigError, f"clip_grad_norm: max_norm is {message}; {A_NORM}")
+            for message, it in norms.items()
         },
         **{
-            f"rebind {said}": (partial(rebind, it), ModelError, f"rebind: optimizer is {said}; {AN_OPTIMIZER}")
-            for said, it in bound.items()
+            f"rebind {message}": (partial(rebind, it), ModelError, f"rebind: optimizer is {message}; {AN_OPTIMIZER}")
+            for message, it in bound.items()
         },
         **{
-            f"seed {said}": (
+            f"seed {message}": (
                 partial(meshtrain.initialize, model, it),
                 ModelError,
-                f"initialize: seed is {said}; pass a whole number",
+                f"initialize: seed is {message}; pass a whole number",
             )
-            for said, it in seeds.items()
+            for message, it in seeds.items()
         },
         "rebind foreign": (
             lambda: rebind(foreign),
@@ -280,16 +280,19 @@ def states(model: Any, folder: Path) -> dict[str, Mistake]:
     for call in (meshtrain.save_checkpoint, meshtrain.load_checkpoint):
         name = call.__name__
         at: dict[str, Any] = {"None": None, "3": 3, "the string ''": ""}
-        for said, it in at.items():
-            calls[f"{name} in {said}"] = (partial(call, it, state), f"{name}: directory is {said}; pass a path or URL")
-        said = f"{name}: directory = '{file}' is a file; pass the directory of the checkpoints"
-        calls[f"{name} in a file"] = (partial(call, file, state), said)
+        for message, it in at.items():
+            calls[f"{name} in {message}"] = (
+                partial(call, it, state),
+                f"{name}: directory is {message}; pass a path or URL",
+            )
+        message = f"{name}: directory = '{file}' is a file; pass the directory of the checkpoints"
+        calls[f"{name} in a file"] = (partial(call, file, state), message)
     return {
         **{
-            n: (partial(save, meshtrain.TrainState(**{"model": model, **it})), CheckpointError, said)
-            for n, (it, said) in given.items()
+            n: (partial(save, meshtrain.TrainState(**{"model": model, **it})), CheckpointError, message)
+            for n, (it, message) in given.items()
         },
-        **{name: (call, CheckpointError, said) for name, (call, said) in calls.items()},
+        **{name: (call, CheckpointError, message) for name, (call, message) in calls.items()},
     }
 
 
@@ -329,7 +332,7 @@ def folders(model: Any, folder: Path) -> dict[str, Mistake]:
             "save_pretrained: unknown keyword 'tokeniser'; did you mean 'tokenizer'?",
         ),
     }
-    return {f"write: {name}": (call, CheckpointError, said) for name, (call, said) in calls.items()}
+    return {f"write: {name}": (call, CheckpointError, message) for name, (call, message) in calls.items()}
 
 
 def make_mistakes(folder: Path) -> dict[str, tuple[str, str, str, str]]:
@@ -338,10 +341,10 @@ def make_mistakes(folder: Path) -> dict[str, tuple[str, str, str, str]]:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     every = [plans(), hooks(), models(), values(model), states(model, folder), folders(model, folder)]
     answers = {}
-    for name, (call, kind, said) in (item for mistakes in every for item in mistakes.items()):
+    for name, (call, kind, message) in (item for mistakes in every for item in mistakes.items()):
         with pytest.raises(Exception) as error:  # noqa: PT011
             call()
-        answers[name] = (kind.__name__, said, error.type.__name__, str(error.value))
+        answers[name] = (kind.__name__, message, error.type.__name__, str(error.value))
     assert sorted(path.name for path in folder.iterdir()) == ["file"]
     assert all(map(torch.equal, model.parameters(), before))
     return answers
@@ -371,7 +374,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("start", [*GROUPS, ""])
 def test_wrong_argument_is_a_one_line_error(answers: dict[str, tuple[str, str, str, str]], start: str) -> None:
-    mistakes = {name: said for name, said in answers.items() if name.startswith(start)}
+    mistakes = {name: message for name, message in answers.items() if name.startswith(start)}
     assert len(mistakes) > 1
     for name, (kind, wanted, found_kind, found) in mistakes.items():
         assert (name, found_kind) == (name, kind), found

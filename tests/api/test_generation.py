@@ -68,17 +68,17 @@ def test_generate_refuses_a_model_without_values() -> None:
 
 def refuse_prompts_and_options() -> list[str]:
     model = meshtrain.parallelize(stock(), {"mesh": {"pp": 2}})
-    said = []
+    messages = []
     for prompt, options in ((PROMPT.double(), {}), (PROMPT[0], {}), (PROMPT, {"guidance_scale": 1.5})):
         with pytest.raises(UserError) as refused:
             meshtrain.generate(model, prompt, **OPTIONS | options)
-        said.append(str(refused.value))
-    return said
+        messages.append(str(refused.value))
+    return messages
 
 
 def test_unsupported_prompts_and_options_are_refused_on_all_stages() -> None:
-    for said in run_on_ranks(2, refuse_prompts_and_options):
-        assert said == [
+    for messages in run_on_ranks(2, refuse_prompts_and_options):
+        assert messages == [
             "generate: the prompts are (2, 4) float64; pass token ids (batch, seq), integers",
             "generate: the prompts are (4,) int64; pass token ids (batch, seq), integers",
             "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
@@ -99,13 +99,13 @@ def generate_from_files(folder: Path) -> None:
         meshtrain.load_weights(again, folder / f"parts-{number}")
         assert torch.equal(meshtrain.generate(again, PROMPT, attention_mask=MASK), wanted)
     # A model built from a configuration takes it from the files, unless the program has set it.
-    for told in (False, True):
+    for is_set in (False, True):
         model = meshtrain.parallelize(meshtrain.build_model(GPT2), {"mesh": {"tp": 2}})
-        if told:
+        if is_set:
             model.generation_config = GenerationConfig(max_new_tokens=2, pad_token_id=0)
         meshtrain.load_weights(model, folder / "stock")
         text = meshtrain.generate(model, PROMPT, attention_mask=MASK)
-        assert torch.equal(text, wanted) is not told
+        assert torch.equal(text, wanted) is not is_set
 
 
 def test_generation_config_is_loaded_and_saved_with_the_weights(tmp_path: Path) -> None:

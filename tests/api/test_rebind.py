@@ -113,11 +113,11 @@ def make_between() -> str:
 
 
 def test_optimizer_of_gathered_parameters_fails_at_its_first_step() -> None:
-    for said in run_on_ranks(2, make_between):
+    for message in run_on_ranks(2, make_between):
         assert re.search(
             r"this AdamW was made between a forward pass and its backward pass, and holds \d+ parameters as they were "
             r"gathered .*; make it before the forward pass, or after the backward pass",
-            said,
+            message,
         )
 
 

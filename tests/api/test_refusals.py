@@ -262,21 +262,21 @@ def misuse_on_one_rank() -> list[str]:
         batch | {"attention_mask": batch["attention_mask"] * 0},
         batch | {"input_ids": None},
     ]
-    said = [
+    text = [
         message_of(DataError, partial(model.forward_backward, other if rank == place else batch))
         for place, other in enumerate(wrong, start=1)
     ]
     for rows in ({"input_ids": long, "labels": long}, batch | {"position_ids": torch.arange(60, 68).expand(4, 8)}):
-        said.append(message_of(DataError, partial(model.evaluate, rows)))
+        text.append(message_of(DataError, partial(model.evaluate, rows)))
     model.forward_backward(batch)
-    return said
+    return text
 
 
 def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
     takes = "the ranks of a pipeline need input_ids and labels, and compute the loss themselves"
     shorter = "pass shorter rows (truncation=True, max_length=... of the tokenizer)"
-    for said in run_on_ranks(4, misuse_on_one_rank):
-        assert said == [
+    for text in run_on_ranks(4, misuse_on_one_rank):
+        assert text == [
             f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
             "rank 0 received another batch than a rank that shares its model over tp or pp (here: attention_mask "
             "(4, 8), input_ids (4, 8), labels (4, 8)); pass all of these the same rows in the same order: "
@@ -304,14 +304,14 @@ def parallelize_differently() -> list[str]:
 
 def test_different_arguments_on_ranks_are_refused() -> None:
     same = "all ranks make this call together; pass the same on all of them"
-    for said in run_on_ranks(2, parallelize_differently):
-        assert said[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
-        assert said[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
-        assert said[2].startswith("parallelize: tensor.styles is ...")
-        assert "transformer.h.*.0': 'replicate'} on rank 0 and ..." in said[2]
-        assert said[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
+    for text in run_on_ranks(2, parallelize_differently):
+        assert text[0] == f"parallelize: micro_batch_size is 1 on rank 0 and 2 on rank 1; {same}"
+        assert text[1] == f"parallelize: mesh.pp is 2 on rank 0 and 1 on rank 1; {same}"
+        assert text[2].startswith("parallelize: tensor.styles is ...")
+        assert "transformer.h.*.0': 'replicate'} on rank 0 and ..." in text[2]
+        assert text[2].endswith(f"transformer.h.*.1': 'replicate'}} on rank 1; {same}")
         # The message shows a long table from shortly before its first difference.
-        assert len(said[2]) < 300
+        assert len(text[2]) < 300
 
 
 def fail_halfway() -> list[str]:
@@ -345,8 +345,8 @@ class FailsTheSecondTime:
 
 
 def test_failed_pipeline_refuses_further_calls_and_leaves_the_program_unchanged() -> None:
-    for said in run_on_ranks(2, fail_halfway, joins=False):
-        assert said == 2 * [
+    for text in run_on_ranks(2, fail_halfway, joins=False):
+        assert text == 2 * [
             "an earlier forward_backward has ended halfway with an exception (RuntimeError): the stages on other ranks "
             "wait for messages that never come, so this model cannot be used any more; end the program on all ranks, "
             "and start again from a checkpoint"
@@ -409,8 +409,8 @@ def refuse_different_values(folder: Path) -> list[str]:
 
 def test_different_seeds_or_folders_on_ranks_are_refused(tmp_path: Path) -> None:
     same = "all ranks make this call together; pass the same on all of them"
-    for said in run_on_ranks(2, refuse_different_values, tmp_path):
-        assert said == [
+    for text in run_on_ranks(2, refuse_different_values, tmp_path):
+        assert text == [
             f"initialize: seed is 0 on rank 0 and 1 on rank 1; {same}",
             f"load_weights: folder is {tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1; {same}",
             f"folder = '{tmp_path}/missing': there is no such directory, and a hub id looks like 'owner/name'",
@@ -425,16 +425,16 @@ def give_unknown_tokens(mesh: dict[str, int]) -> list[str]:
     ids = torch.tensor([[3, VOCABULARY]] * 2)
     batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
     calls = [model.forward_backward, model.evaluate] if "pp" in mesh else [lambda batch: model(**batch)]
-    said = []
+    text = []
     for call in calls:
         with torch.no_grad(), pytest.raises(DataError) as refused:
             call(batch)
-        said.append(str(refused.value))
-    return said
+        text.append(str(refused.value))
+    return text
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
 def test_token_ids_beyond_the_vocabulary_are_refused(mesh: dict[str, int]) -> None:
     for answers in run_on_ranks(2, give_unknown_tokens, mesh, joins=False):
-        for said in answers:
-            assert said.startswith(f"input_ids has tokens from 3 to {VOCABULARY}, but the model knows 0 to ")
+        for text in answers:
+            assert text.startswith(f"input_ids has tokens from 3 to {VOCABULARY}, but the model knows 0 to ")

@@ -251,5 +251,5 @@ def refuse_different_lengths() -> str:
 
 
 def test_different_longest_sequences_on_ranks_are_refused() -> None:
-    for said in run_on_ranks(2, refuse_different_lengths):
-        assert "the longest sequence of its rotary frequencies is 0 tokens and 20 tokens" in said
+    for message in run_on_ranks(2, refuse_different_lengths):
+        assert "the longest sequence of its rotary frequencies is 0 tokens and 20 tokens" in message

@@ -58,15 +58,15 @@ def save_after_casts(folder: Path, plan: dict[str, Any]) -> list[str]:
     meshtrain.save_pretrained(trained, folder / "trained in float32")
     cast = meshtrain.parallelize(GPT2LMHeadModel.from_pretrained(folder / "bfloat16").float(), plan)
     meshtrain.save_pretrained(cast, folder / "cast to float32")
-    said = []
+    messages = []
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(CheckpointError) as refused:
             meshtrain.save_pretrained(cast, folder / "never", dtype=dtype)
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
     pipeline_of(cast).stages[0].model.generation_config.update(do_sample=False, temperature=0.7)
     with pytest.raises(CheckpointError) as refused:
         meshtrain.save_pretrained(cast, folder / "never")
-    return [*said, str(refused.value)]
+    return [*messages, str(refused.value)]
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
@@ -148,8 +148,8 @@ def refuse_different_formats(folder: Path) -> str:
 
 
 def test_different_formats_on_ranks_are_refused(tmp_path: Path) -> None:
-    for told in run_on_ranks(2, refuse_different_formats, tmp_path / "saved"):
-        assert told == (
+    for text in run_on_ranks(2, refuse_different_formats, tmp_path / "saved"):
+        assert text == (
             "save_pretrained: dtype is bfloat16 on rank 0 and float32 on rank 1; all ranks make this call together; "
             "pass the same on all of them"
         )

@@ -171,19 +171,19 @@ def state_of(config: PretrainedConfig) -> meshtrain.TrainState:
 def load_another(directory: Path) -> list[str]:
     """Load checkpoints of models with equal tensor shapes and different computations."""
     meshtrain.save_checkpoint(directory, state_of(LlamaConfig(**LLAMA)))
-    said = []
+    messages = []
     for other in OTHERS:
         state = state_of(other)
         with pytest.raises(CheckpointError) as refused:
             meshtrain.load_checkpoint(directory, state)
-        said.append(str(refused.value).replace(str(directory), ""))
+        messages.append(str(refused.value).replace(str(directory), ""))
     with pytest.raises(CheckpointError) as refused:
         meshtrain.load_weights(state.model, directory / "step-1")
-    said.append(str(refused.value).replace(str(directory), ""))
+    messages.append(str(refused.value).replace(str(directory), ""))
     # These settings do not make it another model.
     free = state_of(LlamaConfig(**LLAMA, attention_dropout=0.1, use_cache=False, eos_token_id=7))
     assert meshtrain.load_checkpoint(directory, free).step == 1
-    return said
+    return messages
 
 
 def test_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def stops(host: Host) -> list[str]:
 
 def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
     """Lose the second host, check that the first continues alone, and start the second again."""
-    lives, said = len(resumed(first)), {host: len(stops(host)) for host in (first, second)}
+    lives, notices_before = len(resumed(first)), {host: len(stops(host)) for host in (first, second)}
     began = time.monotonic()
     if how == "cut":
         second.plug("down")
@@ -163,14 +163,15 @@ def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
         second.kill()
     notices = {"cut": [first, second], "killed": [first], "preempted": []}[how]
     while notices:
-        wait_until(lambda: any(len(stops(host)) >= 2 + said[host] for host in notices), "the hosts notice")
-        host = next(host for host in notices if len(stops(host)) >= 2 + said[host])
+        wait_until(lambda: any(len(stops(host)) >= 2 + notices_before[host] for host in notices), "the hosts notice")
+        host = next(host for host in notices if len(stops(host)) >= 2 + notices_before[host])
         notices.remove(host)
         print(f"host 2 {how}: host {host.number} has noticed after {elapsed(began)}")
     wait_until(lambda: len(resumed(first)) > lives, "the first host goes on alone")
     print(f"host 2 {how}: host 1 goes on alone from step {resumed(first)[-1]} after {elapsed(began)}")
     print(
-        *(f"    {line}" for line in [*stops(first)[said[first] :], *(stops(second) if how == "cut" else [])]), sep="\n"
+        *(f"    {line}" for line in [*stops(first)[notices_before[first] :], *(stops(second) if how == "cut" else [])]),
+        sep="\n",
     )
     step = newest(config)
     wait_until(lambda: newest(config) > step, "a checkpoint by the first host alone")

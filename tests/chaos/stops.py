@@ -121,8 +121,8 @@ def strike(directory: Path, fault: str, *, rank: int = 1, and_terminate: int | N
     error = path.read_text()
     codes = {int(rank): int(code) for rank, code in re.findall(r"rank +: (\d+) .*\n  exitcode +: (-?\d+)", error)}
     failure = directory / "out" / "failure.json"
-    said = json.loads(failure.read_text()) if failure.exists() else None
-    return Outcome(seconds, error, codes, said, len(list_claims(directory / "out")))
+    written = json.loads(failure.read_text()) if failure.exists() else None
+    return Outcome(seconds, error, codes, written, len(list_claims(directory / "out")))
 
 
 def main(times: int) -> None:

@@ -197,9 +197,9 @@ def test_run_directory_exports_its_newest_checkpoint(tmp_path: Path, capsys: pyt
         save(tmp_path / "checkpoints", model, step)
     export_checkpoint(tmp_path, tmp_path / "out")
     check_loads(tmp_path / "out", model)
-    said = capsys.readouterr().out
-    assert f"{tmp_path}/checkpoints/step-10 is the newest checkpoint" in said
-    assert f"{tmp_path}/out holds LlamaForCausalLM of step 10" in said
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/checkpoints/step-10 is the newest checkpoint" in text
+    assert f"{tmp_path}/out holds LlamaForCausalLM of step 10" in text
 
 
 def test_export_into_an_empty_folder_only(tmp_path: Path) -> None:
@@ -218,17 +218,17 @@ def test_second_export_into_a_folder_is_refused_during_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, LlamaForCausalLM(LLAMA))
-    write_tensors, said = export._write_tensors, []
+    write_tensors, text = export._write_tensors, []
 
     def write_after_another_export(*arguments: Any) -> None:
         with pytest.raises(CheckpointError) as caught:
             export_checkpoint(tmp_path / "step-1", tmp_path / "out")
-        said.append(str(caught.value))
+        text.append(str(caught.value))
         write_tensors(*arguments)
 
     monkeypatch.setattr(export, "_write_tensors", write_after_another_export)
     export_checkpoint(tmp_path / "step-1", tmp_path / "out")
-    (problem,) = said
+    (problem,) = text
     assert problem.startswith(f"{tmp_path}/out is in use by process {os.getpid()} on ")
     assert problem.endswith("; wait until it ends, end it, or write into another folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]

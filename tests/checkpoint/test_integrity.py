@@ -53,9 +53,9 @@ def test_every_damage_is_named_and_the_previous_checkpoint_is_used(
     stream = random.Random(kind)
     damaged = damage_at_random(root / "step-20", kind, stream, other=root / "step-10")
     assert newest_intact_checkpoint(root) == root / "step-10"
-    said = capsys.readouterr().out
-    assert f"Damaged: {root / 'step-20' / damaged}" in said
-    assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in said
+    message = capsys.readouterr().out
+    assert f"Damaged: {root / 'step-20' / damaged}" in message
+    assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in message
 
 
 def find_on_both_ranks(root: Path) -> tuple[list[str], Path | None]:
@@ -161,8 +161,8 @@ def test_metadata_of_another_type_is_refused(root: Path, value: object) -> None:
 
 def test_verify_lists_intact_and_damaged_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify_checkpoints(root)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(" is intact: ")[0] for line in said] == [str(root / "step-20"), str(root / "step-10")]
+    message = capsys.readouterr().out.splitlines()
+    assert [line.split(" is intact: ")[0] for line in message] == [str(root / "step-20"), str(root / "step-10")]
     (root / "step-10" / "notes.txt").write_text("mine")
     os.truncate(root / "step-20" / ".metadata", 3)
     with pytest.raises(CheckpointError) as caught:

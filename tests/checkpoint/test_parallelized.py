@@ -76,9 +76,9 @@ def test_merge_converts_to_the_chosen_dtype(saved: Path, tmp_path: Path) -> None
 def test_parallelized_weights_are_a_valid_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(["checkpoint", "verify", str(saved)]) == 0
     assert cli._exit_code(["checkpoint", "list", str(saved)]) == 0
-    said = capsys.readouterr().out
-    assert "parts is intact: " in said
-    assert "dp_replicate 2 x tp 2" in said
+    text = capsys.readouterr().out
+    assert "parts is intact: " in text
+    assert "dp_replicate 2 x tp 2" in text
     files = read_manifest(saved).files
     num_bytes = sum(file.num_bytes for name, file in files.items() if name.endswith(".distcp"))
     weights = sum(parameter.nbytes for parameter in stock_of("gpt2-odd").parameters())

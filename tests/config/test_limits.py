@@ -44,14 +44,14 @@ def test_infinity_disables_gradient_clipping(write):
     "key", ["run_directory", "checkpoint.directory", "data.cache_directory", "data.tokenizer.path"]
 )
 def test_control_characters_in_a_path_are_refused(write, key):
-    said = "has the character '\\x00', which no path should have; remove it"
-    assert problems_of(write(), f'{key}="a\\u0000b"') == (f"command line: {key}: 'a\\x00b' {said}",)
+    reply = "has the character '\\x00', which no path should have; remove it"
+    assert problems_of(write(), f'{key}="a\\u0000b"') == (f"command line: {key}: 'a\\x00b' {reply}",)
 
 
 def test_control_characters_in_a_list_of_paths_are_refused(write):
-    said = "has the character '\\x1b', which no path should have; remove it"
+    reply = "has the character '\\x1b', which no path should have; remove it"
     for key in ("data.train", "data.validation"):
-        assert problems_of(write(), f'{key}=["a", "b\\u001b"]') == (f"command line: {key}: 'b\\x1b' {said}",)
+        assert problems_of(write(), f'{key}=["a", "b\\u001b"]') == (f"command line: {key}: 'b\\x1b' {reply}",)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_fsspec_scheme_is_accepted(write, url):
 
 def test_too_long_file_name_is_refused(write):
     name = "x" * 300
-    said = f"'{'x' * 37}...' has 300 bytes, and a file name has at most 255; choose a shorter one"
+    reply = f"'{'x' * 37}...' has 300 bytes, and a file name has at most 255; choose a shorter one"
 
-    assert problems_of(write("a.toml", f'extends = "{name}"')) == (f"a.toml: extends: {said}",)
-    assert problems_of(write("b.toml", f'plan = "{name}"')) == (f"b.toml: plan: {said}",)
-    assert problems_of(name) == (said,)
+    assert problems_of(write("a.toml", f'extends = "{name}"')) == (f"a.toml: extends: {reply}",)
+    assert problems_of(write("b.toml", f'plan = "{name}"')) == (f"b.toml: plan: {reply}",)
+    assert problems_of(name) == (reply,)
     with pytest.raises(ConfigError, match="has 300 bytes"):
         load_plan(name)
 

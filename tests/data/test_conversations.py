@@ -113,9 +113,10 @@ def test_only_the_assistant_messages_are_trained_on(tmp_path, template, runs):
 def test_marks_equal_those_of_transformers(tmp_path):
     data = prepare_data(configure(tmp_path, [{"messages": TALK}], MARKED))
     stock = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    said = stock.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    tokenized = stock.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
 
-    assert np.array(data.sources[0].train.trained[:-1]).tolist() == [bool(mark) for mark in said["assistant_masks"]]
+    trained = np.array(data.sources[0].train.trained[:-1]).tolist()
+    assert trained == [bool(mark) for mark in tokenized["assistant_masks"]]
 
 
 def test_labels_follow_the_marks(tmp_path):

@@ -262,11 +262,11 @@ def test_skipped_records_are_reported_once(tmp_path, texts, capsys):
     num_tokens = sum(map(len, expected_tokens(texts[0], byte_tokenizer(Cache(tmp_path / "cache")))))
     list(islice(reader_of(feed_of(config)).packed_rows(Cursor(), LENGTH), 3 * num_tokens // LENGTH))
 
-    said = capsys.readouterr().err.splitlines()
-    assert [f"line {number}: not JSON" in line for number, line in zip((21, 22, 23), said, strict=False)] == [True] * 3
-    assert said[2].endswith("; left out; more are only counted")
-    assert said[3].endswith("0.jsonl: 5 bad records were left out of the stream's first pass")
-    assert len(said) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"line {number}: not JSON" in line for number, line in zip((21, 22, 23), lines, strict=False)] == [True] * 3
+    assert lines[2].endswith("; left out; more are only counted")
+    assert lines[3].endswith("0.jsonl: 5 bad records were left out of the stream's first pass")
+    assert len(lines) == 4
 
 
 def test_only_the_used_part_of_a_long_document_is_kept(tmp_path, texts, monkeypatch):

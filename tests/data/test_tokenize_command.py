@@ -175,18 +175,18 @@ def test_wrong_arguments_are_reported(order, source, cache, tmp_path):
 
 
 def test_second_command_for_the_same_output_is_refused(order, cache, tmp_path, monkeypatch):
-    tokenize, said = tokenize_command.tokenize, []
+    tokenize, messages = tokenize_command.tokenize, []
 
     def tokenize_after_another_has_come(*arguments, **options):
-        said.append(problem_of(order(), cache))
+        messages.append(problem_of(order(), cache))
         tokenize(*arguments, **options)
 
     monkeypatch.setattr(tokenize_command, "tokenize", tokenize_after_another_has_come)
     tokenize_sources(order(), cache)
-    assert [line.partition(", since ")[0] for line in said] == [
+    assert [line.partition(", since ")[0] for line in messages] == [
         f"--output {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}"
     ]
-    assert said[0].endswith("; wait until it ends, end it, or choose another --output")
+    assert messages[0].endswith("; wait until it ends, end it, or choose another --output")
     assert not [path for path in tmp_path.iterdir() if "lock" in path.name]
 
 

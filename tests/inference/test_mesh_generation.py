@@ -199,13 +199,13 @@ def _ask(case: MeshModel, own: list[dict[str, Any]]) -> str:
 def test_different_arguments_on_ranks_of_one_model_are_refused() -> None:
     other = prompts()["inputs"].roll(1)
     mine = {"inputs": other, "num_beams": 2, "streamer": object()}
-    for (said,) in run_on_ranks(2, ask, [(MeshModel("llama", (1, 1, 1, 2)), [{}, mine])]):
-        assert said == (
+    for (message,) in run_on_ranks(2, ask, [(MeshModel("llama", (1, 1, 1, 2)), [{}, mine])]):
+        assert message == (
             "generate: rank 0 and rank 1 hold one model together, but received different inputs, num_beams; pass the "
             "same to all of them"
         )
-    said = run_on_ranks(4, ask, [(MeshModel("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
-    assert "rank 0 and rank 3 hold one model together, but received different max_new_tokens" in said[2][0]
+    answers = run_on_ranks(4, ask, [(MeshModel("llama", (2, 1, 1, 2)), [{}, {}, {}, {"max_new_tokens": 3}])])
+    assert "rank 0 and rank 3 hold one model together, but received different max_new_tokens" in answers[2][0]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 1)])
@@ -239,10 +239,13 @@ def test_outputs_and_caches_that_a_pipeline_lacks_are_refused() -> None:
     answers = run_on_ranks(2, ask, [*whole, (MeshModel("mamba", mesh), [{}]), (MeshModel("lfm2", mesh), [{}])])
     assert answers[0] == answers[1]
     attentions, hidden, mamba, lfm2 = answers[0]
-    said = (
+    message = (
         "is not available in a pipeline, of which every process holds a part; leave it out, or use a mesh with pp = 1"
     )
-    assert (attentions, hidden) == (f"generate: output_attentions {said}", f"generate: output_hidden_states {said}")
+    assert (attentions, hidden) == (
+        f"generate: output_attentions {message}",
+        f"generate: output_hidden_states {message}",
+    )
     assert mamba.startswith("generate: MambaForCausalLM keeps a cache of its own, and only keys and values (of all ")
     assert lfm2.startswith("generate: Lfm2ForCausalLM keeps LinearAttentionLayer, and only keys and values (of all ")
     assert lfm2.endswith("can be kept on several stages; pass use_cache=False, or use a mesh with pp = 1")

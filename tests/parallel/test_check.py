@@ -341,16 +341,16 @@ def test_wrong_styles_of_single_parameters_are_refused() -> None:
     model = meta_model("mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
     plan, experts = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2), "model.layers.*.mlp.experts"
 
-    def said(**changes: str) -> tuple[str, ...]:
+    def message(**changes: str) -> tuple[str, ...]:
         styles = {**plan.tensor.styles, **{f"{experts}{end}": style for end, style in changes.items()}}
         return problems(plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})}), model)
 
     needs = "but a rule for a parameter needs its module to be one of local_params, moe_tp_experts"
-    assert said(**{"": "replicate"}) == (
+    assert message(**{"": "replicate"}) == (
         f"tensor.styles: {experts}.gate_up_proj is 'colwise', {needs}",
         f"tensor.styles: {experts}.down_proj is 'rowwise', {needs}",
     )
-    assert said(**{".down_proj": "rowwise_split_input"}) == (
+    assert message(**{".down_proj": "rowwise_split_input"}) == (
         f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; a parameter can be 'colwise', 'rowwise' or "
         "'replicate'",
     )
@@ -431,19 +431,19 @@ def test_indivisible_mlp_width_is_refused(model_type: str) -> None:
 
 
 def test_wrong_stages_per_rank_are_refused() -> None:
-    def said(schedule: str, stages_per_rank: int, pp: int = 2) -> tuple[str, ...]:
+    def message(schedule: str, stages_per_rank: int, pp: int = 2) -> tuple[str, ...]:
         pipeline = {"schedule": schedule, "stages_per_rank": stages_per_rank}
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline=pipeline))
 
-    assert said("GPipe", 2) == (
+    assert message("GPipe", 2) == (
         "pipeline.schedule = 'GPipe' needs stages_per_rank = 1, found 2; set it to that, or use a schedule for 2: "
         "Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
     )
-    assert said("ZBVZeroBubble", 1) == (
+    assert message("ZBVZeroBubble", 1) == (
         "pipeline.schedule = 'ZBVZeroBubble' needs stages_per_rank = 2, found 1; set it to that, or use a schedule for "
         "1: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble",
     )
-    assert said("Interleaved1F1B", 2, pp=1) == (
+    assert message("Interleaved1F1B", 2, pp=1) == (
         "pipeline.stages_per_rank = 2 needs mesh.pp > 1, found mesh.pp = 1; change one of them",
     )
 
@@ -526,44 +526,44 @@ def test_fewer_layers_than_stages_are_refused() -> None:
 
 
 def test_wrong_layers_per_stage_are_refused() -> None:
-    def said(layers: list[int], pp: int = 2) -> tuple[str, ...]:
+    def message(layers: list[int], pp: int = 2) -> tuple[str, ...]:
         return problems(make_plan("llama", mesh={"pp": pp}, pipeline={"layers_per_stage": layers}))
 
-    assert said([2, 1, 1]) == (
+    assert message([2, 1, 1]) == (
         "pipeline.layers_per_stage = [2, 1, 1] names 3 stages, but mesh.pp x stages_per_rank makes 2; set 2 numbers",
     )
-    assert said([2, 3]) == (
+    assert message([2, 3]) == (
         "pipeline.layers_per_stage = [2, 3] adds up to 5 layers, but the model has 4; make them add up",
     )
-    assert said([0, 4]) == (
+    assert message([0, 4]) == (
         "pipeline.layers_per_stage = [0, 4]: only the last stage may have no layer (it still has the head)",
     )
-    assert said([4, 0, 0], pp=3) == (
+    assert message([4, 0, 0], pp=3) == (
         "pipeline.layers_per_stage = [4, 0, 0]: only the last stage may have no layer (it still has the head)",
     )
 
 
 def test_wrong_split_at_is_refused() -> None:
-    def said(names: list[str], pp: int = 2, **model: Any) -> tuple[str, ...]:
+    def message(names: list[str], pp: int = 2, **model: Any) -> tuple[str, ...]:
         plan = make_plan("llama", mesh={"pp": pp}, pipeline={"split_at": names})
         return problems(plan, meta_model("llama", **model))
 
-    assert said(["model.layers.4"]) == (
+    assert message(["model.layers.4"]) == (
         "pipeline.split_at: 'model.layers.4' is not a layer where this model can be cut; those are model.layers.1 to "
         "model.layers.3",
     )
-    assert said(["model.layers.0"]) == (
+    assert message(["model.layers.0"]) == (
         "pipeline.split_at: 'model.layers.0' is not a layer where this model can be cut; those are model.layers.1 to "
         "model.layers.3",
     )
-    assert said(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
-    assert said([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1",)
+    assert message(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
+    assert message([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1",)
     # A model of one layer has no layer where it can be cut.
-    assert said(["model.layers.1"], pp=1, num_hidden_layers=1) == (
+    assert message(["model.layers.1"], pp=1, num_hidden_layers=1) == (
         "pipeline.split_at names 1 cuts, but 1 stages need 0",
     )
     for names in (["model.layers.3", "model.layers.1"], ["model.layers.1", "model.layers.1"]):
-        assert said(names, pp=3) == (f"pipeline.split_at: the cuts {names} are not in the order of the model",)
+        assert message(names, pp=3) == (f"pipeline.split_at: the cuts {names} are not in the order of the model",)
 
 
 def test_layers_per_stage_with_split_at_is_refused() -> None:

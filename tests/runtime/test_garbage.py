@@ -25,7 +25,7 @@ COUNT = """
 import gc, sys
 from collections import Counter
 found = Counter()
-gc.callbacks.append(lambda phase, told: found.update([f"{phase} {told['generation']}"]))
+gc.callbacks.append(lambda phase, info: found.update([f"{phase} {info['generation']}"]))
 sys.argv = ["meshtrain", "plan", "launch/runs/quickstart.toml", "--world-size", "4"]
 from meshtrain.cli import main
 main()
@@ -56,7 +56,7 @@ def test_thresholds_are_restored_after_an_exception() -> None:
 def full_collections_among_garbage() -> int:
     """Create garbage for a dozen middle collections; return the number of full collections."""
     found = []
-    gc.callbacks.append(count := lambda phase, told: found.append((phase, told["generation"])))
+    gc.callbacks.append(count := lambda phase, info: found.append((phase, info["generation"])))
     for _ in range(150_000):
         circle: list[object] = []
         circle.append(circle)

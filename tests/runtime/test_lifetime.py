@@ -98,8 +98,8 @@ def test_worker_ends_with_its_torchrun_and_not_with_the_starting_thread():
     parent = subprocess.Popen(
         [sys.executable, "-c", TORCHRUN, WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    worker, said = sorted(parent.stdout.readline() for _ in range(2))
-    assert said == "ready\n"
+    worker, message = sorted(parent.stdout.readline() for _ in range(2))
+    assert message == "ready\n"
     time.sleep(1.0)
     assert is_alive(int(worker))
     parent.kill()

@@ -103,9 +103,9 @@ def elsewhere(**changes: Any) -> Holder:
 def test_second_process_is_refused_and_the_holder_is_named(folder: Location) -> None:
     with hold(folder):
         here = this_process()
-        said = refusal(folder)
-        assert said.startswith(f"out is in use by process {here.pid} on {here.host}, since 20")
-        assert said.endswith("; wait until it ends, end it, or choose another")
+        message = refusal(folder)
+        assert message.startswith(f"out is in use by process {here.pid} on {here.host}, since 20")
+        assert message.endswith("; wait until it ends, end it, or choose another")
         assert len(list_claims(folder)) == 1
     assert list_claims(folder) == []
     with hold(folder):
@@ -242,7 +242,7 @@ def test_one_of_many_simultaneous_processes_gets_the_lock(folder: Location) -> N
         thread.join()
     assert len(held) == 1
     assert len(refused) == 7
-    assert all("in use by process" in said for said in refused)
+    assert all("in use by process" in message for message in refused)
     held[0].release()
 
 
@@ -254,10 +254,10 @@ def test_suspended_holder_loses_the_lock(folder: Location, monkeypatch: pytest.M
         monkeypatch.setattr(lock, "machine", lambda: "another boot")
         monkeypatch.setattr(lock.socket, "gethostname", lambda: "far")
         with hold(folder):
-            said = mine.check()
-            assert said is not None
-            assert said.startswith(f"out was taken over by process {os.getpid()} on far, since ")
-            assert said == mine.loss()
+            message = mine.check()
+            assert message is not None
+            assert message.startswith(f"out was taken over by process {os.getpid()} on far, since ")
+            assert message == mine.loss()
 
 
 def test_holder_detects_that_its_lock_file_is_gone(folder: Location) -> None:

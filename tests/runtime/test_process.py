@@ -143,18 +143,18 @@ def test_process_without_stderr_joins() -> None:
 
 def leave_early() -> str:
     join_for_script()
-    said = io.StringIO()
+    message = io.StringIO()
     if dist.get_rank() == 0:
         process.LEAVE_SECONDS = 0.1
-        with redirect_stderr(said):
+        with redirect_stderr(message):
             process._leave_at_exit()
-    return said.getvalue()
+    return message.getvalue()
 
 
 def test_program_that_ends_on_one_rank_alone_prints_a_message() -> None:
-    said, nothing = run_on_ranks(2, leave_early, joins=False)
+    message, nothing = run_on_ranks(2, leave_early, joins=False)
     assert nothing == ""
-    assert said == (
+    assert message == (
         "rank 0 has reached its end, and 1 other ranks have not within 0 s: it leaves, and their next collective "
         "fails\n"
     )

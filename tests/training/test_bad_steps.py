@@ -61,13 +61,13 @@ def train_with_bad_samples(config: RunConfig, bad: Set[int]) -> tuple[list[dict[
         finish(pipeline)
 
     loop.train_step, step_module.finish_gradients = noted, finish_poisoned
-    seen, said = [], ""
+    seen, message = [], ""
     with redirect_stdout(StringIO()) as shown:
         try:
             seen = train_here(config)
         except TrainingStopped as error:
-            said = str(error)
-    return seen, shown.getvalue(), said
+            message = str(error)
+    return seen, shown.getvalue(), message
 
 
 def train_on_ranks(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen, str, str]:
@@ -75,7 +75,7 @@ def train_on_ranks(config: RunConfig, bad: Set[int] = frozenset()) -> tuple[Seen
     mesh = config.plan.mesh
     world_size = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
     answers = run_on_ranks(world_size, train_with_bad_samples, config, bad, joins=False)
-    assert len({said for *_, said in answers}) == 1
+    assert len({message for *_, message in answers}) == 1
     return samples_seen([seen for seen, *_ in answers]), answers[0][1], answers[0][2]
 
 
@@ -101,8 +101,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, di
     config = build_run(
         tmp_path_factory.mktemp("runs") / "whole", "gpt2", build_plan((2, 1, 1, 1)), steps=8, checkpoint=EVERY_2
     )
-    seen, _, said = train_on_ranks(config)
-    assert not said
+    seen, _, message = train_on_ranks(config)
+    assert not message
     return config, ids(seen)
 
 
@@ -117,8 +117,8 @@ def beside(config: RunConfig, name: str, **changes: Any) -> RunConfig:
 def test_bad_step_is_skipped_and_counted(undisturbed: tuple[RunConfig, dict[int, list[int]]]) -> None:
     whole, samples = undisturbed
     config = beside(whole, "skip", bad_steps=SKIP)
-    seen, shown, said = train_on_ranks(config, {samples[2][0]})
-    assert not said
+    seen, shown, message = train_on_ranks(config, {samples[2][0]})
+    assert not message
     # Training continues with the next batch, and the parameters are unchanged.
     assert ids(seen) == samples
     assert losses(config)[:3] == losses(whole)[:3]
@@ -146,11 +146,13 @@ def test_too_many_consecutive_bad_steps_end_a_run_that_skips(
     whole, samples = undisturbed
     config = beside(whole, "skips", bad_steps=BadStepsConfig(policy="skip", max_skips=2))
     bad = {samples[step][0] for step in (0, 1, 3, 4, 5)}
-    _, _, said = train_on_ranks(config, bad)
+    _, _, message = train_on_ranks(config, bad)
     assert [note["step"] for note in notes(config)] == [1, 2, 4, 5]
-    assert said.startswith("step 6: the loss is ")
-    assert "the gradient norm nan; 2 bad steps in a row were skipped before it, and bad_steps.max_skips is 2;" in said
-    assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_skips")
+    assert message.startswith("step 6: the loss is ")
+    assert (
+        "the gradient norm nan; 2 bad steps in a row were skipped before it, and bad_steps.max_skips is 2;" in message
+    )
+    assert message.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_skips")
     # The bad_steps settings may change on resume; the checkpoint of step 4 stores the earlier
     # count.
     assert not train_on_ranks(config.model_copy(update={"bad_steps": BadStepsConfig(policy="skip", max_skips=3)}), bad)[
@@ -164,8 +166,8 @@ def test_rewind_omits_the_bad_batch_on_every_mesh(undisturbed: tuple[RunConfig, 
     bad = {samples[3][5], samples[6][0]}
     saving = CheckpointConfig(every=2, keep=9, in_background=True)
     config = beside(whole, "rewind", bad_steps=REWIND, checkpoint=saving, steps=6)
-    seen, shown, said = train_on_ranks(config, bad)
-    assert not said
+    seen, shown, message = train_on_ranks(config, bad)
+    assert not message
     found = ids(seen)
     assert [found[step] for step in range(6)] == [samples[place] for place in (0, 1, 2, 4, 5, 7)]
     steps = steps_of(out(config))
@@ -195,16 +197,16 @@ def test_rewinds_are_limited_and_need_a_checkpoint(undisturbed: tuple[RunConfig,
     whole, samples = undisturbed
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": BadStepsConfig(policy="rewind", max_rewinds=1)}
     config = beside(whole, "rewinds", **alone)
-    _, _, said = train_on_ranks(config, {samples[2][0], samples[3][0]})
+    _, _, message = train_on_ranks(config, {samples[2][0], samples[3][0]})
     assert [note["bad_step"] for note in notes(config)] == [3]
-    assert said.startswith("step 3: the loss is ")
-    assert "gradient norm nan; rewinds before it: 1, and bad_steps.max_rewinds is 1; stopped" in said
-    assert said.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_rewinds")
+    assert message.startswith("step 3: the loss is ")
+    assert "gradient norm nan; rewinds before it: 1, and bad_steps.max_rewinds is 1; stopped" in message
+    assert message.endswith("set optimizer.max_gradient_norm, or raise bad_steps.max_rewinds")
 
     config = beside(whole, "nowhere", **alone)
-    _, _, said = train_on_ranks(config, {samples[1][0]})
-    assert said.startswith("step 2: the loss is ")
-    assert said.endswith(
+    _, _, message = train_on_ranks(config, {samples[1][0]})
+    assert message.startswith("step 2: the loss is ")
+    assert message.endswith(
         f"the gradient norm nan; there is no checkpoint yet to go back to. Samples of this step: "
         f"{', '.join(map(str, samples[1]))}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
         'bad_steps.policy to "skip"'
@@ -221,14 +223,14 @@ def test_rewind_does_not_repeat_sources_that_end(undisturbed: tuple[RunConfig, d
     alone = {"plan": build_plan((1, 1, 1, 1)), "bad_steps": REWIND, "data": data}
     bad = set(feed.order.sample_ids(2)[:1].tolist())
 
-    _, _, said = train_on_ranks(beside(whole, "ending", steps=steps, **alone), bad)
-    assert said.startswith("step 3: the loss is ")
-    assert "; this batch cannot be left out\n" in said
-    assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in said
+    _, _, message = train_on_ranks(beside(whole, "ending", steps=steps, **alone), bad)
+    assert message.startswith("step 3: the loss is ")
+    assert "; this batch cannot be left out\n" in message
+    assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in message
 
     config = beside(whole, "ending-before", steps=steps - 1, **alone)
-    seen, _, said = train_on_ranks(config, bad)
-    assert not said
+    seen, _, message = train_on_ranks(config, bad)
+    assert not message
     shown = [sample for of_step in ids(seen).values() for sample in of_step]
     assert len(shown) == len(set(shown)) == 8 * (steps - 1)
     with pytest.raises(RankError, match=rf"after {steps - 1:,} steps without the batches that rewinds leave out \(1\)"):
@@ -254,8 +256,8 @@ def test_unusual_document_is_a_spike_and_ordinary_text_is_not(tmp_path: Path) ->
         optimizer=OptimizerConfig(learning_rate=2e-3, epsilon=1e-4),
     )
     config = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
-    seen, _, said = train_on_ranks(config)
-    assert not said
+    seen, _, message = train_on_ranks(config)
+    assert not message
     found = notes(config)
     assert [(note["step"], note["bad_step"]) for note in found] == [(15, 16), (15, 16)]
     assert all(

@@ -82,13 +82,13 @@ class Recorder(Hook):
 
 def train_with(config: RunConfig, *hooks: Hook) -> tuple[str, str]:
     """Train on this rank; return the output and the reason for a stop."""
-    said = ""
+    message = ""
     with redirect_stdout(StringIO()) as shown:
         try:
             train_here(config, hooks)
         except TrainingStopped as stopped:
-            said = str(stopped)
-    return shown.getvalue(), said
+            message = str(stopped)
+    return shown.getvalue(), message
 
 
 def record(config: RunConfig) -> tuple[list[Call], str]:
@@ -218,15 +218,15 @@ class Unlucky(Hook):
 
 def record_beside(config: RunConfig, hook: Hook) -> tuple[list[Call], str, str]:
     recorder = Recorder()
-    shown, said = train_with(config, recorder, hook)
-    return recorder.calls, shown, said
+    shown, message = train_with(config, recorder, hook)
+    return recorder.calls, shown, message
 
 
 def test_user_error_in_a_hook_of_one_rank_stops_all_with_one_line(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 2, 1, 1)))
     answers = run_on_ranks(2, record_beside, config, Unlucky(2, problem="no room; make some"), joins=False)
-    for calls, shown, said in answers:
-        assert said == "no room; make some"
+    for calls, shown, message in answers:
+        assert message == "no room; make some"
         assert [call["moment"] for call in calls] == ["start", "step", "step", "end"]
         assert calls[-1]["ending"] == (None, "TrainingStopped")
         assert "Done" not in shown
@@ -259,12 +259,12 @@ def test_hooks_are_notified_of_bad_steps(tmp_path: Path, policy: Any) -> None:
         bad_steps=BadStepsConfig(policy=policy),
     )
     ((calls, _),) = run_on_ranks(1, rewound, config, joins=False)
-    told = [
+    events = [
         (call["moment"], call["step"], call["note"].get("answer")) for call in calls if call["moment"] != "checkpoint"
     ]
     first = [("start", 0, None), ("step", 1, None), ("step", 2, None), ("step", 3, None)]
     if policy == "rewind":
-        assert told == [
+        assert events == [
             *first,
             ("start", 2, "rewind"),
             ("step", 3, None),
@@ -276,7 +276,7 @@ def test_hooks_are_notified_of_bad_steps(tmp_path: Path, policy: Any) -> None:
         calls = calls[:3] + calls[next(index for index, call in enumerate(calls) if call["note"].get("answer")) :]
         del calls[0]["note"]["parameters_checksum"]
     else:
-        assert told == [*first, ("step", 4, "skip"), ("step", 5, None), ("end", 5, None)]
+        assert events == [*first, ("step", 4, "skip"), ("step", 5, None), ("end", 5, None)]
     notes = [row for row in read_metrics(tmp_path / "out") if "bad_step" in row]
     assert [{"step": call["step"], **call["note"]} for call in calls if "answer" in call["note"]] == notes
     assert len(notes) == 1
@@ -313,8 +313,8 @@ def test_program_with_a_hook_trains_run_files(tmp_path: Path) -> None:
     greets, raises = (
         [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("greets", "raises")
     )
-    said = [line for line in done.stdout.splitlines() if line.startswith("hook: ")]
-    assert said[:5] == [
+    lines = [line for line in done.stdout.splitlines() if line.startswith("hook: ")]
+    assert lines[:5] == [
         f"hook: step {step} of 3, loss {losses[step - 1]:.3f}"
         for losses, steps in ((greets, (1, 2, 3)), (raises, (1, 2)))
         for step in steps

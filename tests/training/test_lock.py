@@ -106,8 +106,8 @@ def be_taken_over(config: RunConfig) -> tuple[str, list[int]]:
 
 def test_run_that_lost_its_lock_stops_before_it_saves(tmp_path: Path) -> None:
     config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=2))
-    ((said, saved),) = run_on_ranks(1, be_taken_over, config, joins=False)
-    assert said == (
+    ((message, saved),) = run_on_ranks(1, be_taken_over, config, joins=False)
+    assert message == (
         f"run_directory = {tmp_path}/out was taken over: this process, its disk or its network was suspended for "
         "more than 15 s; it stops, so that the other one can continue"
     )

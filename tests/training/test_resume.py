@@ -208,8 +208,8 @@ def refusals_without_permission(config: RunConfig) -> list[str]:
 
 def test_directories_without_permission_are_refused(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)))
-    (said,) = run_on_ranks(1, refusals_without_permission, config, joins=False)
-    assert said == [
+    (message,) = run_on_ranks(1, refusals_without_permission, config, joins=False)
+    assert message == [
         "run_directory = /readable/some/where: /readable is not writable; choose another directory",
         "run_directory = /locked/some/where: /locked is not writable; choose another directory",
         "/locked/run.toml: cannot be read: Permission denied",
@@ -220,17 +220,17 @@ def test_directories_without_permission_are_refused(tmp_path: Path) -> None:
 def test_changed_length_is_reported(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 1, 1, 1)), steps=1)
 
-    def said(**changes: Any) -> str | None:
+    def message(**changes: Any) -> str | None:
         return changed_length(config.model_copy(update=changes))
 
-    assert said(steps=4000) is None
+    assert message(steps=4000) is None
     write_resolved(config, config.plan)
-    assert said() is None
-    assert said(steps=4000) == "steps was 1 and is 4,000"
+    assert message() is None
+    assert message(steps=4000) == "steps was 1 and is 4,000"
     # Only the data determines which of the two is longer.
-    assert said(steps=None, epochs=1) is None
+    assert message(steps=None, epochs=1) is None
     write_resolved(config.model_copy(update={"steps": None, "epochs": 1200}), config.plan)
-    assert said(steps=None, epochs=2) == "epochs was 1,200 and is 2"
+    assert message(steps=None, epochs=2) == "epochs was 1,200 and is 2"
 
 
 def test_directory_without_progress_may_be_reused(stopped: RunConfig) -> None:
@@ -249,8 +249,8 @@ def test_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     last = "out holds another run: choose another run_directory, or restore the settings that this one started with"
 
     wider = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_inner": 64}})
-    said = refusal(stopped.model_copy(update={"model": wider}))
-    assert said == [
+    message = refusal(stopped.model_copy(update={"model": wider}))
+    assert message == [
         f"{checkpoint}: model.config.n_inner is None there and 64 here",
         f"{checkpoint}: 12 of its tensors differ: transformer.h.0.mlp.c_fc.bias is (128,) there and (64,) here, "
         "transformer.h.0.mlp.c_fc.weight is (32, 128) there and (32, 64) here, transformer.h.0.mlp.c_proj.weight is "

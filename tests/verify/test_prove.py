@@ -251,12 +251,12 @@ def test_plan_that_cannot_run_is_refused(
     (tmp_path / "run.toml").write_text(UNKNOWN.replace("olmo2", "llama"))
     run = [str(tmp_path / "run.toml"), "plan.mesh={pp=2, tp=2, dp_shard=1}", *overrides]
     assert cli._exit_code(["verify", *run]) == 2
-    said = capsys.readouterr().err
-    assert problem in said
+    message = capsys.readouterr().err
+    assert problem in message
     mesh = load_run(tmp_path / "run.toml", run[1:]).plan.mesh
     world_size = str(mesh.pp * mesh.tp)
     assert cli._exit_code(["check", *run, "--world-size", world_size]) == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(
@@ -403,8 +403,8 @@ def test_refused_classes_alone_are_tried_from_pretrained_weights(
 
 
 def test_model_types_and_classes_are_counted() -> None:
-    said = [("a", "A", "proven"), ("b", "B", "proven"), ("c", "B", "proven from pretrained weights; refused: why")]
-    verdicts = [classes.Verdict(kind, name, {"tensor": result}) for kind, name, result in said]
+    results = [("a", "A", "proven"), ("b", "B", "proven"), ("c", "B", "proven from pretrained weights; refused: why")]
+    verdicts = [classes.Verdict(kind, name, {"tensor": result}) for kind, name, result in results]
     words = "proven are 3 of 3 model types (2 of 2 distinct classes), 1 of them from pretrained weights only"
     assert classes._count(verdicts, "tensor") == words
     # A class is not proven unless all its types are.
