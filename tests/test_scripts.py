@@ -167,5 +167,5 @@ def test_local_script_reports_user_errors_before_it_starts_processes(repository:
     assert (alone.returncode, alone.stdout) == (2, "")
     assert alone.stderr.startswith("error: this machine has no GPU; ")
     result = local(repository, processes=4)
-    assert (result.returncode, unsaid.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert "./launch/local.sh RUN [KEY=VALUE ...]\n" in result.stderr

@@ -85,7 +85,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             taken, in_background = number * MEGABYTE // 2, number % 2 == 1
             print(fill_and_resume(Path(directory), taken=taken, in_background=in_background), flush=True)
-    print(f"{options.times} of {options.times} full disks: named, the newest checkpoint whole, gone on from it")
+    print(
+        f"{options.times} of {options.times} full disks: the error names them, the newest checkpoint is complete, and the run resumes from it"
+    )
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
         notices.remove(host)
         print(f"host 2 {how}: host {host.number} has noticed after {elapsed(began)}")
     wait_until(lambda: len(resumed(first)) > lives, "the first host goes on alone")
-    print(f"host 2 {how}: host 1 goes on alone from step {resumed(first)[-1]} after {elapsed(began)}")
+    print(f"host 2 {how}: host 1 continues alone from step {resumed(first)[-1]} after {elapsed(began)}")
     print(
         *(f"    {line}" for line in [*stops(first)[notices_before[first] :], *(stops(second) if how == "cut" else [])]),
         sep="\n",
@@ -186,7 +186,7 @@ def lose(first: Host, second: Host, how: str, config: RunConfig) -> None:
         return len(resumed(first)) > lives
 
     wait_until(is_back, "both go on together")
-    print(f"host 2 is back: both go on from step {resumed(first)[-1]} after {elapsed(began)}")
+    print(f"host 2 is back: both continue from step {resumed(first)[-1]} after {elapsed(began)}")
     step = newest(config)
     wait_until(lambda: newest(config) > step, "a checkpoint by both")
 
@@ -235,7 +235,7 @@ def main() -> None:
         num_samples = sum(len(ids) for ids, _ in samples.values())
         print(
             f"{same} of {STEPS} steps, {num_samples:,} samples, are those of an undisturbed run; {repeated} steps were "
-            f"done twice; the largest difference of a loss is {max(errors):.0e}"
+            f"repeated; the largest difference of a loss is {max(errors):.0e}"
         )
         assert same == STEPS
         assert max(errors) < 1e-9
