@@ -86,7 +86,7 @@ def main() -> None:
             taken, in_background = number * MEGABYTE // 2, number % 2 == 1
             print(fill_and_resume(Path(directory), taken=taken, in_background=in_background), flush=True)
     print(
-        f"{options.times} of {options.times} full disks: the error names them, the newest checkpoint is complete, and the run resumes from it"
+        f"{options.times} of {options.times} full disks: named, the newest checkpoint complete, the run resumed from it"
     )
 
 
