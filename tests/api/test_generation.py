@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT
 import meshtrain
 from meshtrain.errors import ModelError, UserError
 from meshtrain.models.build import load_hf_config
+from meshtrain.verify.reference import copy_weights_into as load_stock
 from tests.parity import MODELS, Case, build, build_stock, fill, stock_weights
-from tests.parity import load_weights as load_stock
 from tests.ranks import run_on_ranks
 
 GPT2 = GPT2Config(

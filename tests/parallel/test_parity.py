@@ -73,6 +73,9 @@ def test_separate_documents_train_like_one_process() -> None:
         Case("llama-untied", (1, 1, 1, 2), rows="separate"),
         Case("mistral-grouped", (1, 1, 2, 1), rows="separate"),
     )
+
+
+def test_separate_documents_train_like_one_process_on_four_ranks() -> None:
     prove(
         Case("llama-tied", (2, 1, 1, 2), rows="separate"),
         Case("qwen3", (2, 1, 1, 2), "Interleaved1F1B", 2, sequence_parallel=True, rows="separate"),
