@@ -130,6 +130,7 @@ NO_SEQUENCE_PARALLEL = [
     (Family("gemma4_text", {}, PARTS), "its layers get an input of their own for every position"),
     (Family("deepseek_v4", {}, PARTS), "its hidden states have several copies of every position"),
     (Family("hy_v4", {}, PARTS), "its hidden states have several copies of every position"),
+    (Family("qwen4_exp_text", {}, PARTS), "its hidden states have several copies of every position"),
 ]
 UNUSABLE = [
     (Family("doge"), "it cuts the key-value heads and leaves the decay of each of them whole"),

@@ -46,6 +46,8 @@ NO_SEQUENCE_PARALLEL = {
     "gemma4_text": "its layers get an input of their own for every position",
     "deepseek_v4": "its hidden states have several copies of every position",
     "hy_v4": "its hidden states have several copies of every position",
+    "qwen4_exp": "its hidden states have several copies of every position",
+    "qwen4_exp_text": "its hidden states have several copies of every position",
 }
 # Model types whose plan in transformers does not run, or changes what the model computes, and why.
 UNUSABLE = {
