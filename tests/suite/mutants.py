@@ -209,7 +209,7 @@ def is_killed(tests: list[str], tree: Path, seconds: float) -> bool | None:
     """Return whether one of the tests fails; None if the time is over before all have passed."""
     if not tests:
         return False
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--all", "--reruns", "0", "--timeout", "120", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--reruns", "0", "--timeout", "120", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
