@@ -62,6 +62,6 @@ def _content(place: re.Match[str]) -> str:
 
 
 def _drawing(name: str) -> str:
-    # Inline, so that the colours of the page reach it: they differ between light and dark.
+    # Inline, so that the colors of the page reach it: they differ between light and dark.
     svg = (DOCS / "drawings" / f"{name}.svg").read_text().strip()
     return f'<figure class="drawing">\n{svg}\n</figure>'

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: goes to the repository root; install_meshtrain makes .venv there, once.
+# The other scripts source this file. It changes to the repository root and defines install_meshtrain.
 
-# So many seconds torchrun waits, asked to end, for the processes to save; it would be 30. What a queue grants may be less.
+# Seconds that torchrun waits for its processes to save after SIGTERM. Its default is 30. A queue may allow less time.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-# install_meshtrain [EXTRA]: install what is pinned; again only when pyproject.toml or constraints.txt has changed.
+# install_meshtrain [EXTRA]: install the pinned packages into .venv, if pyproject.toml or constraints.txt has changed.
 install_meshtrain() {
   local extra="${1:-}" stamp=".venv/installed-${1:-base}" wanted
   wanted="$(cat pyproject.toml constraints.txt | sha256sum)"
@@ -23,9 +23,9 @@ install_meshtrain() {
   fi
   local requirement=".${extra:+[$extra]}"
   echo "== installing $requirement into .venv, as constraints.txt pins it"
-  # torch first and alone: by far the largest, and the one of which a site may have put a build of its own in place.
+  # torch is installed first and alone: it is by far the largest package, and a site may have installed its own build.
   python -m pip install -c constraints.txt torch
-  # Without build isolation the build backend is pinned too, whatever pip's version.
+  # Without build isolation, the build backend is pinned too, with any version of pip.
   python -m pip install -c constraints.txt hatchling editables
   python -m pip install -c constraints.txt --no-build-isolation -e "$requirement"
   echo "$wanted" >"$stamp"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Train on all GPUs of this machine; without any, on as many processes of the CPU as PROCESSES says.
+# Train on all GPUs of this machine. Without a GPU, set PROCESSES to the number of processes to start on the CPU.
 #   ./launch/local.sh RUN [KEY=VALUE ...]
 #   PROCESSES=4 ./launch/local.sh launch/runs/quickstart.toml steps=100
-# Lost processes are started again. SIGUSR1, SIGTERM or ctrl-C to this one: all save, and the same command goes on.
-# Exit codes are those of meshtrain: 0 done, 2 a mistake, 75 asked to stop and saved (come again), 130 after ctrl-C, 3 a process was lost.
+# If a process is lost, all are restarted. After SIGUSR1, SIGTERM or ctrl-C to this script, all processes save, and the
+# same command continues the run. The exit codes are those of meshtrain: 0 done, 2 a mistake, 75 asked to stop and
+# saved (start it again), 130 after ctrl-C, 3 a process was lost.
 set -euo pipefail
 (($# > 0)) || { sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
-# The run is named from where this is started, the repository is where all else is.
+# The run file is relative to the directory of the caller. Everything else is relative to the repository.
 [[ -f $1 ]] && set -- "$(realpath "$1")" "${@:2}"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 install_meshtrain
@@ -16,6 +17,6 @@ if ((processes == 0)); then
   echo "error: this machine has no GPU; pass the number of processes to start on its CPU, as in PROCESSES=4" >&2
   exit 2
 fi
-# One thread per process: the processes are the parallelism.
+# Each process uses one thread, because the processes already use all cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec meshtrain train "$@" --processes "$processes" --max-restarts 3

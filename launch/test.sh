@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that guards the project: style, types, layers, documentation, tests. The first step that fails ends it.
+# Run all checks of the project: style, types, layers, documentation, tests. The first step that fails ends the script.
 #   ./launch/test.sh [arguments of pytest]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -14,7 +14,7 @@ step ruff check
 step ruff format --check
 step mypy
 step lint-imports
-# Without its advertisement of another program.
+# Hide the advertisement that mkdocs-material prints.
 export NO_MKDOCS_2_WARNING=1
 step python -m mkdocs build --strict --quiet
 step pytest "$@"

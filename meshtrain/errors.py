@@ -7,7 +7,7 @@ MeshtrainError
     ├── ModelError            the model cannot be built, cut, sharded or loaded
     │   └── MissingAttribute       a parallel model lacks an attribute of the stock model
     ├── DataError             the data or the tokenizer is missing, broken or too small
-    ├── CheckpointError       a checkpoint is missing, foreign, misshapen, or cannot be written
+    ├── CheckpointError       a checkpoint is missing or wrong for this run, or cannot be written
     ├── HostError             a machine of the run cannot be reached by the others
     └── TrainingStopped       training went wrong while running (a loss that is not finite)
 
@@ -94,7 +94,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, foreign, of another shape, or cannot be written."""
+    """A checkpoint is missing, belongs to another run, has another shape, or cannot be written."""
 
 
 class HostError(UserError):

@@ -82,15 +82,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a world size that the mesh does not divide": (
         ["run.toml", "plan.mesh.pp=2", "plan.mesh.tp=2"],
         [
-            "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, which does not divide the 2 there are; "
+            "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, but 2 is not a multiple of 4; "
             "start a multiple of 4, or change the degrees"
         ],
     ),
     "a mesh of another size": (
         ["run.toml", "plan.mesh.pp=2", "plan.mesh.dp_shard=2"],
         [
-            "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 1 needs 4 processes, there are 2; start as many, or set "
-            "plan.mesh.dp_shard = -1 to use what is there"
+            "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 1 needs 4 processes, but there are 2; start 4, or set "
+            "plan.mesh.dp_shard = -1 to use all available processes"
         ],
     ),
     "attention heads": (
@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a tokenizer larger than the vocabulary": (
         ["run.toml", "model.config.vocab_size=280"],
         [
-            "the tokenizer has 300 tokens, the model's vocabulary has 280; set model.config.vocab_size = 300 "
+            "the tokenizer has 300 tokens, but the model's vocabulary has 280; set model.config.vocab_size = 300 "
             "or more for a new model, model.enlarge_vocabulary = true for a pretrained one, or use the tokenizer that "
             "belongs to it"
         ],

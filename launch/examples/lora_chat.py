@@ -30,7 +30,7 @@ chats = [json.loads(line)["messages"] for line in Path(CHATS).read_text().splitl
 
 
 def tokenize(messages):
-    """Return ids of a chat, and as labels those of what the assistant says alone."""
+    """Return the ids of a chat, and labels that keep only what the assistant says."""
     ids, labels = [], []
     for count, message in enumerate(messages, start=1):
         so_far = tokenizer.apply_chat_template(messages[:count], return_dict=False)

@@ -53,7 +53,7 @@ for step, lines in zip(range(1, TRAIN_STEP + 1), loader, strict=False):
         model.save_parallelized(saved, tokenizer=tokenizer)  # a file for each rank
         say(f"step {step} loss {loss.item():.6f}")
 
-# Another program may do this on any number of processes: the model from meta, every rank reads what it keeps.
+# Another program may do this on any number of processes. The model is on meta, and each rank reads only its shards.
 again = meshtrain.parallelize(meshtrain.build_model(saved), {"mesh": {"tp": TENSOR_PARALLEL_SIZE}}).eval()
 meshtrain.load_weights(again, saved)
 say("Loaded again, it writes the same:", write(again) == write(model))

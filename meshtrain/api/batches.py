@@ -78,9 +78,9 @@ def different_batch_message(batch: Mapping[str, Any]) -> str:
     """Return the error message for a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
     return (
-        f"rank {dist.get_rank()} received another batch than a rank that shares its model over tp or pp (here: "
-        f"{shapes}); pass all of these the same rows in the same order: torch.manual_seed(0) before the DataLoader "
-        "shuffles, or a sampler over the data ranks only"
+        f"rank {dist.get_rank()} received a different batch from a rank that shares its model over tp or pp (here: "
+        f"{shapes}); pass the same rows in the same order to all of these ranks: call torch.manual_seed(0) before the "
+        "DataLoader shuffles, or use a sampler over the data ranks only"
     )
 
 

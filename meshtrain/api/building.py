@@ -161,7 +161,7 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
     if (directory / MANIFEST_NAME).is_file():
         if enlarge_vocabulary:
             raise ModelError(
-                f"{folder} is a checkpoint, of which every tensor is read as it is, and enlarge_vocabulary = True adds "
+                f"{folder} is a checkpoint, whose tensors are read as they are, but enlarge_vocabulary = True adds "
                 f"rows; run `meshtrain merge {folder} OUT`, and load OUT"
             )
         for stage in pipeline.stages:

@@ -117,8 +117,8 @@ class Calls:
     def _check_inside(self, *_: Any) -> None:
         if not self._is_inside:
             raise ModelError(
-                "a part of a parallel model was called, whose gradients would not be summed over the ranks; call the "
-                "model itself, and use model(..., output_hidden_states=True).hidden_states[-1]"
+                "a part of a parallel model was called by itself, so its gradients would not be summed over the ranks; "
+                "call the model itself, and use model(..., output_hidden_states=True).hidden_states[-1]"
             )
 
     def _check_options(self, given: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ class Calls:
         if is_inside_ddp():
             raise ModelError(
                 "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time; "
-                'leave that out, dp axes of the mesh do it: {"mesh": {"dp_replicate": 2}}'
+                'leave it out, and use the dp axes of the mesh: {"mesh": {"dp_replicate": 2}}'
             )
         if torch.is_inference_mode_enabled() and not self._has_gathered and fsdp_modules(self._model):
             raise ModelError(
@@ -183,6 +183,6 @@ def _check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
     if int(extremes[0]) != -int(extremes[1]):
         raise ModelError(
             f"rank {dist.get_rank()} calls the model {'with' if has_labels else 'without'} labels and trains "
-            f"{sum(trains)} of {len(trains)} parameters, another rank does otherwise; pass labels on all ranks or on "
+            f"{sum(trains)} of {len(trains)} parameters, but another rank differs; pass labels on all ranks or on "
             "none, and freeze the same parameters on all"
         )

@@ -63,8 +63,8 @@ class GradientCompletion:
             return
         if self._running is not None:
             raise ModelError(
-                "an earlier backward pass of this model has ended with an exception, and has left gradients that are "
-                "in part those of this rank; call optimizer.zero_grad(), and the model again, before the next one"
+                "an earlier backward pass of this model has ended with an exception, so some gradients are those of "
+                "this rank alone; call optimizer.zero_grad(), and then the model, before the next backward pass"
             )
         # Gradients are enabled during a backward pass only with `create_graph`.
         if torch.is_grad_enabled() and any(fsdp_modules(stage.model) for stage in self._pipeline.stages):
@@ -92,7 +92,7 @@ class GradientCompletion:
         add_gradients(earlier)
         if lost:
             raise ModelError(
-                f"the gradient of {lost[0]} was read before it was the sum over all ranks, by torch.autograd.grad or "
+                f"the gradient of {lost[0]} was read before it was summed over all ranks, by torch.autograd.grad or "
                 "by a hook of the parameter; call loss.backward(), and read parameter.grad when it is done"
             )
 

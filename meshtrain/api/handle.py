@@ -37,8 +37,8 @@ class Handle:
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ModelError(
-            "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model parallel "
-            "for each, or keep what you need of the parameters (parameter.detach().clone())"
+            "a parallel model cannot be copied: its process groups and hooks belong to it alone; parallelize a stock "
+            "model for each copy, or keep copies of the parameters that you need (parameter.detach().clone())"
         )
 
     def check_values(self) -> None:
@@ -49,7 +49,7 @@ class Handle:
         """
         if not self.has_values:
             raise ModelError(
-                "the parameters of this model have no values yet, it was built on meta; call "
+                "the parameters of this model have no values yet, because it was built on meta; call "
                 "meshtrain.initialize(model, seed=0), meshtrain.load_weights(model, folder) or "
                 "meshtrain.load_checkpoint(directory, state) first"
             )

@@ -97,8 +97,8 @@ class LossOfAllRanks:
             )
         elif has_loss_of_program(self._model):
             raise ModelError(
-                "model.loss_function is a function of yours: it is unknown over how many labels it is the mean, "
-                "to make one mean for all data ranks; compute it from the logits, divided by model.num_data_ranks if "
+                "model.loss_function was set by the program: the number of labels that it averages over is unknown, so "
+                "there is no mean over all data ranks; compute it from the logits, divided by model.num_data_ranks if "
                 "it is a mean, or use a mesh without dp axes"
             )
 
@@ -141,7 +141,7 @@ def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
         if shifts is None:
             return None
         raise ModelError(
-            f"it is unknown over which labels the loss of a {stock_class(model).__name__} is the mean: a tiny copy of "
+            f"the labels that the loss of a {stock_class(model).__name__} averages over are unknown: a tiny copy of "
             f"it does not run ({error}); compute it from the logits, or use a mesh without dp axes"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Text generation, and what a parallel model without a pipeline does otherwise than the stock one."""
+"""Text generation, and how a parallel model without a pipeline differs from the stock model."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -157,7 +157,7 @@ class ParallelModel(Unmovable):
 
         Raises:
             ModelError: if it had none: peft reads them before it adapts a model, and a parallel
-                model cannot be adapted any more.
+                model cannot be adapted.
         """
         configs = vars(self).get("peft_config")
         if configs is None:

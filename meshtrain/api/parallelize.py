@@ -64,12 +64,12 @@ def parallelize(
     every gradient is complete. With data parallelism each rank passes its own part of the batch.
     The loss is the mean over the trained tokens of all parts, and its gradient is that of this
     mean. (The auxiliary loss of routers in it is that of each part, weighted by its tokens.) A loss
-    of your own, computed from the logits, is summed over the parts: divide what is a mean on each
-    rank by `model.num_data_ranks`. A penalty on the parameters themselves is summed over
-    dp_replicate only. After an exception in a backward pass call `optimizer.zero_grad()`.
+    that you compute from the logits is summed over the parts: if it is a mean on each rank, divide
+    it by `model.num_data_ranks`. A penalty on the parameters themselves is summed over dp_replicate
+    only. After an exception in a backward pass call `optimizer.zero_grad()`.
 
-    With a pipeline it returns a `PipelinedModel`, and the model that was passed cannot be used any
-    more.
+    With a pipeline it returns a `PipelinedModel`. After that, the model that was passed cannot be
+    used.
 
     The process group is joined if the program has not done so, and left when the program ends.
 
@@ -204,20 +204,22 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
         raise ModelError(f"{described(model)} is not a model of transformers; pass one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
         what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
-        raise ModelError(f"this {type(model).__name__} {what}; load it without, meshtrain.parallelize distributes it")
+        raise ModelError(
+            f"this {type(model).__name__} {what}; load it without that, because meshtrain.parallelize distributes it"
+        )
     return model
 
 
 def _check_no_wrapper(model: object) -> None:
     if is_compiled(model):
         raise ModelError(
-            "this model is compiled; parallelize first, compile afterwards: pass the model from before "
-            'torch.compile, and set {"compile": {"enabled": True}} in the plan'
+            "this model is compiled, but the plan decides what is compiled; pass the model from before torch.compile, "
+            'and set {"compile": {"enabled": True}} in the plan'
         )
     if isinstance(model, WRAPPERS):
         raise ModelError(
-            f"a {type(model).__name__} has copies or shards of its own; pass the model inside (model.module), the plan "
-            'does the same: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
+            f"a {type(model).__name__} has copies or shards of its own; pass the model inside (model.module), and use "
+            'the plan instead: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
         )
 
 
@@ -227,8 +229,8 @@ def _inside_of_adapter(model: Any) -> Any:
         raise ModelError(f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the full model")
     if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
         raise ModelError(
-            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model beside the adapters, which a "
-            'parallel model does not; set bias = "none", and requires_grad_(True) on the biases to train'
+            f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model with the adapters, but a "
+            'parallel model cannot; set bias = "none", and call requires_grad_(True) on the biases to train'
         )
     return model.get_base_model()
 
@@ -279,7 +281,7 @@ def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     own = {name: module for name, module in model.named_modules() if own_forward(module) is not None}
     for name in fused_modules(model, plan.tensor.fused):
         if name in own or has_hooks_on_itself(model.get_submodule(name)):
-            what = "a forward of yours" if name in own else "a hook"
+            what = "a replaced forward" if name in own else "a hook"
             raise ModelError(
                 f"{name} has {what}, but tensor.fused keeps that projection in parts; put it on the module around it"
             )
@@ -287,18 +289,18 @@ def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
         return
     if has_loss_of_program(model):
         raise ModelError(
-            "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the mean "
-            "cross entropy itself; use a mesh with pp = 1, which uses the model's own loss"
+            "model.loss_function was set by the program, but the last stage of a pipeline computes the mean cross "
+            "entropy itself; use a mesh with pp = 1, which uses the model's own loss"
         )
     if "" in own:
         raise ModelError(
-            "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, and "
+            "model.forward was replaced by the program, but the stages of a pipeline run the forward of the class, and "
             "compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside"
         )
     if has_hooks_on_itself(model):
         raise ModelError(
-            "the model itself has a hook, but the stages of a pipeline are called with other inputs and return "
-            "other outputs than it; put it on a module inside, or use a mesh with pp = 1"
+            "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the "
+            "model; put it on a module inside, or use a mesh with pp = 1"
         )
     for name, module in own.items():
         if not _is_method_of(module):
@@ -319,7 +321,7 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
         raise wrong("parallelize: mesh", mesh, "what meshtrain.build_mesh(plan) returns, or None")
     if mesh.mesh_dim_names != AXES:
         raise PlanError(
-            f"the mesh has the axes {mesh.mesh_dim_names}, a plan needs {AXES}; build it with meshtrain.build_mesh"
+            f"the mesh has the axes {mesh.mesh_dim_names}, but a plan needs {AXES}; build it with meshtrain.build_mesh"
         )
     degrees = dict(zip(AXES, mesh.shape, strict=True))
     for axis in plan.mesh.model_fields_set:

@@ -136,7 +136,7 @@ class BatchChecker:
             raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
         if not rows * width:
             raise DataError(
-                f"input_ids has the shape {(rows, width)}, there is nothing to compute; leave out such batches"
+                f"input_ids has the shape {(rows, width)}, so there is nothing to compute; leave out such batches"
             )
         if plan.tensor.sequence_parallel and width % plan.mesh.tp:
             raise DataError(
@@ -155,7 +155,7 @@ class BatchChecker:
         if low < 0 or high >= self._num_positions:
             what = f"rows of {ids.shape[1]} tokens" if given is None else f"position_ids from {low} to {high}"
             raise DataError(
-                f"{what}, but the model has learned 0 to {self._num_positions - 1} as positions; pass shorter rows "
+                f"{what}, but the model has learned positions 0 to {self._num_positions - 1}; pass shorter rows "
                 "(truncation=True, max_length=... of the tokenizer)"
             )
 

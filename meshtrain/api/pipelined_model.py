@@ -27,7 +27,7 @@ MOVE = (
     "every rank keeps its stages on its own device; leave the call out, and choose number formats with model.to(...) "
     "before meshtrain.parallelize or in [precision] of the plan"
 )
-MODULES = "a rank holds its stages only; do what you want with the stock model before meshtrain.parallelize"
+MODULES = "a rank holds its stages only; use the stock model for this, before meshtrain.parallelize"
 ALTERNATIVES = {
     **dict.fromkeys(("forward", "loss", "loss_function"), TRAIN),
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), MOVE),
@@ -202,7 +202,7 @@ class PipelinedModel:
         save_parallelized(self, save_directory, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ModelError(f"a model over pp is not called, as no rank has all of it: {TRAIN}")
+        raise ModelError(f"a model over pp cannot be called, because no rank has all of it: {TRAIN}")
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this for missing attributes only. Python itself and libraries probe names
@@ -228,8 +228,8 @@ class PipelinedModel:
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(
-            "a parallel model can be neither copied nor pickled, as no rank has all of it; save it with "
-            "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it"
+            "a parallel model can be neither copied nor pickled, because no rank has all of it; save it with "
+            "model.save_pretrained(folder), or with its optimizer by meshtrain.save_checkpoint(directory, state)"
         )
 
     def _take(self, batch: Mapping[str, Any]) -> CheckedBatch:

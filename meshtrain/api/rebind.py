@@ -42,8 +42,8 @@ def rebind(optimizer: Optimizer) -> None:
 
     Its parameter groups stay the same objects, so a scheduler that was made for it continues to
     work. State of a parameter (moments) is cut as the parameter was. An optimizer that was made
-    afterwards, from `model.parameters()`, may be passed as well: it then works on the tensors of
-    this process, with torch's fused kernels.
+    after `parallelize`, from `model.parameters()`, may be passed as well: it then works on the
+    tensors of this process, with torch's fused kernels.
 
     The optimizers of torch that compute element by element get `LocalParameter`s. Any other gets
     the DTensors themselves, through which torch computes with the full matrix. Muon supports them;
@@ -154,7 +154,7 @@ def record_successors(successors: Mapping[nn.Parameter, Successors]) -> None:
 
 
 def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Refuse a step of an optimizer that holds parameters that nothing uses any more.
+    """Refuse a step of an optimizer that holds parameters that nothing uses now.
 
     They have no gradients, so the step would silently change nothing.
 
@@ -168,18 +168,18 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if lost:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
-            f"({getattr(lost[0], SUCCESSORS).name}), which train nothing; call meshtrain.rebind(optimizer) after it"
+            f"({getattr(lost[0], SUCCESSORS).name}), which nothing uses now; call meshtrain.rebind(optimizer) after it"
         )
     if gathered := [parameter for parameter in held if is_gathered(parameter)]:
         raise ModelError(
             f"this {type(optimizer).__name__} was made between a forward pass and its backward pass, and holds "
-            f"{len(gathered)} parameters as they were gathered for these two, which train nothing; make it before the "
-            "forward pass, or after the backward pass"
+            f"{len(gathered)} temporary, gathered parameters, which nothing uses later; make it before the forward "
+            "pass, or after the backward pass"
         )
     moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.full).data_ptr()]
     if moved:
         raise ModelError(
             f"{len(moved)} parameters of this {type(optimizer).__name__} have left the memory that it was bound "
-            "to, so its step would train nothing: a part of the model was cast or moved since; do that before "
+            "to, so its step would have no effect: a part of the model was cast or moved since; do that before "
             "meshtrain.parallelize"
         )

@@ -40,10 +40,10 @@ def corpus(
         typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as clean.minimum_tokens=64."),
     ] = None,
     redo: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Remove this step and what follows it first.", show_default=False)
+        str | None, typer.Option(metavar="STEP", help="First remove this step and those after it.", show_default=False)
     ] = None,
 ) -> None:
-    """Prepare a corpus. From links or raw documents, with a report of what happened to each one."""
+    """Prepare a corpus from links or raw documents, with a report of what happened to each of them."""
     from meshtrain.config.toml import load_corpus
 
     config = load_corpus(file, overrides or ())
@@ -83,7 +83,7 @@ Sources = Annotated[
 ]
 TextKey = Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")]
 OnBadRecord = Annotated[
-    Literal["fail", "skip"], typer.Option(help="What to do with a record that is not a text; skip counts them.")
+    Literal["fail", "skip"], typer.Option(help="What to do with a bad record. `skip` leaves it out and counts it.")
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Largest number of documents, from the first on.", show_default=False)

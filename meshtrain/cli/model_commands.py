@@ -21,7 +21,9 @@ def _argument(metavar: str, text: str) -> Any:
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, _argument("CHECKPOINT", "A checkpoint, or a run directory: its newest; may be a URL.")],
+    checkpoint: Annotated[
+        str, _argument("CHECKPOINT", "A checkpoint, or a run directory for its newest one. May be a URL.")
+    ],
     folder: Annotated[Path, _argument("FOLDER", "The folder to write.")],
     dtype: Dtype = "original",
 ) -> None:
@@ -38,7 +40,7 @@ def merge(
     out: Annotated[Path, _argument("OUT", "The folder to write.")],
     dtype: Dtype = "original",
 ) -> None:
-    """Join the files of all processes into a Hugging Face model. One process, no accelerator."""
+    """Join the files of all processes into a Hugging Face model, on one process without an accelerator."""
     from meshtrain.checkpoint.huggingface.export import merge as merge_files
     from meshtrain.checkpoint.storage.location import open_location
 
@@ -69,7 +71,9 @@ def verify_checkpoints(
 
 @checkpoint_app.command("convert")
 def convert_checkpoint(
-    source: Annotated[str, _argument("FROM", "A checkpoint, a run directory: its newest; or a Hugging Face folder.")],
+    source: Annotated[
+        str, _argument("FROM", "A checkpoint, a run directory for its newest one, or a Hugging Face folder.")
+    ],
     target: Annotated[str, _argument("TO", "The Hugging Face folder, or where step-0 is written.")],
     dtype: Dtype = "original",
 ) -> None:
@@ -84,7 +88,9 @@ def convert_checkpoint(
 def generate(
     source: Annotated[
         str,
-        _argument("CHECKPOINT", "A checkpoint, or a run directory: its newest; or a Hugging Face model; may be a URL."),
+        _argument(
+            "CHECKPOINT", "A checkpoint, a run directory for its newest one, or a Hugging Face model. May be a URL."
+        ),
     ],
     prompt: Annotated[list[str], typer.Option(help="The text to continue; repeatable.", show_default=False)],
     overrides: Annotated[
@@ -112,7 +118,7 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, help="Number of beams; only the best text is printed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
 ) -> None:
-    """Continue prompts with a model. With torchrun and a plan or its keys: several processes."""
+    """Continue prompts with a model. To use several processes, start torchrun and pass a plan or its keys."""
     from meshtrain.config.toml import load_plan
 
     how = load_plan(plan, overrides or ()) if plan is not None or overrides else None

@@ -34,7 +34,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a run, or resume it. Several processes: --processes; several machines: torchrun."""
+    """Train a run, or resume it. Use --processes for several processes, torchrun for several machines."""
     if processes is None and max_restarts is not None:
         raise ConfigError("--max-restarts needs --processes; pass both, or leave it out")
     from meshtrain.config.toml import load_run
@@ -110,7 +110,7 @@ def verify(
         list[str] | None, typer.Option("--type", help="With --models: this type only; repeatable.")
     ] = None,
     only_defaults: Annotated[
-        bool, typer.Option("--defaults", help="With --models: no other flags than the defaults of each class.")
+        bool, typer.Option("--defaults", help="With --models: prove only the default flags of each class.")
     ] = False,
 ) -> None:
     """Prove that a plan computes what one device does. Exit code 0: proven, 1: not.

@@ -69,7 +69,7 @@ class CleanConfig(Settings):
     fix_text: bool = True
     """Repair wrongly decoded text and entities with ftfy."""
     remove_boilerplate: bool = False
-    """Normalise white space and line ends. Remove control characters, and lines that only ask
+    """Normalize white space and line ends. Remove control characters, and lines that only ask
     for JavaScript or cookies. Drop documents below 256 characters that mention JavaScript."""
     languages: list[str] = []
     """Keep documents in these languages (ISO 639-1, such as `en`). Left out: keep all, without
@@ -84,8 +84,8 @@ class CleanConfig(Settings):
 
 
 class DeduplicateConfig(Settings):
-    """Removal of near duplicates. MinHash finds candidates, an exact comparison decides, one
-    document of a group stays."""
+    """Removal of near duplicates. MinHash finds candidates, and an exact comparison decides. One
+    document of each group stays."""
 
     similarity: Annotated[float, Field(ge=0.1, le=1.0)] = 0.7
     """Jaccard similarity of the sets of word n-grams at and above which the later of two
@@ -109,8 +109,8 @@ class ShuffleConfig(Settings):
 
 
 class SplitConfig(Settings):
-    """Documents that are kept aside. The choice depends on their text alone, so it stays when
-    documents are added."""
+    """Documents that are kept aside. The choice depends on their text alone, so it stays the same
+    when documents are added."""
 
     validation: Fraction = 0.01
     """Fraction of the documents that is kept aside for validation."""

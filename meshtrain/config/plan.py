@@ -153,7 +153,7 @@ class PrecisionPlan(Settings):
             )
             raise ValueError(
                 f"`parameters` = {self.parameters!r}, `compute` = {self.compute!r} and `reduce` = {self.reduce!r} do "
-                f"not go together; possible are, in this order: {possible}"
+                f"not fit together; in this order, possible values are: {possible}"
             )
         if self.compute != "float16" and self.loss_scale != LossScalePlan():
             raise ValueError(

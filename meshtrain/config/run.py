@@ -57,9 +57,9 @@ class ModelConfig(Settings):
     """`pretrained` starts from the weights at `path`. `random` draws new ones from `seed`, the
     same bits on every mesh."""
     enlarge_vocabulary: bool = False
-    """Add rows to embedding and head for tokens that the tokenizer has and the pretrained model
-    has not, for example after `data.tokenizer.special_tokens`. A new row is the mean of the
-    other rows."""
+    """Add rows to embedding and head for tokens that the tokenizer has but the pretrained model
+    lacks, for example after `data.tokenizer.special_tokens`. A new row is the mean of the other
+    rows."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""
     trust_remote_code: bool = False
@@ -137,7 +137,7 @@ class CheckpointConfig(Settings):
     keep: Count = 3
     """Number of the newest checkpoints that are kept."""
     keep_every: Count | None = None
-    """Checkpoints whose step is a multiple of this number of steps are kept as well, for ever."""
+    """Checkpoints whose step is a multiple of this number of steps are kept as well, forever."""
     keep_best: NotNegative = 0
     """Number of checkpoints with the lowest evaluation loss that are kept as well."""
     in_background: bool = False
@@ -155,8 +155,8 @@ class LoggingConfig(Settings):
 
 
 class WatchdogConfig(Settings):
-    """When the watchdog reports a hang. The run then ends, and names the process that hangs and
-    what all others did."""
+    """When the watchdog reports a hang. The run then ends, and reports which process hangs and
+    what the others were doing."""
 
     first_step_seconds: Seconds = 1800.0
     """Longest time in seconds for the start, for each of the first three steps, for an
@@ -179,8 +179,8 @@ class BadStepsConfig(Settings):
     """A loss or norm this many robust standard deviations above the median is a spike. Left
     out: nothing is a spike."""
     window: Annotated[int, Field(ge=10, le=LARGEST)] = 100
-    """Number of good steps over which the median is taken. Until there were so many, nothing is
-    a spike."""
+    """Number of good steps over which the median is taken. Before the run has that many good
+    steps, nothing is a spike."""
     max_skips: Count = 10
     """`skip` ends the run when more steps than this are bad in a row."""
     max_rewinds: Count = 3

@@ -163,9 +163,6 @@ def build_directory(
 
     Raises:
         UserError: what `fill` raised; a DataError if the directory cannot be written.
-
-    Raises:
-        UserError: what `fill` raised; a DataError if the directory cannot be written.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     is_kept = False

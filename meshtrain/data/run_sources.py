@@ -59,8 +59,8 @@ def _find_part(names: list[str], key: str) -> Part:
         return find_files(names, key=key)
     if len(names) > 1:
         raise DataError(
-            f"{key}: {tokens[0]} is tokenized already, and stands beside {len(names) - 1} more; give each its own "
-            "source (data.sources.NAME)"
+            f"{key}: {tokens[0]} is tokenized already, but is listed with others ({len(names) - 1} more); give each "
+            "its own source (data.sources.NAME)"
         )
     return tokens[0]
 

@@ -85,7 +85,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
     if ids is not None:
         check_prompts("generate: inputs", ids)
     if ids is not None and ids.numel() == 0:
-        raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin with the one of bos_token_id")
+        raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin them with bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
         raise UserError(
             f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids "
@@ -100,7 +100,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
         )
     if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
         raise UserError(
-            "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
+            "generate: with max_time every process would stop by its own clock, while the others of its model wait "
             "for it; leave it out, and set max_new_tokens"
         )
 

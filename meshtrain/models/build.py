@@ -106,7 +106,7 @@ def build_meta_model(
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
     if _sees_later_tokens(model):
         raise ModelError(
-            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it is to predict; set "
+            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it should predict; set "
             "it to true"
         )
     model.train()

@@ -24,7 +24,7 @@ from meshtrain.models.layout import local_tensor
 _SEES_A_PART = {
     "torch.nn.utils.clip_grad": (
         "clip_grad_norm_",
-        "torch's clip_grad_norm_ would return the norm of the local parts, another one on each rank; call "
+        "torch's clip_grad_norm_ would return the norm of the local parts, which differs between ranks; call "
         "meshtrain.clip_grad_norm(model, max_norm)",
     ),
     "torch.amp.grad_scaler": (

@@ -111,7 +111,7 @@ def mark_gathered(model: nn.Module) -> None:
 def abandon_backward(model: nn.Module) -> None:
     """Clear the state that a backward pass has left when it ended with an exception.
 
-    Its gradients are lost. Otherwise FSDP2 would wait for the end of that pass for ever, and would
+    Its gradients are lost. Otherwise FSDP2 would wait for the end of that pass forever, and would
     not reduce a gradient again.
     """
     for module in fsdp_modules(model):

@@ -220,7 +220,7 @@ class Guard:
 
     def _store_gone(self) -> Failure:
         host = os.environ.get("MASTER_ADDR", self._host)
-        message = "is gone, with the store through which the processes communicate, or torchrun on its machine is"
+        message = "is gone, or torchrun on its machine is; the store of the run ended with it"
         return Failure("gone", 0, host, message)
 
     def _store_silent(self) -> Failure:

@@ -194,8 +194,8 @@ class Lock:
             file.remove()
         except self._errors as error:
             console.warning(
-                f"cannot remove {file.path}: {_reason_of(error)}; to other machines {self._what} is in use for "
-                f"{LEASE_SECONDS:.0f} s longer"
+                f"cannot remove {file.path}: {_reason_of(error)}; other machines will treat {self._what} as in use "
+                f"for another {LEASE_SECONDS:.0f} s"
             )
 
     def loss(self) -> str | None:

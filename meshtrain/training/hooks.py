@@ -41,8 +41,8 @@ class RunState(TrainState):
         unigram_entropy: entropy of the token frequencies of the text, in nats. A model that knows
             nothing else reaches this loss.
         epoch_ends: whether the step of `on_step` is the last one of its epoch, or of the run.
-        note: what is not a row of numbers. At the start: the checksum of the parameters, or the bad
-            step that the run was rewound for. At a bad step that was skipped: what was wrong.
+        note: information that is not a metric. At the start: the checksum of the parameters, or the
+            bad step that the run was rewound for. At a bad step that was skipped: what was wrong.
         saved: the checkpoint of `on_checkpoint`; None while it is still being written in the
             background.
         stopped_by: at the end: what asked to stop; None if all steps are done.
@@ -203,11 +203,11 @@ def _check_methods(hook: Hook) -> None:
     for name in sorted(own):
         if name.startswith("on_") and name not in MOMENTS:
             hint = did_you_mean(name, MOMENTS, "there are")
-            raise ConfigError(f"{name_of_hook}.{name} would never be called, a hook has no such method{hint}")
+            raise ConfigError(f"{name_of_hook}.{name} would never be called, because a hook has no such method{hint}")
     for name in MOMENTS:
         if not _takes_state_and_metrics(getattr(hook, name)):
             raise ConfigError(
-                f"{name_of_hook}.{name} cannot be called with a state and metrics, it is "
+                f"{name_of_hook}.{name} cannot be called with a state and metrics: it is "
                 f"{_written(getattr(hook, name))}; write def {name}(self, state, metrics)"
             )
 

@@ -105,6 +105,6 @@ class LinesHook(Hook):
         if "eval_loss" in metrics:
             console.line(
                 f"Validation loss {metrics['eval_loss']:.3f} nats per token; the unigram entropy of the text is "
-                f"{state.unigram_entropy:.3f}, which a model reaches that knows nothing but token frequencies"
+                f"{state.unigram_entropy:.3f}, the loss of a model that knows only token frequencies"
             )
         console.line(f"Done. Metrics: {shown_path(Path(state.config.run_directory) / METRICS_NAME)}")

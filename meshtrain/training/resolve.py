@@ -111,7 +111,7 @@ def check_vocabulary(num_tokens: int, hf_config: PretrainedConfig) -> None:
     vocab_size = hf_config.get_text_config().vocab_size
     if num_tokens > vocab_size:
         raise DataError(
-            f"the tokenizer has {num_tokens:,} tokens, the model's vocabulary has {vocab_size:,}; set "
+            f"the tokenizer has {num_tokens:,} tokens, but the model's vocabulary has {vocab_size:,}; set "
             f"model.config.vocab_size = {num_tokens} or more for a new model, model.enlarge_vocabulary = true for a "
             "pretrained one, or use the tokenizer that belongs to it"
         )

@@ -104,7 +104,7 @@ def _num_steps(config: RunConfig, dataset: Dataset) -> int:
         return config.steps
     if dataset.order.steps_per_epoch is None:
         raise ConfigError(
-            f"`epochs` = {config.epochs}, but a mixture has no epochs, each source has its own; set `steps`"
+            f"`epochs` = {config.epochs}, but a mixture has no epochs, because each source has its own; set `steps`"
         )
     if dataset.streams:
         raise ConfigError(

@@ -172,7 +172,7 @@ def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
             if first != other:
                 raise CheckpointError(
                     f"state.{what} is {other} on rank {rank} and {first} on rank 0; it is saved once, so it must be "
-                    "the same on all of them: gather what is not"
+                    "the same on all of them: gather values that differ"
                 )
     return here
 

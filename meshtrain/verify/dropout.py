@@ -130,7 +130,7 @@ def derivative_error(context: StepContext, batch: Mapping[str, Tensor]) -> float
     """Compare gradient and finite difference along a random direction, with the masks of step 0.
 
     Args:
-        context: its parameters are restored afterwards, but for rounding.
+        context: its parameters are restored afterward, except for rounding.
         batch: of this process.
 
     Returns:

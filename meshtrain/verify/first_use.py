@@ -74,7 +74,7 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         return
     if not _is_stock(model_class) and not hasattr(config, "auto_map"):
         raise ModelError(
-            f"{model_class.__name__} is a class of its own, of which no tiny copy can be built to prove the plan on; "
+            f"{model_class.__name__} is not a class of transformers, and no tiny copy of it can be built for a proof; "
             f"{SWITCH_OF_PROGRAMS}"
         )
     choices = {
@@ -151,7 +151,7 @@ def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str
         raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
-            f"{name} under this plan does not compute what one device computes, it differs in "
+            f"{name} under this plan does not compute what one device computes: it differs in "
             f"{proof.difference}; see `meshtrain verify`{_way_out(case)}, or {switch}"
         )
     console.line(f"Proven: {proof.mesh.described()} computes what one device computes")

@@ -32,7 +32,7 @@ A_NORM = "pass a number above 0, or inf to measure only"
 PROMPTS = 'pass token ids (batch, seq) in a tensor, such as tokenizer(["text"], return_tensors="pt").input_ids'
 JSON = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
 WRAPPED = (
-    "has copies or shards of its own; pass the model inside (model.module), the plan does the same: "
+    "has copies or shards of its own; pass the model inside (model.module), and use the plan instead: "
     '{"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
 )
 OVERRIDES = "pass a list of strings, such as ['mesh.tp=4']"
@@ -118,21 +118,21 @@ def hooks() -> dict[str, Mistake]:
         "class": ([NeverCalled], "hooks[0] is the class NeverCalled; pass an object of a subclass of meshtrain.Hook"),
         "misspelt": (
             [NeverCalled()],
-            "NeverCalled.on_steps would never be called, a hook has no such method; did you mean 'on_step'?",
+            "NeverCalled.on_steps would never be called, because a hook has no such method; did you mean 'on_step'?",
         ),
         "signature": (
             [TakesLess()],
-            "TakesLess.on_step cannot be called with a state and metrics, it is def on_step(state: Any) -> None; write "
+            "TakesLess.on_step cannot be called with a state and metrics: it is def on_step(state: Any) -> None; write "
             "def on_step(self, state, metrics)",
         ),
         "async": (
             [Waits()],
-            "Waits.on_end cannot be called with a state and metrics, it is async def on_end(state: Any, metrics: Any) "
+            "Waits.on_end cannot be called with a state and metrics: it is async def on_end(state: Any, metrics: Any) "
             "-> None; write def on_end(self, state, metrics)",
         ),
         "value": (
             [NoMethod()],
-            "NoMethod.on_start cannot be called with a state and metrics, it is None; write def on_start(self, state, "
+            "NoMethod.on_start cannot be called with a state and metrics: it is None; write def on_start(self, state, "
             "metrics)",
         ),
     }
@@ -180,7 +180,7 @@ def models() -> dict[str, Mistake]:
         "compiled": (
             lambda: meshtrain.parallelize(torch.compile(stock), {}),
             ModelError,
-            "this model is compiled; parallelize first, compile afterwards: pass the model from before ",
+            "this model is compiled, but the plan decides what is compiled; pass the model from before ",
         ),
         "not ours": (
             lambda: meshtrain.initialize(None),

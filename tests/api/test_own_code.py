@@ -118,12 +118,12 @@ def refuse() -> dict[str, str]:
 
 
 REFUSED = {
-    with_a_hook: "the model itself has a hook, but the stages of a pipeline are called with other inputs and return "
-    "other outputs than it; put it on a module inside, or use a mesh with pp = 1",
-    with_a_loss: "model.loss_function was set to a function of yours, but the last stage of a pipeline computes the "
-    "mean cross entropy itself; use a mesh with pp = 1, which uses the model's own loss",
-    with_a_forward: "model.forward was replaced by one of yours, but the stages of a pipeline run that of the class, "
-    "and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
+    with_a_hook: "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the "
+    "model; put it on a module inside, or use a mesh with pp = 1",
+    with_a_loss: "model.loss_function was set by the program, but the last stage of a pipeline computes the mean "
+    "cross entropy itself; use a mesh with pp = 1, which uses the model's own loss",
+    with_a_forward: "model.forward was replaced by the program, but the stages of a pipeline run the forward of the "
+    "class, and compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside",
     with_a_closure: "the forward of model.layers.1.mlp was replaced by a function that is not a method of it, and "
     "would still compute with the module that was cut; pass it as types.MethodType(function, module), with the "
     "module as its first argument, or use a mesh with pp = 1",
@@ -132,7 +132,7 @@ REFUSED = {
 
 def test_changes_that_a_mesh_would_lose_are_refused() -> None:
     wanted = {make.__name__: message for make, message in REFUSED.items()}
-    for name, what in (("with_a_projection", "a forward of yours"), ("with_a_hook_on_a_projection", "a hook")):
+    for name, what in (("with_a_projection", "a replaced forward"), ("with_a_hook_on_a_projection", "a hook")):
         wanted[name] = (
             f"transformer.h.1.attn.c_attn has {what}, but tensor.fused keeps that projection in parts; put it on the "
             "module around it"

@@ -94,8 +94,8 @@ def step_without_rebind() -> str:
 
 def test_optimizer_that_was_not_rebound_fails_at_its_first_step() -> None:
     assert run_on_ranks(2, step_without_rebind)[0] == (
-        "this AdamW holds 52 parameters from before meshtrain.parallelize (transformer.wte.weight), which train "
-        "nothing; call meshtrain.rebind(optimizer) after it"
+        "this AdamW holds 52 parameters from before meshtrain.parallelize (transformer.wte.weight), which "
+        "nothing uses now; call meshtrain.rebind(optimizer) after it"
     )
 
 
@@ -115,8 +115,8 @@ def make_between() -> str:
 def test_optimizer_of_gathered_parameters_fails_at_its_first_step() -> None:
     for message in run_on_ranks(2, make_between):
         assert re.search(
-            r"this AdamW was made between a forward pass and its backward pass, and holds \d+ parameters as they were "
-            r"gathered .*; make it before the forward pass, or after the backward pass",
+            r"this AdamW was made between a forward pass and its backward pass, and holds \d+ temporary, "
+            r"gathered parameters, .*; make it before the forward pass, or after the backward pass",
             message,
         )
 

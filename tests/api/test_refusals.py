@@ -85,13 +85,13 @@ def half_on_meta() -> nn.Module:
 
 WANTED = {
     "twice": r"this model is parallel already; call meshtrain.parallelize once. For another plan save it .* it again",
-    "copied": r"a parallel model cannot be copied: .*; make a stock model parallel for each",
+    "copied": r"a parallel model cannot be copied: .*; parallelize a stock model for each copy",
     "resized": r"the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings\(...\)",
     "moved": r"a parallel model cannot be moved \(to meta, torch.float64\): every rank keeps .*; leave the call out",
     "cast": r"a parallel model cannot be moved \(to cpu, torch.bfloat16\)",
     "cast by to": r"a parallel model cannot be moved \(to cpu, torch.float32\)",
-    "shuffled": r"rank R received another batch than a rank that shares its model over tp or pp \(here: "
-    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); pass all of these the same rows",
+    "shuffled": r"rank R received a different batch from a rank that shares its model over tp or pp \(here: "
+    r"attention_mask \(8, 8\), input_ids \(8, 8\), labels \(8, 8\)\); pass the same rows in the same order",
     "drawn": r"ranks 0 and 1 pass models that differ in 52 of 52 values: transformer.wte.weight is float64 \(98, 32\) "
     r"trained, hash \w{16} and float64 \(98, 32\) trained, hash \w{16}; load the same weights on every rank, freeze",
     "not ours": r"a GPT2LMHeadModel is not a parallel model; pass what meshtrain.parallelize\(model, plan\) returns",
@@ -100,10 +100,10 @@ WANTED = {
     "mixed": r"the parameters are float16, float64; train in float32",
     "half on meta": r"2 of 52 parameters are on the meta device \(transformer.ln_f.weight\), the others have values",
     "other mesh": r"mesh.tp = 1 in the plan, but the mesh that was passed has 2",
-    "foreign mesh": r"the mesh has the axes \('tp',\), a plan needs .*; build it with meshtrain.build_mesh",
+    "foreign mesh": r"the mesh has the axes \('tp',\), but a plan needs .*; build it with meshtrain.build_mesh",
     "whole": r"load_state_dict: transformer.wte.weight is a full tensor, and every rank of this model keeps a shard "
     r"of it; load it into the stock model before meshtrain.parallelize, or call meshtrain.load_weights\(model",
-    "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, which does not divide the 2",
+    "too many": r"mesh: pp 1 x dp_replicate 1 x tp 4 uses processes in groups of 4, but 2 is not a multiple",
 }
 
 
@@ -206,13 +206,13 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
     )
     mapping = 'pass a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"'
     wanted = {
-        "copied": "a parallel model cannot be copied: its process groups and hooks are its own; make a stock model "
-        "parallel for each, or keep what you need of the parameters (parameter.detach().clone())",
+        "copied": "a parallel model cannot be copied: its process groups and hooks belong to it alone; parallelize a "
+        "stock model for each copy, or keep copies of the parameters that you need (parameter.detach().clone())",
         "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline need input_ids and labels, "
         "and compute the loss themselves",
         "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
         "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
-        "cannot be divided so; use a multiple of 2",
+        "cannot be divided in this way; use a multiple of 2",
         "short": "labels has the shape (8, 3), input_ids (8, 8); pass a label for every token, -100 for one that "
         "must not count",
         "unknown": "labels has tokens from -2 to 195, but the model knows 0 to 97; use the tokenizer of the "
@@ -223,7 +223,7 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
         "tokens of a row; pass as many",
         "other width of a whole mask": "attention_mask has the shape (8, 1, 8, 5), input_ids (8, 8): its last "
         "dimension must be the 8 tokens of a row; pass as many",
-        "no rows": "input_ids has the shape (0, 8), there is nothing to compute; leave out such batches",
+        "no rows": "input_ids has the shape (0, 8), so there is nothing to compute; leave out such batches",
         "one row": "input_ids is (8,) int64; pass token ids (rows, seq), int64",
         "floats": "input_ids is (8, 8) float64; pass token ids (rows, seq), int64",
         "lists": f"input_ids in the batch is a list, {tensors}",
@@ -235,16 +235,16 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
         "tensor": f"the batch is a Tensor; {mapping}",
         "None": f"the batch is a NoneType; {mapping}",
         "no gradients": "forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)",
-        "called": f"a model over pp is not called, as no rank has all of it: {trains}",
-        "pickled": "a parallel model can be neither copied nor pickled, as no rank has all of it; save it with "
-        "model.save_pretrained(folder), or meshtrain.save_checkpoint(directory, state) with what trains it",
+        "called": f"a model over pp cannot be called, because no rank has all of it: {trains}",
+        "pickled": "a parallel model can be neither copied nor pickled, because no rank has all of it; save it with "
+        "model.save_pretrained(folder), or with its optimizer by meshtrain.save_checkpoint(directory, state)",
         "forward": f"a model over pp has no forward: {trains}",
         "to": "a model over pp has no to: every rank keeps its stages on its own device; leave the call out, and "
         "choose number formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan",
         "state_dict": "a model over pp has no state_dict: call meshtrain.save_checkpoint(directory, state), or "
         "model.save_pretrained(folder)",
-        "num_parameters": "a model over pp has no num_parameters: a rank holds its stages only; do what you want with "
-        "the stock model before meshtrain.parallelize",
+        "num_parameters": "a model over pp has no num_parameters: a rank holds its stages only; use the stock model "
+        "for this, before meshtrain.parallelize",
         "frozen": "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some",
     }
     for found in run_on_ranks(2, misuse_pipeline):
@@ -278,12 +278,12 @@ def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
     for text in run_on_ranks(4, misuse_on_one_rank):
         assert text == [
             f"rank 1: the batch has no labels, it has input_ids, attention_mask; {takes}",
-            "rank 0 received another batch than a rank that shares its model over tp or pp (here: attention_mask "
-            "(4, 8), input_ids (4, 8), labels (4, 8)); pass all of these the same rows in the same order: "
-            "torch.manual_seed(0) before the DataLoader shuffles, or a sampler over the data ranks only",
+            "rank 0 received a different batch from a rank that shares its model over tp or pp (here: attention_mask "
+            "(4, 8), input_ids (4, 8), labels (4, 8)); pass the same rows in the same order to all of these ranks: "
+            "call torch.manual_seed(0) before the DataLoader shuffles, or use a sampler over the data ranks only",
             f"rank 3: the batch has no input_ids, it has attention_mask, labels; {takes}",
-            f"rank 0: rows of 70 tokens, but the model has learned 0 to 63 as positions; {shorter}",
-            f"rank 0: position_ids from 60 to 67, but the model has learned 0 to 63 as positions; {shorter}",
+            f"rank 0: rows of 70 tokens, but the model has learned positions 0 to 63; {shorter}",
+            f"rank 0: position_ids from 60 to 67, but the model has learned positions 0 to 63; {shorter}",
         ]
 
 
@@ -370,8 +370,9 @@ def use_too_early() -> list[str]:
 
 
 NO_VALUES = (
-    "the parameters of this model have no values yet, it was built on meta; call meshtrain.initialize(model, seed=0), "
-    "meshtrain.load_weights(model, folder) or meshtrain.load_checkpoint(directory, state) first"
+    "the parameters of this model have no values yet, because it was built on meta; call "
+    "meshtrain.initialize(model, seed=0), meshtrain.load_weights(model, folder) or "
+    "meshtrain.load_checkpoint(directory, state) first"
 )
 
 

@@ -106,7 +106,7 @@ def test_tokenizer_of_the_loaded_folder_is_saved_with_the_weights(tmp_path: Path
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "stock" / "tokenizer.json").read_bytes()
     parts = tmp_path / "parts"
     expected = (
-        f"{parts} is a checkpoint, of which every tensor is read as it is, and enlarge_vocabulary = True adds rows; "
+        f"{parts} is a checkpoint, whose tensors are read as they are, but enlarge_vocabulary = True adds rows; "
         f"run `meshtrain merge {parts} OUT`, and load OUT"
     )
     assert answers == [expected] * 2

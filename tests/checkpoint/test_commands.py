@@ -63,7 +63,7 @@ def newer_format(checkpoint: Path) -> None:
     ("damage", "problem"),
     [
         (lambda step: (step / "manifest.json").write_text("no JSON"), "/manifest.json is broken (Expecting value"),
-        (newer_format, "/manifest.json has format version 9, this meshtrain reads 2; use the meshtrain that saved it"),
+        (newer_format, "/manifest.json has format version 9, but this meshtrain reads 2; use the meshtrain that"),
         (lambda step: (step / "notes.txt").touch(), " holds files that are not its own: notes.txt; move them away"),
         (lambda step: os.truncate(step / ".metadata", 9), "/.metadata has 9 bytes and should have "),
         (lambda step: shutil.rmtree(step) or step.write_text(""), ""),

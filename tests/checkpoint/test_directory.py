@@ -97,7 +97,7 @@ def test_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ("[]", r"manifest.json is broken \(list indices"),
         (
             '{"format_version": 3, "later": 1}',
-            r"has format version 3, this meshtrain reads 2; use the meshtrain that saved",
+            r"has format version 3, but this meshtrain reads 2; use the meshtrain that saved",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_every_damage_is_named_and_the_previous_checkpoint_is_used(
     assert newest_intact_checkpoint(root) == root / "step-10"
     message = capsys.readouterr().out
     assert f"Damaged: {root / 'step-20' / damaged}" in message
-    assert f"{root / 'step-20'} is left out; the checkpoint before it is tried" in message
+    assert f"{root / 'step-20'} is skipped; the checkpoint before it is tried" in message
 
 
 def find_on_both_ranks(root: Path) -> tuple[list[str], Path | None]:
@@ -93,7 +93,7 @@ def test_changed_manifest_is_detected(root: Path) -> None:
 def test_newer_format_is_not_damage_and_is_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "step-20" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 9}))
-    with pytest.raises(CheckpointError, match=r"has format version 9, this meshtrain reads 2"):
+    with pytest.raises(CheckpointError, match=r"has format version 9, but this meshtrain reads 2"):
         newest_intact_checkpoint(root)
     save(root, 30, {"model.a": torch.ones(2)}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == ["step-20", "step-30"]

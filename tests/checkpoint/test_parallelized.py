@@ -99,7 +99,7 @@ def test_folders_that_cannot_be_merged_are_named(
     # Discard the progress bar.
     capsys.readouterr()
     for source, out, message in (
-        (damaged, tmp_path / "out", f"{data} is not what was written: another content has the same size; use another"),
+        (damaged, tmp_path / "out", f"{data} is not what was written: the size is right, but the content differs; use"),
         (foreign, tmp_path / "out", f"{foreign} has no manifest.json; use a folder that save_parallelized wrote, or"),
         (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none is not a directory; use a folder that save_par"),
         (saved, foreign, f"{foreign} exists and is not empty; write into a new folder"),

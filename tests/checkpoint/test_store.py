@@ -257,7 +257,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert cut.startswith("has 100 bytes and should have ")
     for name in (data, table):
         zeros = damaged(tmp_path, lambda path: path.write_bytes(bytes(path.stat().st_size)), name)
-        assert zeros == "is not what was written: another content has the same size; use another checkpoint"
+        assert zeros == "is not what was written: the size is right, but the content differs; use another checkpoint"
     assert damaged(tmp_path, Path.unlink, table) == "is missing; use another checkpoint"
 
 

@@ -298,8 +298,8 @@ def test_tokens_can_be_sources(tmp_path):
         "meshtrain tokenize --validation, and name what it wrote",
     )
     assert problems_of(configure(tmp_path, train=[*text.train, train], tokenizer=tokenizer)) == (
-        f"data.train: {train} is tokenized already, and stands beside 1 more; give each its own source "
-        "(data.sources.NAME)",
+        f"data.train: {train} is tokenized already, but is listed with others (1 more); give each its "
+        "own source (data.sources.NAME)",
     )
     assert problems_of(configure(tmp_path, train=[train])) == (
         "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already; "

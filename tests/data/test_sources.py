@@ -166,7 +166,7 @@ def test_a_glob_of_empty_files_is_refused(tmp_path):
 
 def test_url_is_refused_without_streaming():
     (problem,) = problems_of("https://somewhere/a.jsonl")
-    assert problem.startswith('data.train: "https://somewhere/a.jsonl" is a URL, and only what is trained on with')
+    assert problem.startswith('data.train: "https://somewhere/a.jsonl" is a URL, but only training sources with')
 
 
 def test_all_wrong_sources_are_reported_at_once(corpus):

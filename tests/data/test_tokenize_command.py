@@ -116,15 +116,15 @@ def test_same_output_is_kept_and_another_is_refused(order, source, cache, tmp_pa
 
     tokenize_sources(order(), cache)
 
-    assert capsys.readouterr().out == f"{tmp_path}/out holds the same already; nothing was done\n"
+    assert capsys.readouterr().out == f"{tmp_path}/out already holds these token files; nothing was done\n"
     refusal = (
-        f"--output: {tmp_path}/out is there already, and was not made from these sources in this way; "
+        f"--output: {tmp_path}/out exists already, but does not hold the token files of this command; "
         "remove it, or choose another directory"
     )
     assert problem_of(order(format="megatron"), cache) == refusal
     source.write_text('{"text": "other"}\n')
     assert problem_of(order(), cache) == refusal
-    assert problem_of(order(output=tmp_path), cache).startswith(f"--output: {tmp_path} is there already")
+    assert problem_of(order(output=tmp_path), cache).startswith(f"--output: {tmp_path} exists already")
 
 
 def test_bad_record_is_reported_with_the_options_of_the_command(order, source, cache, tmp_path, capsys):
@@ -197,7 +197,7 @@ def test_a_tokenizer_is_trained_into_a_directory(source, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {tmp_path}/tok: 280 tokens"
     with pytest.raises(DataError) as caught:
         train_tokenizer_on_sources([str(source)], 280, tmp_path / "tok")
-    assert str(caught.value) == f"--output: {tmp_path}/tok is there already; remove it, or choose another directory"
+    assert str(caught.value) == f"--output: {tmp_path}/tok exists already; remove it, or choose another directory"
 
 
 def test_tokenizer_is_trained_on_the_first_documents(tmp_path, capsys):

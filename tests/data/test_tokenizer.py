@@ -207,7 +207,7 @@ def test_directory_without_a_tokenizer_is_reported(tmp_path, cache):
     (tmp_path / "hf/vocab.json").touch()
 
     assert problem_of(tmp_path / "hf", cache) == (
-        f"data.tokenizer.path: {tmp_path}/hf holds no tokenizer.json but vocab.json; "
+        f"data.tokenizer.path: {tmp_path}/hf holds vocab.json, but no tokenizer.json; "
         "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
 

@@ -220,14 +220,14 @@ def test_max_time_and_prompts_without_tokens_are_refused(mesh: tuple[int, int, i
     ]
     for *clocks, empty, unknown in run_on_ranks(2, ask, questions):
         assert clocks == [
-            "generate: by max_time every process would stop by a clock of its own, while the others of its model wait "
+            "generate: with max_time every process would stop by its own clock, while the others of its model wait "
             "for it; leave it out, and set max_new_tokens"
         ] * len(timed)
         assert unknown == (
             "input_ids has tokens from 61 to 61, but the model knows 0 to 60; use the tokenizer of the model, "
             "or add rows for new tokens (model.resize_token_embeddings) before meshtrain.parallelize"
         )
-        assert empty == "generate: the prompts (2, 0) have no tokens; begin with the one of bos_token_id"
+        assert empty == "generate: the prompts (2, 0) have no tokens; begin them with bos_token_id"
 
 
 def test_outputs_and_caches_that_a_pipeline_lacks_are_refused() -> None:

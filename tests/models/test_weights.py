@@ -190,7 +190,7 @@ def test_different_head_in_the_files_of_a_tied_model_is_refused(source: Path, gp
     first, second = run_on_ranks(2, load_different_head, source, values)
     assert first == second
     assert first == (
-        f"{source} has other values for lm_head.weight than for transformer.wte.weight, but the configuration ties "
+        f"{source} has different values for lm_head.weight and transformer.wte.weight, but the configuration ties "
         "them; from_pretrained would not tie them: set config.tie_word_embeddings = False (under "
         "model.config in a run file)",
     )
@@ -267,7 +267,7 @@ def test_directories_without_usable_files_are_refused(source: Path) -> None:
     assert refusal(source).endswith("it may be truncated, so download it again")
     path.unlink()
     path.symlink_to("blob")
-    assert refusal(source) == f"{path} is a link to blob, which is not there; download the model again"
+    assert refusal(source) == f"{path} is a link to blob, which does not exist; download the model again"
     path.unlink()
     assert refusal(source) == (
         f"{source} has neither model.safetensors nor model.safetensors.index.json; use a directory that holds the "

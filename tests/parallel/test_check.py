@@ -160,11 +160,11 @@ def test_model_without_attention_is_balanced() -> None:
 
 def test_wrong_world_size_is_refused() -> None:
     assert problems(make_plan("llama", mesh={"pp": 2, "dp_shard": 2, "tp": 2}), world_size=6) == (
-        "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 2 needs 8 processes, there are 6; start as many, or set "
-        "plan.mesh.dp_shard = -1 to use what is there",
+        "mesh: pp 2 x dp_replicate 1 x dp_shard 2 x tp 2 needs 8 processes, but there are 6; start 8, or set "
+        "plan.mesh.dp_shard = -1 to use all available processes",
     )
     assert problems(make_plan("llama", mesh={"pp": 2, "tp": 2}), world_size=6) == (
-        "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, which does not divide the 6 there are; "
+        "mesh: pp 2 x dp_replicate 1 x tp 2 uses processes in groups of 4, but 6 is not a multiple of 4; "
         "start a multiple of 4, or change the degrees",
     )
 
@@ -174,7 +174,7 @@ def test_wrong_world_size_is_refused() -> None:
 
 def test_plan_for_another_model_is_refused() -> None:
     plan = make_plan("llama").model_copy(update={"model_types": ["gpt2", "opt"]})
-    assert problems(plan) == ("model_types: this plan is for gpt2, opt, the model is a llama; use another plan",)
+    assert problems(plan) == ("model_types: this plan is for gpt2, opt, but the model is a llama; use another plan",)
 
 
 def test_layerdrop_is_refused() -> None:
@@ -223,9 +223,9 @@ def test_length_dependent_frequencies_inside_layers_are_refused() -> None:
     config.rope_parameters = {**DYNAMIC}
     model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(), model, world_size=1) == (
-        "the rotary frequencies of model.layers.0.self_attn.rotary_emb depend on the length of the sequence, and "
-        "inside a layer a recomputation, or another microbatch, would find those of another length; choose a "
-        "rope_type in rope_parameters that does not (not longrope, not dynamic)",
+        "the rotary frequencies of model.layers.0.self_attn.rotary_emb, which is inside a layer, depend on the "
+        "sequence length, so a recomputation or another microbatch could use those of another length; choose another "
+        "rope_type in rope_parameters (not longrope, not dynamic)",
     )
 
 
@@ -486,7 +486,7 @@ def test_microbatches_without_equal_rounds_are_refused(schedule: str) -> None:
     plan = make_plan("llama", mesh={"pp": 2}, pipeline={"schedule": schedule, "stages_per_rank": 2})
     assert problems(plan, batch=BatchShape(5, 1, 12)) == (
         f"pipeline.schedule = '{schedule}' runs microbatches in equal rounds of at least pp = 2; 5 cannot be "
-        "divided so; use a multiple of 2",
+        "divided in this way; use a multiple of 2",
     )
     for fits in (1, 2, 3, 4, 8):
         assert resolve_plan(plan, meta_model("llama"), BatchShape(fits, 1, 12), 2)

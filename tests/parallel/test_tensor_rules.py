@@ -329,8 +329,8 @@ def test_experts_start_equal_on_every_mesh() -> None:
         (
             Family("llama"),
             {"model.layers.*.input_layernorm": "replicated_with_grad_allreduce"},
-            "model.layers.*.input_layernorm is 'replicated_with_grad_allreduce', but it sees the same on every "
-            "process, so its gradient would count once for each; make it 'replicate'",
+            "model.layers.*.input_layernorm is 'replicated_with_grad_allreduce', but it gets the same input on every "
+            "process, so its gradient would count several times; make it 'replicate'",
         ),
         (
             Family("olmo2"),

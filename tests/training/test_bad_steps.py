@@ -226,7 +226,7 @@ def test_rewind_does_not_repeat_sources_that_end(undisturbed: tuple[RunConfig, d
     _, _, message = train_on_ranks(beside(whole, "ending", steps=steps, **alone), bad)
     assert message.startswith("step 3: the loss is ")
     assert "; this batch cannot be left out\n" in message
-    assert f"\ndata.sources: all of them end, after {steps - 1:,} steps without the" in message
+    assert f"\ndata.sources: all sources end after {steps - 1:,} steps without the" in message
 
     config = beside(whole, "ending-before", steps=steps - 1, **alone)
     seen, _, message = train_on_ranks(config, bad)

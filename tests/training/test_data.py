@@ -150,12 +150,12 @@ def test_ranks_between_embedding_and_head_open_no_token_file(
 def test_epochs_and_steps_that_the_data_lacks_are_refused_before_training(tmp_path: Path) -> None:
     mixture = run_of(tmp_path, "mixture", "out", (1, 1, 1, 1))
     with pytest.raises(
-        ConfigError, match="`epochs` = 2, but a mixture has no epochs, each source has its own; set `steps`"
+        ConfigError, match="`epochs` = 2, but a mixture has no epochs, because each source has its own; set `steps`"
     ):
         train_run(mixture.model_copy(update={"epochs": 2, "steps": None}))
     ending = {name: source.model_copy(update={"repeat": False}) for name, source in mixture.data.sources.items()}
     all_end = mixture.model_copy(update={"data": mixture.data.model_copy(update={"sources": ending}), "steps": 10_000})
-    with pytest.raises(DataError, match=r"data.sources: all of them end, after \d+ steps, and the run has 10,000; set"):
+    with pytest.raises(DataError, match=r"data.sources: all sources end after \d+ steps, but the run has 10,000; set"):
         train_run(all_end)
 
     streamed = run_of(tmp_path, "stream", "out", (1, 1, 1, 1))

@@ -322,9 +322,9 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "state.values['a'] has the key 1, and JSON has strings only; save what JSON has: None, bools, "
         "numbers and strings, in lists and in dicts with strings for keys",
         'state.values is {"place": 1} on rank 1 and {"place": 0} on rank 0; it is saved once, so it must be '
-        "the same on all of them: gather what is not",
+        "the same on all of them: gather values that differ",
         "state.step is 8 on rank 1 and 7 on rank 0; it is saved once, so it must be the same on all of them: "
-        "gather what is not",
+        "gather values that differ",
         "the optimizer holds 1 that are not parameters of the model, of shape (2, 3); make it from the "
         "parallel model, or call meshtrain.rebind(optimizer)",
         "the optimizer of rank 1 has lr = 1.1 in group 0, that of rank 0 has 0.1; make the same optimizer on "
@@ -358,5 +358,6 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "transformer.h.0.attn.c_attn.k.bias (in group 1 there, in none here), "
         "transformer.h.0.attn.c_attn.q.bias (in group 1 there, in none here), "
         "transformer.h.0.attn.c_attn.v.bias (in group 1 there, in none here) and 39 more",
-        "ROOT/step-1/__0_0.distcp is not what was written: another content has the same size; use another checkpoint",
+        "ROOT/step-1/__0_0.distcp is not what was written: the size is right, but the content differs; use another "
+        "checkpoint",
     ]

@@ -329,7 +329,7 @@ def test_plan_that_differs_is_not_proven(
     assert cli._exit_code(["verify", "run.toml"]) == 1
     assert "Olmo2ForCausalLM: dp_shard 2 does NOT compute what one device computes" in capsys.readouterr().out
     refusal = (
-        r"^Olmo2ForCausalLM under this plan does not compute what one device computes, it differs in "
+        r"^Olmo2ForCausalLM under this plan does not compute what one device computes: it differs in "
         rf"{difference}; see `meshtrain verify`, or set model\.prove_unknown_class = false to train without a proof$"
     )
     with pytest.raises(ModelError, match=refusal):

@@ -170,7 +170,7 @@ def _check_nothing_else_trains(pipeline: Pipeline) -> None:
     mine = [name for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(
-            f"{name_some(others)} would not be saved: what trains beside adapters is not a part of them; write the "
+            f"{name_some(others)} would not be saved: these parameters are trained, but are not adapters; write the "
             "full model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
             "requires_grad_(False) on it first"
         )

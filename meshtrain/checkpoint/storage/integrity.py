@@ -53,7 +53,7 @@ def newest_intact_checkpoint(root: Location) -> Location | None:
             return checkpoint
         for problem in damage:
             console.line(f"Damaged: {problem}")
-        console.line(f"{checkpoint} is left out; the checkpoint before it is tried")
+        console.line(f"{checkpoint} is skipped; the checkpoint before it is tried")
     if checkpoints:
         raise CheckpointError(
             f"{root}: none of its {len(checkpoints)} checkpoints is intact, see above; nothing was changed there. "
@@ -101,4 +101,4 @@ def _damage(file: Location, wanted: SavedFile) -> str | None:
         return f"{file} is missing"
     except errors_of(file) as error:
         return f"{file} cannot be read: {reason_of(error)}"
-    return None if found == wanted else f"{file} is not what was written: another content has the same size"
+    return None if found == wanted else f"{file} is not what was written: the size is right, but the content differs"

@@ -79,7 +79,6 @@ class StreamReader:
         end_id: the token after every document.
         shuffle: read the files of each pass in a new order.
         seed: decides that order.
-        seed: another seed, another order.
     """
 
     corpus: Corpus

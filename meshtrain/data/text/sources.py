@@ -36,9 +36,9 @@ KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 SKIPPED_IN_DIRECTORIES = ".json"
-"""Directories of text often hold such files that are not text, as `dataset_info.json`.
+"""Directories of text often hold such files that are not text, such as `dataset_info.json`.
 
-If named, they are lines.
+If such a file is named, it is read as JSON lines.
 """
 
 NAMES_SHOWN = 8
@@ -112,7 +112,7 @@ def find_python_files(root: str) -> list[SourceFile]:
 
 def _expand(source: str) -> list[SourceFile]:
     if "://" in source:
-        raise DataError(f'"{source}" is a URL, and only what is trained on with streaming = true is read from URLs')
+        raise DataError(f'"{source}" is a URL, but only training sources with streaming = true are read from URLs')
     if glob.has_magic(source) and not os.path.lexists(source):
         return _expand_glob(source)
     path = Path(source)

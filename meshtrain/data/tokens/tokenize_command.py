@@ -59,7 +59,7 @@ def tokenize_sources(request: TokenizeRequest, cache: Cache) -> None:
     name = compute_identity(job.identity, request.format)
     if request.output.exists():
         _check_same(request.output, name)
-        console.line(f"{request.output} holds the same already; nothing was done")
+        console.line(f"{request.output} already holds these token files; nothing was done")
         return
     started = time.monotonic()
     partial = request.output.with_name(f"{request.output.name}.partial")
@@ -80,7 +80,7 @@ def tokenize_sources(request: TokenizeRequest, cache: Cache) -> None:
     is_built = build_output(request.output, fill, keeps=(BaseException,))
     if not is_built:
         _check_same(request.output, name)
-        console.line(f"{request.output} holds the same meanwhile, from another process; nothing was done")
+        console.line(f"{request.output} was written by another process meanwhile; nothing was done")
         return
     _show(request, parts, None if is_resumed else time.monotonic() - started)
 
@@ -108,7 +108,7 @@ def _check_same(output: Path, name: str) -> None:
     record = output / RECORD
     if not record.is_file() or json.loads(record.read_text())["identity"] != name:
         raise DataError(
-            f"--output: {output} is there already, and was not made from these sources in this way; "
+            f"--output: {output} exists already, but does not hold the token files of this command; "
             "remove it, or choose another directory"
         )
 

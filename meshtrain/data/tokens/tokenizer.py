@@ -51,7 +51,8 @@ class TokenizerFiles:
     pad_id: int
     """Pads samples.
 
-    It is the end token if the tokenizer has none, as GPT-2's: the labels tell the two apart.
+    It is the end token if the tokenizer has no pad token, like that of GPT-2. The labels distinguish
+    the two.
     """
     identity: str
     """A hash of everything that decides which tokens a text becomes."""
@@ -152,7 +153,7 @@ def _locate(path: str, setting: str) -> Path:
     if not (found / "tokenizer.json").is_file():
         names = sorted(entry.name for entry in found.iterdir())
         raise DataError(
-            f"{setting}: {found} holds no tokenizer.json but {name_some(names) or 'nothing'}; "
+            f"{setting}: {found} holds {name_some(names) or 'nothing'}, but no tokenizer.json; "
             "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     return found / "tokenizer.json"

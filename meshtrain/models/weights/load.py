@@ -127,7 +127,7 @@ def _contradictions(
         assert isinstance(other, LazyTensor)
         if tensor is not None and not _is_equal(local_tensor(tensor), other, local_ranges(tensor), reader):
             problems.append(
-                f"{source} has other values for {copy} than for {original}, but the configuration ties them; "
+                f"{source} has different values for {copy} and {original}, but the configuration ties them; "
                 "from_pretrained would not tie them: set config.tie_word_embeddings = False "
                 "(under model.config in a run file)"
             )

@@ -78,7 +78,7 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
         )
     if linked := [name for name in (SINGLE_NAME, INDEX_NAME) if (source / name).is_symlink()]:
         raise ModelError(
-            f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which is not there; download the "
+            f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which does not exist; download the "
             "model again"
         )
     raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; use a directory that holds the weights")

@@ -70,7 +70,7 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     model_type = model.config.model_type
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
-        yield f"model_types: this plan is for {known}, the model is a {model_type}; use another plan"
+        yield f"model_types: this plan is for {known}, but the model is a {model_type}; use another plan"
     try:
         find_formula(model)
     except ModelError as error:
@@ -105,9 +105,9 @@ def _check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
         return
     if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
         yield (
-            f"the rotary frequencies of {inside[0]} depend on the length of the sequence, and inside a layer a "
-            "recomputation, or another microbatch, would find those of another length; choose a rope_type in "
-            "rope_parameters that does not (not longrope, not dynamic)"
+            f"the rotary frequencies of {inside[0]}, which is inside a layer, depend on the sequence length, so a "
+            "recomputation or another microbatch could use those of another length; choose another rope_type in "
+            "rope_parameters (not longrope, not dynamic)"
         )
 
 

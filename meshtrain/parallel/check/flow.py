@@ -19,7 +19,7 @@ PARTIAL = (
     "works on the heads, or the width, of one process, so its gradient must be summed; make it "
     "'replicated_with_grad_allreduce'"
 )
-TWICE = "sees the same on every process, so its gradient would count once for each; make it 'replicate'"
+TWICE = "gets the same input on every process, so its gradient would count several times; make it 'replicate'"
 
 
 def check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems:
@@ -52,8 +52,8 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
 def _of_layers(flow: Flow, architecture: str) -> Problems:
     if HIDDEN_STATES in flow.partial:
         yield (
-            f"tensor.styles: inside the layers of {architecture} something whole meets the heads, or the width, of one "
-            "process, so its gradient would be partial; add the rule that is missing, or set mesh.tp = 1"
+            f"tensor.styles: inside the layers of {architecture} a full tensor is combined with the heads, or the "
+            "width, of one process, so its gradient would be partial; add the missing rule, or set mesh.tp = 1"
         )
     elif flow.failure is not None:
         yield (

@@ -90,7 +90,7 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
     if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
         yield (
             f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; "
-            f"{microbatches} cannot be divided so; use a multiple of {pp}"
+            f"{microbatches} cannot be divided in this way; use a multiple of {pp}"
         )
 
 

@@ -113,7 +113,7 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
     """Return the stages with the given indices.
 
     Args:
-        model: on the meta device; not usable afterwards.
+        model: on the meta device. It cannot be used afterward.
         layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (only
             the head).
         indices: of the stages that this process holds, ascending.
