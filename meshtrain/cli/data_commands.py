@@ -14,6 +14,7 @@ CORPUS_PACKAGES = (
     "datatrove",
     "ftfy",
     "lxml_html_clean",
+    "orjson",
     "protego",
     "py3langid",
     "pyarrow",

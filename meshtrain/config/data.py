@@ -3,7 +3,7 @@
 from os.path import expanduser
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.settings import LARGEST, Count, Fraction, Positive, Settings
@@ -119,6 +119,13 @@ class DataConfig(SourceConfig):
         "~/.cache/meshtrain"
     )
     """Directory for token files and trained tokenizers."""
+
+    @field_validator("cache_directory")
+    @classmethod
+    def _local_cache(cls, path: str) -> str:
+        if "://" in path:
+            raise ValueError(f"{path!r} is a URL, but token files are mapped into memory; set it to a local directory")
+        return path
 
     @property
     def named_sources(self) -> dict[str, MixedSourceConfig]:

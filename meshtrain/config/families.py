@@ -10,19 +10,17 @@ from meshtrain.config.toml import load_plan
 FAMILY_RULES = ("auto", "styles", "fused", "local_attributes", "local_inputs")
 
 
-def find_family(model_type: str, config: Mapping[str, object] | None = None) -> ParallelPlan | None:
+def find_family(model_type: str, config: Mapping[str, object]) -> ParallelPlan | None:
     """Return the shipped family that is written for a Hugging Face model type, if there is one.
 
     Args:
         model_type: as Hugging Face names it.
         config: values of the model's configuration, because some types have several families.
-            Without it these types have none.
     """
     for family in shipped_families():
         wanted = family.model_config_has
-        if model_type not in family.model_types or (wanted and config is None):
-            continue
-        if config is None or wanted.items() <= {(name, config[name]) for name in wanted if name in config}:
+        has_all = all(name in config and config[name] == value for name, value in wanted.items())
+        if model_type in family.model_types and has_all:
             return family
     return None
 
@@ -33,12 +31,17 @@ def shipped_families() -> tuple[ParallelPlan, ...]:
     return tuple(load_plan(path) for path in sorted((shipped_plans() / "families").glob("*.toml")))
 
 
-def with_family(plan: ParallelPlan, model_type: str) -> ParallelPlan:
+def with_family(plan: ParallelPlan, model_type: str, config: Mapping[str, object]) -> ParallelPlan:
     """Return a plan with the tensor rules of the model's family, if it has no styles of its own.
 
     Nothing else of the family is used.
+
+    Args:
+        plan: not changed.
+        model_type: as for `find_family`.
+        config: as for `find_family`.
     """
-    family = None if plan.tensor.styles else find_family(model_type)
+    family = None if plan.tensor.styles else find_family(model_type, config)
     if family is None:
         return plan
     rules = {name: getattr(family.tensor, name) for name in FAMILY_RULES}

@@ -339,6 +339,9 @@ def refusal_reason(error: Exception) -> str:
     """
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         return shortened(str(error.__cause__), LONGEST_REASON)
+    if isinstance(error, KeyError):
+        # Its text is the missing key alone, such as the name of an activation function.
+        return shortened(f"it does not know {error}", LONGEST_REASON)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # A first line that ends with a colon introduces the next ones.
     return shortened(" ".join(lines) if lines[0].endswith(":") else lines[0], LONGEST_REASON)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+import torch
 from transformers import PretrainedConfig
 
 from meshtrain.config.problems import dotted
@@ -16,11 +17,17 @@ from meshtrain.config.problems import dotted
 LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 10**9, 1e12, 10_000
 # Names that all configurations share. The attribute map of a class links them to its own names.
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings")
+# A width that follows from another one if it is left out, and the labels of a classifier.
+_AT_LEAST_ONE = ("n_inner", "ffn_dim", "num_labels")
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _PROBABILITY = ("dropout", "pdrop", "drop_prob", "layerdrop", "drop_path")
 _EPSILON = ("eps", "epsilon")
 # An id or an index may be negative: it is then counted from the end, or means that there is none.
 _INDEX = ("id", "ids", "idx", "idxs", "index", "layer", "layers")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# No released configuration has as much; an initial standard deviation of 100 is noise, not a model.
+LARGEST_EPSILON, LARGEST_DEVIATION = 0.1, 100.0
 
 
 def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Iterator[str]:
@@ -32,9 +39,34 @@ def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Itera
     """
     standard = {config.attribute_map.get(name, name): name for name in (*_SIZES, *_COUNTS)}
     defaults, integers = config.to_dict(), _integer_names(type(config))
+    yield from _contradictions(defaults, values)
     for name, value in values.items():
         default = 0 if defaults.get(name) is None and name in integers else defaults.get(name)
         yield from _problems(dotted(("model", "config", name)), standard.get(name, name), value, default)
+
+
+def _contradictions(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    all_values = {**defaults, **values}
+    for name in ("dtype", "torch_dtype"):
+        if (dtype := values.get(name)) is not None and not _is_dtype(dtype):
+            yield f"model.config.{name} = {dtype!r}: set it to the name of a dtype of torch, such as 'bfloat16'"
+    vocabulary = all_values.get("vocab_size")
+    for name in _TOKENS:
+        # Some classes have default tokens outside of their default vocabulary.
+        ids = values.get(name) if values.get(name) != defaults.get(name) else None
+        for token in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token, int) and isinstance(vocabulary, int) and not -1 <= token < vocabulary:
+                yield f"model.config.{name} = {ids!r}: set it to a token below vocab_size = {vocabulary:,}"
+    chosen = all_values.get("num_experts_per_tok")
+    for name in _EXPERTS:
+        there = all_values.get(name)
+        is_given = not values.keys().isdisjoint((name, "num_experts_per_tok"))
+        if is_given and isinstance(there, int) and isinstance(chosen, int) and 0 < there < chosen:
+            yield f"model.config.num_experts_per_tok = {chosen}: set it to at most {name} = {there}"
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype)
 
 
 def _integer_names(kind: type[PretrainedConfig]) -> set[str]:
@@ -71,7 +103,13 @@ def _wanted(name: str, value: float, default: Any) -> str | None:
         return None if 0 <= value < 1 else "a probability from 0 below 1"
     if any(word in _EPSILON for word in words):
         is_off = value == 0 and default == 0
-        return None if 0 < value < 1 or is_off else "a number above 0 and below 1"
+        return None if 0 < value <= LARGEST_EPSILON or is_off else f"a number above 0, up to {LARGEST_EPSILON}"
+    if name.endswith(("initializer_range", "init_std")) and value > LARGEST_DEVIATION:
+        return f"a number up to {LARGEST_DEVIATION:g}"
+    if name == "partial_rotary_factor" and not 0 <= value <= 1:
+        return "a number from 0 to 1"
+    if name in _AT_LEAST_ONE and value < 1:
+        return "a whole number from 1"
     if name in _SIZES or name in _COUNTS:
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
         # XLNet has -1, which means that the number of positions is not limited.

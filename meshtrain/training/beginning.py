@@ -48,7 +48,9 @@ def check_beginning(config: RunConfig) -> int:
     path = Path(config.run_directory) / METRICS_NAME
     last_step, saved = 0, None
     for _, metrics in metrics_lines(path):
-        last_step, saved = max(last_step, metrics["step"]), metrics.get(SAVED_KEY, saved)
+        last_step = max(last_step, metrics["step"])
+        if isinstance(metrics.get(SAVED_KEY), str):
+            saved = metrics[SAVED_KEY]
     if saved is not None:
         checkpoint = saved if "://" in saved else shown_path(Path(saved))
         raise CheckpointError(

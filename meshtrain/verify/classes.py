@@ -20,7 +20,7 @@ from meshtrain.verify.dropout import DropoutProof, drops_attention, prove_dropou
 from meshtrain.verify.prove import Proof, prove, prove_together, quiet_ranks
 from meshtrain.verify.record import RECORD_NAME, record_of, write_record
 from meshtrain.verify.tiny import default_config
-from meshtrain.verify.variants import HEADS, Values, cover_pairs, find_flags, flags_text
+from meshtrain.verify.variants import Values, attention_heads, cover_pairs, find_flags, flags_text
 from meshtrain.verify.verify_run import make_case
 
 # Each mesh proves one ability. Pipeline and sharding share one, because every cut model is sharded
@@ -149,7 +149,7 @@ def prove_variants(model_type: str, *, pretrained: bool) -> Variants:
     proven = [v for v in variants if not v or results[flags_text(v)].startswith(PROVEN)]
     others = {flags_text(values): refused[flags_text(values)] for values in impossible}
     others |= {flags: result for flags, result in results.items() if not result.startswith(PROVEN)}
-    heads = getattr(default_config(model_type), HEADS, None)
+    heads = attention_heads(default_config(model_type))
     return Variants(tuple(flags.values), len(variants), len(proven), others, record_of(flags, proven, heads))
 
 
@@ -211,7 +211,7 @@ def _result(proof: Proof | DropoutProof) -> str:
 
 
 def _case(config: PretrainedConfig, mesh: MeshPlan, *, pretrained: bool) -> ProofCase:
-    plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type)
+    plan = with_family(ParallelPlan(tensor=TensorPlan()), config.model_type, config.to_dict())
     return make_case(config, plan, mesh, attention="eager", pretrained=pretrained)
 
 

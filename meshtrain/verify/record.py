@@ -1,6 +1,7 @@
 """The record of proven flags over tp: `verify --models` writes it, runs read it."""
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,24 +11,31 @@ from transformers import PretrainedConfig
 
 from meshtrain.config.reading import shipped_plans
 from meshtrain.verify.tiny import KEY_VALUE_HEADS
-from meshtrain.verify.variants import HEADS, Flags, Values, candidates
+from meshtrain.verify.variants import Flags, Values, attention_heads, candidates
 
 RECORD_NAME = "variants.json"
 
 
 def record_of(flags: Flags, proven: Sequence[Values], heads: int | None) -> dict[str, Any]:
-    """Return the record of one model type: the proven values of each flag, and the silent flags.
+    """Return the record of one model type: what is proven of its flags, and the silent flags.
 
     Args:
         flags: of the type.
         proven: the variants that are proven, without the defaults in each.
         heads: number of attention heads by default.
     """
-    found: dict[str, list[Any]] = {}
-    for name, values in flags.values.items():
-        of_variants = dict.fromkeys(_word(name, variant.get(name, values[0]), heads) for variant in proven)
-        found[name] = [*of_variants]
-    return {"proven": found, "silent": [*flags.silent]}
+    variants = [
+        {name: _word(name, variant.get(name, values[0]), heads) for name, values in flags.values.items()}
+        for variant in proven
+    ]
+    found = {name: [*dict.fromkeys(variant[name] for variant in variants)] for name in flags.values}
+    unproven = [
+        pair
+        for one, other in itertools.combinations(found, 2)
+        for pair in ({one: a, other: b} for a in found[one] for b in found[other])
+        if not any(pair.items() <= variant.items() for variant in variants)
+    ]
+    return {"proven": found, "unproven": unproven, "silent": [*flags.silent]}
 
 
 def write_record(types: Mapping[str, Any], path: Path) -> None:
@@ -37,22 +45,23 @@ def write_record(types: Mapping[str, Any], path: Path) -> None:
 
 
 def uncovered_flags(config: PretrainedConfig) -> list[str]:
-    """Return the flags of a configuration, with their values, that no proof of its type covers."""
+    """Return the flags of a configuration, with their values, that no proof of its type covers.
+
+    A proof covers single values and pairs of them.
+    """
     text = config.get_text_config()
     known = _load().get(text.model_type)
     if known is None:
         return [f"model_type = {text.model_type}"]
-    values, heads = text.to_dict(), getattr(text, HEADS, None)
+    values, heads = text.to_dict(), attention_heads(text)
     proven: Mapping[str, list[Any]] = known["proven"]
     # A value that the class does not define has no effect.
     read = type(text)().to_dict()
     others = (name for name in candidates(text) if name in read and name not in known["silent"])
-    names = dict.fromkeys([*proven, *others])
-    return [
-        f"{name} = {values[name]}"
-        for name in names
-        if name in values and _word(name, values[name], heads) not in proven.get(name, [])
-    ]
+    words = {name: _word(name, values[name], heads) for name in dict.fromkeys([*proven, *others]) if name in values}
+    alone = [name for name, word in words.items() if word not in proven.get(name, [])]
+    together = [name for pair in known["unproven"] if pair.items() <= words.items() for name in pair]
+    return [f"{name} = {values[name]}" for name in dict.fromkeys([*alone, *together])]
 
 
 def _word(name: str, value: Any, heads: int | None) -> Any:

@@ -23,7 +23,7 @@ NOT_FLAGS = {
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "is_decoder"),
     *("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "tf_legacy_loss", "use_bfloat16"),
 }
-FEW, HEADS = 1, "num_attention_heads"
+FEW = 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ def flags_text(values: Values) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
+def attention_heads(config: PretrainedConfig) -> int | None:
+    """Return the number of attention heads of a configuration; None if layers differ or it has none."""
+    # Attributes are not read, because some configurations have values per layer and raise an error.
+    number = config.to_dict().get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    return number if isinstance(number, int) else None
+
+
 def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
     """Return every boolean, choice and number of groups of a configuration: name -> values.
 
@@ -51,7 +58,7 @@ def candidates(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
     """
     hints = _hints(type(config))
     found: dict[str, tuple[Any, ...]] = {}
-    heads = getattr(config, HEADS, None)
+    heads = attention_heads(config)
     for name, value in config.to_dict().items():
         if name in NOT_FLAGS or name.startswith("_"):
             continue

@@ -136,6 +136,10 @@ def test_contradictions_within_a_table_are_refused(write):
         "command line: model: `path` = 's3://bucket/model' is a URL; copy the model to a directory, and set `path` to "
         "that",
     )
+    assert problems_of(write, "", "data.cache_directory=s3://bucket/cache") == (
+        "command line: data.cache_directory: 's3://bucket/cache' is a URL, but token files are mapped into memory; set "
+        "it to a local directory",
+    )
     assert problems_of(write, "", "model.type=") == (
         "command line: model: neither of `path` and `type` are set; set one: where the model is, or its type",
     )

@@ -103,7 +103,7 @@ def test_model_matches_one_family_only():
 
 
 def test_type_with_several_families_needs_its_configuration():
-    assert find_family("falcon") is None
+    assert find_family("falcon", {}) is None
     assert find_family("falcon", {"multi_query": True}) is None
     config = {"multi_query": True, "new_decoder_architecture": False}
     assert find_family("falcon", config).model_config_has == config
@@ -112,15 +112,15 @@ def test_type_with_several_families_needs_its_configuration():
 def test_unknown_model_type_has_no_family():
     plan = ParallelPlan(mesh=MeshPlan(tp=2))
 
-    assert find_family("rwkv") is None
-    assert with_family(plan, "rwkv") is plan
+    assert find_family("rwkv", {}) is None
+    assert with_family(plan, "rwkv", {}) is plan
 
 
 def test_family_sets_tensor_rules_only():
     plan = ParallelPlan(mesh=MeshPlan(tp=2), tensor=TensorPlan(sequence_parallel=True))
-    family = find_family("gpt2")
+    family = find_family("gpt2", {})
 
-    filled = with_family(plan, "gpt2")
+    filled = with_family(plan, "gpt2", {})
 
     assert filled.tensor.styles == family.tensor.styles
     assert filled.tensor.fused == family.tensor.fused
@@ -132,7 +132,7 @@ def test_family_sets_tensor_rules_only():
 def test_plan_with_its_own_styles_is_unchanged():
     plan = ParallelPlan(tensor=TensorPlan(styles={"lm_head": "colwise"}))
 
-    assert with_family(plan, "gpt2") is plan
+    assert with_family(plan, "gpt2", {}) is plan
 
 
 def test_dumped_run_loads_back_equal(write, tmp_path):

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -330,6 +332,13 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path):
     )
     done = subprocess.run(run, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_package_of_the_extra_is_checked():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {*extras["corpus"], *extras["data"]} - {"meshtrain[data]"}
+    assert {package.partition(">")[0] for package in wanted} == {*text.CORPUS_PACKAGES}
 
 
 def test_missing_packages_of_the_extra_are_named(monkeypatch, file):

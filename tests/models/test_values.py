@@ -13,7 +13,7 @@ from meshtrain.models.build import load_hf_config
 from meshtrain.models.values import value_problems
 
 NAN, INF = float("nan"), float("inf")
-PROBABILITY, EPSILON = "a probability from 0 below 1", "a number above 0 and below 1"
+PROBABILITY, EPSILON = "a probability from 0 below 1", "a number above 0, up to 0.1"
 
 
 def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
@@ -38,12 +38,31 @@ def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
         ("gpt2", "n_positions", 10**18, "a whole number from 1 to 1,000,000,000"),
         ("gpt2", "hidden_size", 0, "a whole number from 1 to 1,000,000,000"),
         ("gpt2", "n_layer", 10**9, "a whole number from 1 to 10,000"),
-        ("gpt2", "n_inner", -4, "a number from 0"),
+        ("gpt2", "layer_norm_epsilon", 0.99, EPSILON),
+        ("gpt2", "initializer_range", 1e11, "a number up to 100"),
+        ("gpt2", "n_inner", -4, "a whole number from 1"),
+        ("gpt2", "n_inner", 0, "a whole number from 1"),
+        ("gpt2", "num_labels", -3, "a whole number from 1"),
+        ("gpt2", "bos_token_id", -5, "a token below vocab_size = 50,257"),
+        ("gpt2", "eos_token_id", 99_999_999, "a token below vocab_size = 50,257"),
+        ("glm4_moe", "partial_rotary_factor", 7.5, "a number from 0 to 1"),
         ("mixtral", "num_local_experts", 10**18, "a number up to 1,000,000,000"),
     ],
 )
 def test_number_out_of_range_is_refused(model_type, name, value, wanted):
     assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: set it to {wanted}",)
+
+
+@pytest.mark.parametrize("dtype", ["nosuch", 5e-324, ["a"], "manual_seed"])
+def test_unknown_dtype_is_refused(dtype):
+    (problem,) = problems_of("gpt2", dtype=dtype)
+    assert problem == f"model.config.dtype = {dtype!r}: set it to the name of a dtype of torch, such as 'bfloat16'"
+    assert load_hf_config(ModelConfig(type="gpt2", config={"dtype": "bfloat16"}))
+
+
+def test_experts_of_a_token_are_among_all():
+    (problem,) = problems_of("glm4_moe", n_routed_experts=4)
+    assert problem == "model.config.num_experts_per_tok = 8: set it to at most n_routed_experts = 4"
 
 
 def test_numbers_in_tables_and_lists_are_checked():

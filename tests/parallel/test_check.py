@@ -41,7 +41,7 @@ def meta_model(model_type: str, attention: str = "sdpa", **config: Any) -> PreTr
 
 def make_plan(model_type: str = "", **tables: dict[str, Any]) -> ParallelPlan:
     """Return a plan with the rules of a family and the given tables."""
-    plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type)
+    plan = with_family(ParallelPlan(mesh=MeshPlan(**tables.pop("mesh", {}))), model_type, {})
     kinds = {"pipeline": PipelinePlan, "shard": ShardPlan, "recompute": RecomputePlan, "compile": CompilePlan}
     tensor = plan.tensor.model_copy(update=tables.pop("tensor", {}))
     return plan.model_copy(update={"tensor": tensor, **{name: kinds[name](**table) for name, table in tables.items()}})
@@ -378,6 +378,13 @@ def test_norms_on_heads_must_be_summed(style: str) -> None:
         "('shared_input') each process works for its shards only, so its gradient must be summed; make it "
         "'replicated_with_grad_allreduce'",
     )
+
+
+def test_check_leaves_the_random_numbers_of_the_program_alone() -> None:
+    before = torch.get_rng_state()
+    # The norms on the heads are probed with random numbers.
+    resolve_plan(make_plan("", mesh={"tp": 2}), meta_model("cohere", **LLAMA, use_qk_norm=True), BATCH, 2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_norms_on_a_part_of_the_sequence_must_be_summed() -> None:

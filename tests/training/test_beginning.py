@@ -35,7 +35,7 @@ def copied(saved: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(saved.run_directory), "out")
     with Path("out/metrics.jsonl").open("a") as file:
-        file.write('null\n[3]\n\0\0\n{"step": 9, "lo')
+        file.write('null\n[3]\n\0\0\n{"step": 2, "checkpoint": 5}\n{"step": 9, "lo')
     return saved.model_copy(update={"run_directory": str(tmp_path / "out")})
 
 

@@ -88,6 +88,21 @@ def test_stock_class_of_a_known_type_needs_no_proof(proven: list[ProofCase]) -> 
     assert not proven
 
 
+def test_type_with_several_families_needs_no_proof(proven: list[ProofCase]) -> None:
+    text = """
+[model]
+type = "falcon"
+
+[model.config]
+vocab_size = 300
+hidden_size = 32
+num_hidden_layers = 4
+num_attention_heads = 4
+"""
+    ensure_proven(text)
+    assert not proven
+
+
 BLOOM_TEXT = """
 [model]
 type = "bloom"

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, StableLmConfig
+from transformers import BloomConfig, LlamaConfig, StableLmConfig
 
 from meshtrain import cli
 from meshtrain.verify.record import record_of, uncovered_flags
-from meshtrain.verify.variants import Flags, candidates, cover_pairs, find_flags
+from meshtrain.verify.tiny import default_config
+from meshtrain.verify.variants import Flags, attention_heads, candidates, cover_pairs, find_flags
 
 
 def test_variants_cover_each_pair_of_values() -> None:
@@ -56,11 +57,21 @@ def test_flag_without_effect_is_silent() -> None:
     assert found.values["num_key_value_heads"] == (32, 1, 8)
 
 
+def test_layers_may_have_different_numbers_of_heads() -> None:
+    assert attention_heads(default_config("gpt2")) == 12
+    assert "num_key_value_heads" in find_flags("dots3_note_text").values
+
+
 def test_uncovered_flags_are_found() -> None:
     assert uncovered_flags(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True)) == []
     # The class does not read this flag.
     assert uncovered_flags(LlamaConfig(use_logn_attention=True)) == []
     assert uncovered_flags(StableLmConfig(qk_layernorm=True)) == []
+    assert uncovered_flags(BloomConfig(pretraining_tp=2)) == []
+    assert uncovered_flags(BloomConfig(slow_but_exact=True)) == []
+    # Each is proven, but not both together.
+    both = ["pretraining_tp = 2", "slow_but_exact = True"]
+    assert uncovered_flags(BloomConfig(pretraining_tp=2, slow_but_exact=True)) == both
 
 
 def test_key_value_heads_are_recorded_as_one_some_or_all() -> None:
@@ -68,6 +79,7 @@ def test_key_value_heads_are_recorded_as_one_some_or_all() -> None:
     proven = [{}, {"num_key_value_heads": 8, "bias": True}]
     assert record_of(flags, proven, 32) == {
         "proven": {"num_key_value_heads": ["all", "some"], "bias": [False, True]},
+        "unproven": [{"num_key_value_heads": "all", "bias": True}, {"num_key_value_heads": "some", "bias": False}],
         "silent": ["silent"],
     }
 

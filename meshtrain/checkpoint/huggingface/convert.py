@@ -68,7 +68,11 @@ def _import(folder: Path, root: Location) -> None:
         raise CheckpointError(f"{checkpoint} exists; convert into another directory")
     hf_config = load_hf_config(ModelConfig(path=str(folder)))
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if hf_config.dtype == torch.bfloat16 else "float32"
-    plan = with_family(ParallelPlan(precision=PrecisionPlan(parameters=dtype, compute=dtype)), hf_config.model_type)
+    plan = with_family(
+        ParallelPlan(precision=PrecisionPlan(parameters=dtype, compute=dtype)),
+        hf_config.model_type,
+        hf_config.to_dict(),
+    )
     model = build_meta_model(hf_config, dtype=DTYPES[dtype], attention="eager")
     world_size = world_size_from_environment()
     plan = resolve_plan(plan, model, BatchShape(world_size, 1, 1), world_size)

@@ -41,7 +41,9 @@ def behavior_on_heads(module: nn.Module, full: Any, part: Any) -> Behavior:
     if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(leaves, parts, cuts)):
         return "joint"
     (ways,) = counts
-    values = [_random(leaf, dim) for leaf, dim in zip(leaves, cuts, strict=True)]
+    # A stream of its own leaves the program's random numbers as they are, and is the same on all ranks.
+    stream = torch.Generator().manual_seed(0)
+    values = [_random(leaf, dim, stream) for leaf, dim in zip(leaves, cuts, strict=True)]
 
     def run(copied: nn.Module, rank: int | None) -> Tensor:
         own = values if rank is None else [_narrow(v, dim, rank, ways) for v, dim in zip(values, cuts, strict=True)]
@@ -49,7 +51,7 @@ def behavior_on_heads(module: nn.Module, full: Any, part: Any) -> Behavior:
         result: Tensor = copied(*args, **kwargs)
         return result
 
-    stock = _materialized(module)
+    stock = _materialized(module, stream)
     for behavior in ("alike", "per head"):
         if _computes_the_same(stock, run, ways, per_head=behavior == "per head"):
             return behavior
@@ -85,7 +87,7 @@ def _cut_ones(leaves: Sequence[Any], parts: Sequence[Any], cuts: Sequence[int | 
     return [(a, b, dim) for a, b, dim in zip(leaves, parts, cuts, strict=True) if dim is not None]
 
 
-def _random(leaf: Any, dim: int | None) -> Any:
+def _random(leaf: Any, dim: int | None, stream: torch.Generator) -> Any:
     """Return random values for a meta tensor, and any other argument unchanged.
 
     The statistics differ from head to head, so that a joint norm cannot look like one per head.
@@ -94,7 +96,7 @@ def _random(leaf: Any, dim: int | None) -> Any:
         return leaf
     if not leaf.is_floating_point():
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
-    values = torch.randn(leaf.shape, dtype=torch.float64)
+    values = torch.randn(leaf.shape, generator=stream, dtype=torch.float64)
     if dim is None:
         return values
     size = leaf.shape[dim]
@@ -106,13 +108,13 @@ def _narrow(value: Any, dim: int | None, rank: int, ways: int) -> Any:
     return value if dim is None else value.chunk(ways, dim)[rank]
 
 
-def _materialized(module: nn.Module) -> nn.Module:
+def _materialized(module: nn.Module, stream: torch.Generator) -> nn.Module:
     """Return a float64 copy on the CPU with random parameters and buffers."""
     copied = copy.deepcopy(module).double().to_empty(device="cpu").eval()
     with torch.no_grad():
         for tensor in (*copied.parameters(), *copied.buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)
+                tensor.copy_(torch.rand(tensor.shape, generator=stream, dtype=torch.float64) + 0.5)
             else:
                 tensor.zero_()
     return copied
