@@ -7,10 +7,11 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
-from meshtrain.checkpoint.storage.location import Location, SavedFile, errors_of, reason_of, write_hashed
+from meshtrain.checkpoint.storage.location import SavedFile, reason_of, write_hashed
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.models.fused import FusedParameter
+from meshtrain.runtime.location import Location, errors_of
 
 FORMAT_VERSION = 2
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, find_checkpoint
-from meshtrain.checkpoint.storage.location import Location, local_path, open_location
+from meshtrain.checkpoint.storage.location import local_path, open_location
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
@@ -22,6 +22,7 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.state import load_weights_of
 

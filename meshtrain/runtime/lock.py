@@ -34,9 +34,10 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.errors import UserError
-from meshtrain.runtime.claims import ClaimFile, Location, list_claims, read_claim, remove_claim, renew_claim, token_of
+from meshtrain.runtime.claims import ClaimFile, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
 from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
+from meshtrain.runtime.location import Location, errors_of
 
 BEAT_SECONDS = 5.0
 """Interval at which a holder renews its file."""
@@ -143,8 +144,7 @@ class Lock:
     def __init__(self, folder: Location, what: str, advice: str, kind: type[UserError]) -> None:
         self._folder = folder.resolve() if isinstance(folder, Path) else folder
         self._what, self._advice, self._kind = what, advice, kind
-        # The libraries behind URLs raise exceptions of their own.
-        self._errors = (OSError,) if isinstance(folder, Path) else (Exception,)
+        self._errors = errors_of(folder)
         self._holder, self._token = this_process(), secrets.token_hex(8)
         self._file: ClaimFile | None = None
         self._holds, self._beat, self._is_lost = False, 0, False

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
-from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError
+from meshtrain.runtime.location import Location
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 SAVED_KEY = "checkpoint"

@@ -37,12 +37,9 @@ from meshtrain.checkpoint.storage.directory import (
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
 from meshtrain.checkpoint.storage.location import (
-    Location,
     LocationSystem,
     SavedFile,
     children,
-    errors_of,
-    is_local,
     reason_of,
     remove_tree,
     write_hashed,
@@ -56,6 +53,7 @@ from meshtrain.checkpoint.storage.publishing import (
 )
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.location import Location, errors_of, is_local
 
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]

@@ -11,7 +11,6 @@ from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.huggingface.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
 from meshtrain.checkpoint.storage.directory import checkpoint_directory, is_checkpoint
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.families import with_family
@@ -24,6 +23,7 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import process_group
 

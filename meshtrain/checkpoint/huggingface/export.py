@@ -38,11 +38,12 @@ from meshtrain.checkpoint.storage.directory import (
     is_checkpoint,
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
-from meshtrain.checkpoint.storage.location import Location, local_path, shown_location
+from meshtrain.checkpoint.storage.location import local_path, shown_location
 from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_completely
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
+from meshtrain.runtime.location import Location
 
 ORIGINAL = "original"
 

@@ -21,7 +21,7 @@ from upath import UPath
 from meshtrain.config.reading import shown_path
 from meshtrain.config.settings import Settings
 from meshtrain.errors import CheckpointError
-from meshtrain.runtime.claims import Location
+from meshtrain.runtime.location import Location, errors_of, is_local
 
 _BLOCK = 2**20
 
@@ -49,19 +49,6 @@ def open_location(where: str) -> Location:
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{where} cannot be reached: {error}") from error
     return found
-
-
-def is_local(location: Location) -> bool:
-    """Return whether a location is on this machine, where it can be renamed."""
-    return isinstance(location, Path)
-
-
-def errors_of(location: Location) -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading or writing at a location may raise.
-
-    The libraries behind URLs have exceptions of their own.
-    """
-    return (OSError,) if is_local(location) else (Exception,)
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from transformers.utils import CONFIG_NAME
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import failing_together, is_first_rank
 from meshtrain.runtime.claims import is_claim
 from meshtrain.runtime.disk import flush, flush_tree
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.lock import Lock, locked
 
 _LAST = (CONFIG_NAME, MANIFEST_NAME)
