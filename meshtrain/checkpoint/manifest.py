@@ -7,9 +7,9 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
-from meshtrain.checkpoint.storage.location import SavedFile, reason_of, write_hashed
+from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
 from meshtrain.config.settings import Settings
-from meshtrain.errors import CheckpointError, Problem
+from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.models.fused import FusedParameter
 from meshtrain.runtime.location import Location, errors_of
 

@@ -33,7 +33,7 @@ from datetime import datetime
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, reason_of
 from meshtrain.runtime.claims import ClaimFile, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
 from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
@@ -174,7 +174,7 @@ class Lock:
             if isinstance(error, UserError):
                 raise
             raise self._kind(
-                f"{self._what}: cannot write its lock: {_reason_of(error)}; make room, or {self._advice}"
+                f"{self._what}: cannot write its lock: {reason_of(error)}; make room, or {self._advice}"
             ) from error
         except BaseException:
             self.release()
@@ -194,7 +194,7 @@ class Lock:
             file.remove()
         except self._errors as error:
             console.warning(
-                f"cannot remove {file.path}: {_reason_of(error)}; other machines will treat {self._what} as in use "
+                f"cannot remove {file.path}: {reason_of(error)}; other machines will treat {self._what} as in use "
                 f"for another {LEASE_SECONDS:.0f} s"
             )
 
@@ -215,7 +215,7 @@ class Lock:
         try:
             self._is_lost = self._is_lost or read_claim(self._file.path) is None
         except self._errors as error:
-            return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; fix it, then resume"
+            return f"{self._what}: cannot read its lock {self._file.path}: {reason_of(error)}; fix it, then resume"
         return self.loss()
 
     def _others(self) -> dict[Location, bytes]:
@@ -288,10 +288,6 @@ class Lock:
                 # The next beat tries again. If none succeeds, another process takes over, and
                 # `check` finds that.
                 continue
-
-
-def _reason_of(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _described(holder: Holder | None) -> str:

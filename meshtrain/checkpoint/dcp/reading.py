@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from meshtrain.checkpoint.dcp.planner import BlockLoadPlanner
 from meshtrain.checkpoint.storage.directory import USE_ANOTHER
-from meshtrain.checkpoint.storage.location import LocationSystem, reason_of
+from meshtrain.checkpoint.storage.location import LocationSystem
 from meshtrain.compat.dcp import TABLE_PARTS, memory_format, reader_at
-from meshtrain.errors import CheckpointError, Problem
+from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.runtime.location import Location, errors_of
 
 METADATA_NAME = ".metadata"

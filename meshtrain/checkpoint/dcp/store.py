@@ -40,7 +40,6 @@ from meshtrain.checkpoint.storage.location import (
     LocationSystem,
     SavedFile,
     children,
-    reason_of,
     remove_tree,
     write_hashed,
 )
@@ -51,7 +50,7 @@ from meshtrain.checkpoint.storage.publishing import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some, reason_of
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
 from meshtrain.runtime.location import Location, errors_of, is_local
 
