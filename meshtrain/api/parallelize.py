@@ -29,6 +29,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import fused_modules
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
@@ -334,9 +335,9 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
 def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
     # Adapters have a number format of their own: peft makes them float32 in a bfloat16 model.
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
-    name = str(next(iter(dtypes))).removeprefix("torch.")
+    name = dtype_name(next(iter(dtypes)))
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         raise ModelError(
             f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or set the formats in the "
             'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'

@@ -16,6 +16,7 @@ from meshtrain.config.arguments import wrong
 from meshtrain.config.mesh import FSDP_AXES, MODEL_AXES, TP
 from meshtrain.errors import UserError, name_some
 from meshtrain.inference.pipelined import as_one_model
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.randomness import get_random_states, set_random_states
 from meshtrain.parallel.shard import reshard
@@ -89,7 +90,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin them with bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
         raise UserError(
-            f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids "
+            f"generate: the prompts are {tuple(ids.shape)} {dtype_name(ids.dtype)}; pass token ids "
             "(batch, seq), integers"
         )
     check_tokens(pipeline, ids)

@@ -38,6 +38,7 @@ from meshtrain.models.adapters import (
     put_on_adapters,
     unfuse_adapters,
 )
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.cut.stage import Stage, cut
@@ -161,7 +162,7 @@ def _parallelize_stage(
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
     parameters = {**dict(model.named_parameters()), **adapter_parameters(adapters)}
-    formats = {str(p.dtype).removeprefix("torch."): name for name, p in parameters.items() if p.requires_grad}
+    formats = {dtype_name(p.dtype): name for name, p in parameters.items() if p.requires_grad}
     if len(formats) > 1:
         found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
         raise ModelError(

@@ -10,7 +10,8 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.errors import ModelError, PlanError
-from meshtrain.models.build import DTYPES, build_meta_model
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
 from meshtrain.verify.tiny import default_config, shrink, tiny_config

@@ -17,7 +17,8 @@ from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError
-from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config, stock_class
+from meshtrain.models.build import build_meta_model, load_hf_config, stock_class
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
