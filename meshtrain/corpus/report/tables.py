@@ -6,6 +6,7 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.reading import shown_path
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.report.page import Example, StepReport, write_page
 from meshtrain.corpus.steps.step import StepDirectory, read_dropped, step_directories
 from meshtrain.errors import DataError
@@ -43,7 +44,7 @@ def _show_counts(directory: Path, steps: list[StepReport]) -> None:
             f"{step.counts.entered:,}",
             f"{step.counts.kept:,}",
             f"{sum(step.counts.dropped.values()):,}",
-            f"{step.counts.num_bytes / 1e6:,.1f} MB",
+            f"{step.counts.num_bytes / BYTES_PER_MB:,.1f} MB",
             f"{step.counts.documents_per_second:,.0f}",
         )
         for step in steps
