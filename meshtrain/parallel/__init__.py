@@ -11,7 +11,7 @@ randomness: random streams for dropout.
 replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
 router_loss: the auxiliary loss of the routers of a mixture of experts.
-schedule: pipeline schedules, and forward passes without a backward pass.
+schedule: the process of each stage, and the messages of a forward pass without a backward pass.
 shard: FSDP2 over the data-parallel axes.
 tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
@@ -48,7 +48,7 @@ from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss, find_formula
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
