@@ -125,7 +125,7 @@ def parallelize(
     return model
 
 
-class _Parts(NamedTuple):
+class _TakenApart(NamedTuple):
     """What `_take_apart` has taken off a model, and the resolved plan for it."""
 
     plan: ParallelPlan
@@ -133,7 +133,7 @@ class _Parts(NamedTuple):
     adapters: Mapping[str, nn.Module]
 
 
-def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _Parts:
+def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _TakenApart:
     """Move a model to meta and take off its values and adapters, after all checks. Collective.
 
     An exception restores the model.
@@ -147,12 +147,12 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
         _check_own_code(stock, resolved)
         undo.pop_all()
-    return _Parts(resolved, values, adapters)
+    return _TakenApart(resolved, values, adapters)
 
 
 def _build_pipeline(
     stock: PreTrainedModel,
-    parts: _Parts,
+    parts: _TakenApart,
     mesh: DeviceMesh | None,
     device: torch.device,
     *,

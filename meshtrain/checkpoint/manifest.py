@@ -14,7 +14,7 @@ from meshtrain.models.fused import FusedParameter
 from meshtrain.runtime.location import Location, errors_of
 
 FORMAT_VERSION = 2
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+SavedDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class FormatError(CheckpointError):
@@ -101,9 +101,9 @@ class Manifest(Settings):
     """Hash that identifies the data."""
     streams: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """Streamed source -> position from which it is read next."""
-    dtype: Dtype = "float32"
+    dtype: SavedDtype = "float32"
     """Number format of the parameters in training."""
-    dtypes: dict[str, Dtype] = Field(default_factory=dict)
+    dtypes: dict[str, SavedDtype] = Field(default_factory=dict)
     """Stock FQN -> number format in which it is exported, whatever that of the others."""
     fused: tuple[FusedParameter, ...] = ()
     """Stock parameters that are kept in parts."""

@@ -28,7 +28,7 @@ Found = tuple[Location, Manifest]
 """A checkpoint and its manifest."""
 
 
-def find_checkpoint(identity: Identity) -> Found | None:
+def find_checkpoint_to_resume(identity: Identity) -> Found | None:
     """Return the newest intact checkpoint of the run; None if the run never saved one. Collective.
 
     Raises:

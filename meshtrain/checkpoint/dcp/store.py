@@ -217,7 +217,7 @@ def restore_checkpoint(
     metadata = read_table(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     together = _merge(gather_objects(wanted))
-    raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
+    raise_together(_loading_problems(directory, metadata, together, weights_only=weights_only), CheckpointError)
     with failing_together(CheckpointError):
         read_tensors(directory, metadata, tensors)
 
@@ -342,7 +342,7 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
     return merged
 
 
-def _differences(
+def _loading_problems(
     directory: Location, metadata: Metadata, wanted: Mapping[str, Description], *, weights_only: bool
 ) -> list[str]:
     """Return why the checkpoint cannot be loaded into `wanted`, one line per kind of difference."""

@@ -62,12 +62,12 @@ def _show_dropped(steps: list[StepReport]) -> None:
         for reason, number in step.counts.dropped.items():
             for position, example in enumerate(step.examples[reason]):
                 heading = (step.name, reason, f"{number:,}") if position == 0 else ("", "", "")
-                rows.append((*heading, example.name, shortened(example.detail or example.text)))
+                rows.append((*heading, example.name, _beginning(example.detail or example.text)))
     if rows:
         console.table("Dropped", ("step", "reason", "documents", "example", "detail or text"), rows)
 
 
-def shortened(text: str) -> str:
+def _beginning(text: str) -> str:
     """Return the beginning of a text, in one line."""
     line = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
