@@ -120,3 +120,8 @@ def name_some(names: Collection[str], limit: int = 10) -> str:
     """Return the first names joined for a message, with the number of the others."""
     shown = ", ".join(list(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line why reading, writing or connecting failed."""
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -26,7 +26,8 @@ from meshtrain.config.plan import (
     TensorPlan,
 )
 from meshtrain.config.run import ModelConfig
-from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.pipeline import Pipeline

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from upath import UPath
 
 from meshtrain.checkpoint.huggingface.layout import FLOATS
-from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.config.arguments import path_text, wrong
 from meshtrain.errors import CheckpointError, ModelError, UserError
 from meshtrain.runtime.agreement import raise_together
+from meshtrain.runtime.location import Location
 
 
 def resolve_dtype(asked: str, given: object, kind: type[UserError]) -> torch.dtype:

@@ -5,10 +5,10 @@ from pathlib import Path
 from meshtrain.api.arguments import check_optimizer, checkpoints_at
 from meshtrain.api.handle import handle_of
 from meshtrain.api.saving import source_of
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.config.arguments import check_flag, whole_number, wrong
 from meshtrain.errors import CheckpointError
 from meshtrain.models.initialize import restore_buffers
+from meshtrain.runtime.location import Location
 from meshtrain.training.saving import restore_state, save_state
 from meshtrain.training.state import TrainState
 

@@ -1,9 +1,7 @@
 """Dropout in a program: seeded as in a run, without effect on the program's own random numbers."""
 
-import torch
-from torch import Tensor
-
 from meshtrain.api.handle import Handle
+from meshtrain.parallel.randomness import RandomStates, get_random_states, set_random_states
 
 
 class ProgramStreams:
@@ -16,12 +14,11 @@ class ProgramStreams:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        self._kept: tuple[Tensor, Tensor | None] | None = None
+        self._kept: RandomStates | None = None
 
     def begin(self) -> None:
         """Save the state of the generators; the hook of the stage then seeds them."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._kept = torch.get_rng_state(), cuda
+        self._kept = get_random_states()
         self._handle.pipeline.streams.begin_step(self._handle.num_forwards)
         self._handle.num_forwards += 1
 
@@ -29,8 +26,5 @@ class ProgramStreams:
         """Restore the program's generators, if they were saved."""
         if self._kept is None:
             return
-        cpu, cuda = self._kept
-        self._kept = None
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        kept, self._kept = self._kept, None
+        set_random_states(kept)

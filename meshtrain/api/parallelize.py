@@ -29,6 +29,7 @@ from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError, PlanError, name_some
 from meshtrain.models.adapters import is_adapter_parameter, put_on_adapters, take_off_adapters
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import fused_modules
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
@@ -124,7 +125,7 @@ def parallelize(
     return model
 
 
-class _Parts(NamedTuple):
+class _TakenApart(NamedTuple):
     """What `_take_apart` has taken off a model, and the resolved plan for it."""
 
     plan: ParallelPlan
@@ -132,7 +133,7 @@ class _Parts(NamedTuple):
     adapters: Mapping[str, nn.Module]
 
 
-def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _Parts:
+def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: int, *, prove: bool) -> _TakenApart:
     """Move a model to meta and take off its values and adapters, after all checks. Collective.
 
     An exception restores the model.
@@ -146,12 +147,12 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
         _check_own_code(stock, resolved)
         undo.pop_all()
-    return _Parts(resolved, values, adapters)
+    return _TakenApart(resolved, values, adapters)
 
 
 def _build_pipeline(
     stock: PreTrainedModel,
-    parts: _Parts,
+    parts: _TakenApart,
     mesh: DeviceMesh | None,
     device: torch.device,
     *,
@@ -334,9 +335,9 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
 def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
     # Adapters have a number format of their own: peft makes them float32 in a bfloat16 model.
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if not is_adapter_parameter(name)}
-    name = str(next(iter(dtypes))).removeprefix("torch.")
+    name = dtype_name(next(iter(dtypes)))
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         raise ModelError(
             f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or set the formats in the "
             'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'

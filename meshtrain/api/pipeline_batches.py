@@ -15,6 +15,7 @@ from meshtrain.api.batches import compare_batches, different_batch_message, mask
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import DataError, Problem
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.parallel.check.batch import BatchShape
 from meshtrain.parallel.check.pipeline import check_microbatches
 from meshtrain.parallel.pipeline import Pipeline
@@ -205,9 +206,7 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
 
 def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
     if ids.dim() != 2 or ids.dtype not in TOKENS:
-        raise DataError(
-            f"{name} is {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids (rows, seq), int64"
-        )
+        raise DataError(f"{name} is {tuple(ids.shape)} {dtype_name(ids.dtype)}; pass token ids (rows, seq), int64")
 
 
 def _shifted(labels: Tensor) -> Tensor:

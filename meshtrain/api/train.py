@@ -10,8 +10,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.environment import rank_from_environment
 from meshtrain.training.hooks import Hook, check_hooks
-from meshtrain.training.run import Ending
-from meshtrain.training.run import train_run as train_run
+from meshtrain.training.run import Ending, train_run
 from meshtrain.verify.first_use import ensure_proven
 
 

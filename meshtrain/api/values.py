@@ -15,6 +15,7 @@ from meshtrain.compat.autograd import has_gradient_hooks
 from meshtrain.compat.nn import buffer_table, parameter_table
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import adapter_parameters
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import FusedParameter, split_parts
 from meshtrain.models.layout import local_ranges, local_tensor
 from meshtrain.models.rotary import apply_sequence_length, grown_length, length_dependent
@@ -121,7 +122,7 @@ def check_equal_on_all(values: Values) -> None:
 
 
 def _describe(parameter: nn.Parameter) -> str:
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = dtype_name(parameter.dtype)
     use = "trained" if parameter.requires_grad else "frozen"
     described = f"{dtype} {tuple(parameter.shape)} {use}, hash {tensor_digest(parameter, most_elements=SAMPLED)}"
     if parameter.grad is None:

@@ -7,13 +7,14 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, USE_ANOTHER, step_named
-from meshtrain.checkpoint.storage.location import Location, SavedFile, errors_of, reason_of, write_hashed
+from meshtrain.checkpoint.storage.location import SavedFile, write_hashed
 from meshtrain.config.settings import Settings
-from meshtrain.errors import CheckpointError, Problem
+from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.models.fused import FusedParameter
+from meshtrain.runtime.location import Location, errors_of
 
 FORMAT_VERSION = 2
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+SavedDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class FormatError(CheckpointError):
@@ -100,9 +101,9 @@ class Manifest(Settings):
     """Hash that identifies the data."""
     streams: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """Streamed source -> position from which it is read next."""
-    dtype: Dtype = "float32"
+    dtype: SavedDtype = "float32"
     """Number format of the parameters in training."""
-    dtypes: dict[str, Dtype] = Field(default_factory=dict)
+    dtypes: dict[str, SavedDtype] = Field(default_factory=dict)
     """Stock FQN -> number format in which it is exported, whatever that of the others."""
     fused: tuple[FusedParameter, ...] = ()
     """Stock parameters that are kept in parts."""

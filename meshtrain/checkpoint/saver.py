@@ -13,9 +13,9 @@ from torch import Tensor
 from meshtrain.checkpoint.dcp.planner import Block, block_of
 from meshtrain.checkpoint.dcp.store import HuggingFace, save_blocks
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.runtime.hang import SAVING_THREAD
+from meshtrain.runtime.location import Location
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from meshtrain import console
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
 from meshtrain.checkpoint.storage.directory import find_checkpoints, is_checkpoint
 from meshtrain.checkpoint.storage.integrity import find_damage
-from meshtrain.checkpoint.storage.location import Location, shown_location
+from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.checkpoint.storage.publishing import foreign_files
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.runtime.location import Location
 
 COLUMNS = ("checkpoint", "evaluation loss", "bytes", "files", "saved on", "model", "precision")
 

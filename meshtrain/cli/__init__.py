@@ -17,7 +17,7 @@ as a failure and start the run again. A restart is right where only another proc
 SIGTERM, because its machine goes away: a process that stops for that reason ends with 75 under
 torchrun too.
 
-app.py             the typer application and the exit codes
+app.py             the typer application, and arguments that several commands take
 data_commands.py   commands for text: corpora, tokens, tokenizers, samples
 model_commands.py  commands for the results of a run: checkpoints, models, generated text
 run_commands.py    commands for a run: train, check, verify, plan, schema
@@ -32,14 +32,13 @@ from collections.abc import Iterable
 import typer
 
 from meshtrain import console
-from meshtrain.cli import data_commands as text
-from meshtrain.cli import model_commands as weights
-from meshtrain.cli import run_commands as runs
+from meshtrain.cli import data_commands, model_commands, run_commands
 from meshtrain.cli.app import app
 from meshtrain.errors import UserError
 from meshtrain.runtime.exit_codes import BUG, INTERRUPTED, USER_MISTAKE
 
-__all__ = ["main", "runs", "text", "weights"]
+# A module of commands adds them to the application when it is imported.
+__all__ = ["data_commands", "main", "model_commands", "run_commands"]
 
 SECONDS_FOR_RANK_0 = 5.0
 

@@ -1,4 +1,4 @@
-"""The typer application to which the commands are added, and its exit codes."""
+"""The typer application to which the commands are added, and arguments that several commands take."""
 
 from pathlib import Path
 from typing import Annotated

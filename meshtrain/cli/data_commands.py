@@ -123,7 +123,7 @@ def tokenize(
     from meshtrain.data.cache import Cache
     from meshtrain.data.tokens.tokenize_command import TokenizeRequest, tokenize_sources
 
-    order = TokenizeRequest(
+    request = TokenizeRequest(
         sources,
         tokenizer,
         output,
@@ -134,7 +134,7 @@ def tokenize(
         validation=validation,
         num_documents=limit,
     )
-    tokenize_sources(order, Cache(Path(DataConfig().cache_directory)))
+    tokenize_sources(request, Cache(Path(DataConfig().cache_directory)))
 
 
 @tokenizer_app.command("train")

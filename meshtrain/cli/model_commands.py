@@ -8,7 +8,7 @@ import typer
 from meshtrain import console
 from meshtrain.cli.app import app, checkpoint_app
 
-Dtype = Annotated[
+DtypeOption = Annotated[
     Literal["original", "float32", "bfloat16", "float16"],
     typer.Option(help="Number format of the weights; original: what the model had before the training."),
 ]
@@ -25,7 +25,7 @@ def export(
         str, _argument("CHECKPOINT", "A checkpoint, or a run directory for its newest one. May be a URL.")
     ],
     folder: Annotated[Path, _argument("FOLDER", "The folder to write.")],
-    dtype: Dtype = "original",
+    dtype: DtypeOption = "original",
 ) -> None:
     """Write a Hugging Face model. The stock from_pretrained loads it."""
     from meshtrain.checkpoint.huggingface.export import export_checkpoint
@@ -38,7 +38,7 @@ def export(
 def merge(
     folder: Annotated[str, _argument("FOLDER", "What save_parallelized wrote, or a checkpoint; may be a URL.")],
     out: Annotated[Path, _argument("OUT", "The folder to write.")],
-    dtype: Dtype = "original",
+    dtype: DtypeOption = "original",
 ) -> None:
     """Join the files of all processes into a Hugging Face model, on one process without an accelerator."""
     from meshtrain.checkpoint.huggingface.export import merge as merge_files
@@ -75,7 +75,7 @@ def convert_checkpoint(
         str, _argument("FROM", "A checkpoint, a run directory for its newest one, or a Hugging Face folder.")
     ],
     target: Annotated[str, _argument("TO", "The Hugging Face folder, or where step-0 is written.")],
-    dtype: Dtype = "original",
+    dtype: DtypeOption = "original",
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or a folder to a checkpoint to train from."""
     from meshtrain.checkpoint.huggingface.convert import convert

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.config.data import DataConfig, MixedSourceConfig
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.data.cache import Cache, compute_identity
 from meshtrain.data.run_sources import FoundSource, find_sources
 from meshtrain.data.text.chat_template import find_chat_template
@@ -241,8 +242,9 @@ def _summary(prepared: PreparedData, *, built: bool) -> str:
             if counts
         ]
         if isinstance(source.train, Stream):
-            num_bytes = source.train.corpus.num_bytes
-            sizes = [f"train {len(source.train.corpus.files):,} files, {num_bytes / 1e6:,.1f} MB, streamed", *sizes]
+            corpus = source.train.corpus
+            size = f"{len(corpus.files):,} files, {corpus.num_bytes / BYTES_PER_MB:,.1f} MB"
+            sizes = [f"train {size}, streamed", *sizes]
         if prepared.config.form == "padded":
             files = [file for file in (source.train, source.validation) if isinstance(file, TokenFile)]
             cut += sum(int((np.diff(file.offsets) > prepared.config.sequence_length).sum()) for file in files)

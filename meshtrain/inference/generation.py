@@ -16,7 +16,9 @@ from meshtrain.config.arguments import wrong
 from meshtrain.config.mesh import FSDP_AXES, MODEL_AXES, TP
 from meshtrain.errors import UserError, name_some
 from meshtrain.inference.pipelined import as_one_model
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.parallel.pipeline import Pipeline
+from meshtrain.parallel.randomness import get_random_states, set_random_states
 from meshtrain.parallel.shard import reshard
 from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.parallel.tokens import check_tokens
@@ -88,7 +90,7 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
         raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin them with bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
         raise UserError(
-            f"generate: the prompts are {tuple(ids.shape)} {str(ids.dtype).removeprefix('torch.')}; pass token ids "
+            f"generate: the prompts are {tuple(ids.shape)} {dtype_name(ids.dtype)}; pass token ids "
             "(batch, seq), integers"
         )
     check_tokens(pipeline, ids)
@@ -144,7 +146,11 @@ def _agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> 
     Raises:
         UserError: on all processes of the model, if their arguments differ.
     """
-    answers = [(dist.get_rank(), {name: _digest(value) for name, value in given.items()}, _random_states(device))]
+    states = get_random_states()
+    if device.type == "cpu":
+        # A process that does not use CUDA must not start it for the state of another.
+        states = states._replace(cuda=None)
+    answers = [(dist.get_rank(), {name: _digest(value) for name, value in given.items()}, states)]
     for axis in MODEL_AXES:
         if axis_size(mesh, axis) > 1:
             answers = [found for answer in gather_objects(answers, mesh.get_group(axis)) for found in answer]
@@ -161,7 +167,7 @@ def _agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> 
             f"generate: rank {first} and rank {name_some([*map(str, others)])} hold one model together, but received "
             f"different {name_some(sorted(different))}; pass the same to all of them"
         )
-    _restore_random(states)
+    set_random_states(states)
 
 
 def _digest(value: Any) -> str:
@@ -174,16 +180,3 @@ def _digest(value: Any) -> str:
     except TypeError:
         # Objects of one class may still differ: the callbacks of transformers cannot be compared.
         return type(value).__name__
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

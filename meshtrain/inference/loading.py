@@ -11,17 +11,19 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME, find_checkpoint
-from meshtrain.checkpoint.storage.location import Location, local_path, open_location
+from meshtrain.checkpoint.storage.location import local_path, open_location
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.build import build_meta_model, load_hf_config, refusal_reason, stored_generation_config
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.training.state import load_weights_of
 
@@ -104,7 +106,7 @@ def pipeline_from(source: ModelSource, config: PretrainedConfig, plan: ParallelP
         ModelError: if the weights are incomplete, or belong to another model.
         CheckpointError: the same, for a checkpoint.
     """
-    dtype: Any = source.manifest.dtype if source.manifest else str(config.dtype or "float32").removeprefix("torch.")
+    dtype: Any = source.manifest.dtype if source.manifest else dtype_name(config.dtype or "float32")
     model = build_meta_model(config, dtype=getattr(torch, dtype), attention=None)
     world_size = dist.get_world_size()
     # Not validated: a model can generate in number formats in which it cannot be trained.

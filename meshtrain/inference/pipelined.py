@@ -22,8 +22,7 @@ from meshtrain.errors import ModelError, UserError, name_some
 from meshtrain.models.build import stock_class
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.pipeline import Pipeline, hidden_like
-from meshtrain.parallel.schedule.forward_only import ForwardMessages
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.schedule import ForwardMessages, stage_owners
 from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.runtime.mesh import axis_size
 

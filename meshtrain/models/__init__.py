@@ -2,6 +2,7 @@
 
 adapters: LoRA layers of peft, taken off a model and put back.
 build: the configuration and the stock model on the meta device.
+dtypes: number formats and their names.
 flops: floating-point operations, counted from the structure of a model.
 fused: fused projections, which are kept in parts.
 initialize: random initialization that is the same on every mesh.

@@ -46,7 +46,7 @@ def take_off_adapters(model: nn.Module) -> dict[str, nn.Module]:
     adapted = {name: module for name, module in model.named_modules() if is_adapted(module)}
     _check_supported(model, adapted)
     for name, layer in adapted.items():
-        _replace_module(model, name, getattr(layer, BASE))
+        model.set_submodule(name, getattr(layer, BASE))
         delattr(layer, BASE)
     return adapted
 
@@ -55,7 +55,7 @@ def put_on_adapters(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Undo `take_off_adapters`."""
     for name, layer in layers.items():
         setattr(layer, BASE, model.get_submodule(name))
-        _replace_module(model, name, layer)
+        model.set_submodule(name, layer)
 
 
 def adapters_held_by(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -244,8 +244,3 @@ def _is_base(name: str) -> bool:
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     return [(stock_name(copy), stock_name(source)) for copy, source in ties.items()]
-
-
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

@@ -45,7 +45,6 @@ FAILURES = (ArithmeticError, LookupError, RuntimeError)
 MOST_MODULES, LONGEST_REASON = 500_000, 600
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 PROBE_LENGTH = 3
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> PretrainedConfig:

@@ -174,8 +174,7 @@ def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> It
         raise PlanError(f"{KEY}: {name} has {size} outputs, which {what} not divide")
     sizes = tuple(share * size // total for share in shares.values())
     unfused, entries = split_projection(module, name, dict(zip(shares, sizes, strict=True)))
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, unfused)
+    model.set_submodule(name, unfused)
     return entries
 
 

@@ -11,7 +11,7 @@ randomness: random streams for dropout.
 replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
 router_loss: the auxiliary loss of the routers of a mixture of experts.
-schedule: pipeline schedules, and forward passes without a backward pass.
+schedule: the process of each stage, and the messages of a forward pass without a backward pass.
 shard: FSDP2 over the data-parallel axes.
 tensor: tensor and sequence parallelism.
 tied: tied embeddings on two stages.
@@ -38,6 +38,7 @@ from meshtrain.models.adapters import (
     put_on_adapters,
     unfuse_adapters,
 )
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.fused import unfuse
 from meshtrain.models.initialize import materialize
 from meshtrain.parallel.cut.stage import Stage, cut
@@ -47,7 +48,7 @@ from meshtrain.parallel.randomness import ForwardStreams, Streams, has_dropout
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss, find_formula
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
@@ -161,7 +162,7 @@ def _parallelize_stage(
 
 def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
     parameters = {**dict(model.named_parameters()), **adapter_parameters(adapters)}
-    formats = {str(p.dtype).removeprefix("torch."): name for name, p in parameters.items() if p.requires_grad}
+    formats = {dtype_name(p.dtype): name for name, p in parameters.items() if p.requires_grad}
     if len(formats) > 1:
         found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
         raise ModelError(

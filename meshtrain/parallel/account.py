@@ -19,7 +19,7 @@ from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, cut
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.tensor.rules import resolve_rules
 
 ADAM_STATES = 2

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from meshtrain.compat.autograd import tensor_over
 from meshtrain.compat.dtensor import local_part, tensor_like
 from meshtrain.errors import ModelError
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.layout import local_tensor
 
 # Functions and classes of torch that need all gradients, but would see only those of this process:
@@ -152,4 +153,4 @@ def choose_kernels(optimizer: Optimizer) -> None:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"

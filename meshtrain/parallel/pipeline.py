@@ -24,7 +24,7 @@ from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss
-from meshtrain.parallel.schedule.forward_only import ForwardMessages
+from meshtrain.parallel.schedule import ForwardMessages
 from meshtrain.parallel.shard import defer_reduction, reshard
 from meshtrain.parallel.tensor.collectives import shard_width
 from meshtrain.parallel.tensor.region import sequence_is_split

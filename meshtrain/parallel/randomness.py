@@ -70,8 +70,8 @@ class Streams:
     def __init__(self, coordinate: int) -> None:
         self._coordinate = coordinate
         self._is_own = False
-        self._shared = _States(torch.empty(0), None)
-        self._outer: list[_States | None] = []
+        self._shared = RandomStates(torch.empty(0), None)
+        self._outer: list[RandomStates | None] = []
 
     def begin(self) -> None:
         """Treat the state of torch's generators as the shared stream, at the start of a model.
@@ -102,15 +102,15 @@ class Streams:
         if is_cut == self._is_own:
             self._outer.append(None)
             return
-        self._outer.append(_get_states())
+        self._outer.append(get_random_states())
         self._is_own = is_cut
         if is_cut:
             # All processes draw the key, so the shared stream advances equally on all of them.
             key = int(torch.randint(2**62, ()))
-            self._shared = _get_states()
+            self._shared = get_random_states()
             torch.manual_seed(stream_key(key, self._coordinate))
         else:
-            _set_states(self._shared)
+            set_random_states(self._shared)
 
     def leave(self) -> None:
         """Return to the stream that was active before the last `enter`."""
@@ -121,9 +121,9 @@ class Streams:
             # Draws for full values inside this section have advanced the shared stream.
             before = self._shared
         else:
-            self._shared = _get_states()
+            self._shared = get_random_states()
         self._is_own = not self._is_own
-        _set_states(before)
+        set_random_states(before)
 
     @contextmanager
     def of(self, *, is_cut: bool) -> Iterator[None]:
@@ -135,16 +135,20 @@ class Streams:
             self.leave()
 
 
-class _States(NamedTuple):
+class RandomStates(NamedTuple):
+    """The states of torch's generators; `cuda` is None if this process does not use CUDA."""
+
     cpu: Tensor
     cuda: Tensor | None
 
 
-def _get_states() -> _States:
-    return _States(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+def get_random_states() -> RandomStates:
+    """Return the states of the generators of this process."""
+    return RandomStates(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
 
 
-def _set_states(states: _States) -> None:
+def set_random_states(states: RandomStates) -> None:
+    """Set the generators of this process to states that `get_random_states` returned."""
     torch.set_rng_state(states.cpu)
     if states.cuda is not None:
         torch.cuda.set_rng_state(states.cuda)

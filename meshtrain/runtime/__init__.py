@@ -24,6 +24,7 @@ Failures:
 Files and memory:
 - `lock`: one process at a time writes into a folder.
 - `claims`: the files of which a lock consists.
+- `location`: a path on this machine, or a URL.
 - `disk`: flush files to the disk.
 - `digest`: short hashes that compare tensors across processes.
 - `garbage_collection`: run Python's garbage collector rarely.

@@ -14,10 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from upath import UPath
 
-MARK = ".lock-"
+from meshtrain.runtime.location import Location
 
-Location = Path | UPath
-"""A file or directory: a Path on this machine, a UPath behind a URL."""
+MARK = ".lock-"
 
 
 def is_claim(path: Path) -> bool:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from meshtrain import console
 from meshtrain.errors import UserError
 from meshtrain.runtime.activity import Activity, HangLimits
+from meshtrain.runtime.exit_codes import INTERRUPTED, PEER_FAILED, USER_MISTAKE
 from meshtrain.runtime.failure import (
     FAILURE_NAME,
-    PEER_FAILED,
     Failure,
     Report,
     failure_from_json,
@@ -72,7 +72,7 @@ LOST_POLLS = 30
 
 A broken link closes no connection: the kernel takes 15 minutes to give up.
 """
-EXIT_CODES = {"mistake": 2, "interrupted": 130}
+EXIT_CODES = {"mistake": USER_MISTAKE, "interrupted": INTERRUPTED}
 
 REASON, ASK = "reason", "ask"
 

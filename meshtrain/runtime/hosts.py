@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from meshtrain.errors import HostError
+from meshtrain.errors import HostError, reason_of
 from meshtrain.runtime.environment import (
     host_number_from_environment,
     local_rank_from_environment,
@@ -137,7 +137,7 @@ def _problem_with(here: Host, other: Host) -> str | None:
             with socket.create_connection((other.address, other.port), timeout=CONNECT_SECONDS) as connection:
                 answer = connection.makefile().readline().strip()
         except OSError as error:
-            reason = str(error.strerror or error)
+            reason = reason_of(error)
             if attempt + 1 < ATTEMPTS:
                 time.sleep(POLL_SECONDS)
             continue

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.runtime.environment import is_under_torchrun
-from meshtrain.runtime.failure import PEER_FAILED
+from meshtrain.runtime.exit_codes import PEER_FAILED
 
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_SECONDS = 0.5
-EXIT_SECONDS = 3.0
+ORPHAN_SECONDS = 3.0
 """Time in which a process without its parent reports that and releases its locks."""
 _children_die = False
 _forking_process: int | None = None
@@ -111,7 +111,7 @@ def end_if_torchrun_ended() -> None:
     # The process ends here, so the lock is never released: the reason is reported once.
     _ending.acquire()
     # Standard error may be a pipe that no process reads, and a file system may hang.
-    threading.Timer(EXIT_SECONDS, os._exit, [PEER_FAILED]).start()
+    threading.Timer(ORPHAN_SECONDS, os._exit, [PEER_FAILED]).start()
     try:
         run_exit_functions()
         console.stop_lines([f"torchrun (process {_torchrun}), which started it, was killed"])

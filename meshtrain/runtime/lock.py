@@ -33,10 +33,11 @@ from datetime import datetime
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.errors import UserError
-from meshtrain.runtime.claims import ClaimFile, Location, list_claims, read_claim, remove_claim, renew_claim, token_of
+from meshtrain.errors import UserError, reason_of
+from meshtrain.runtime.claims import ClaimFile, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
 from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
+from meshtrain.runtime.location import Location, errors_of
 
 BEAT_SECONDS = 5.0
 """Interval at which a holder renews its file."""
@@ -143,8 +144,7 @@ class Lock:
     def __init__(self, folder: Location, what: str, advice: str, kind: type[UserError]) -> None:
         self._folder = folder.resolve() if isinstance(folder, Path) else folder
         self._what, self._advice, self._kind = what, advice, kind
-        # The libraries behind URLs raise exceptions of their own.
-        self._errors = (OSError,) if isinstance(folder, Path) else (Exception,)
+        self._errors = errors_of(folder)
         self._holder, self._token = this_process(), secrets.token_hex(8)
         self._file: ClaimFile | None = None
         self._holds, self._beat, self._is_lost = False, 0, False
@@ -174,7 +174,7 @@ class Lock:
             if isinstance(error, UserError):
                 raise
             raise self._kind(
-                f"{self._what}: cannot write its lock: {_reason_of(error)}; make room, or {self._advice}"
+                f"{self._what}: cannot write its lock: {reason_of(error)}; make room, or {self._advice}"
             ) from error
         except BaseException:
             self.release()
@@ -194,7 +194,7 @@ class Lock:
             file.remove()
         except self._errors as error:
             console.warning(
-                f"cannot remove {file.path}: {_reason_of(error)}; other machines will treat {self._what} as in use "
+                f"cannot remove {file.path}: {reason_of(error)}; other machines will treat {self._what} as in use "
                 f"for another {LEASE_SECONDS:.0f} s"
             )
 
@@ -215,7 +215,7 @@ class Lock:
         try:
             self._is_lost = self._is_lost or read_claim(self._file.path) is None
         except self._errors as error:
-            return f"{self._what}: cannot read its lock {self._file.path}: {_reason_of(error)}; fix it, then resume"
+            return f"{self._what}: cannot read its lock {self._file.path}: {reason_of(error)}; fix it, then resume"
         return self.loss()
 
     def _others(self) -> dict[Location, bytes]:
@@ -288,10 +288,6 @@ class Lock:
                 # The next beat tries again. If none succeeds, another process takes over, and
                 # `check` finds that.
                 continue
-
-
-def _reason_of(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _described(holder: Holder | None) -> str:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
-from meshtrain.checkpoint.storage.location import Location, children, errors_in_one_line, shown_location
+from meshtrain.checkpoint.storage.location import children, errors_in_one_line, shown_location
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import CheckpointError
 from meshtrain.runtime.agreement import failing_together, is_first_rank
+from meshtrain.runtime.location import Location
 from meshtrain.training.directory import METRICS_NAME, SAVED_KEY, checkpoints_root, metrics_lines
 
 

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
-from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
 from meshtrain.errors import ConfigError
+from meshtrain.runtime.location import Location
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
 SAVED_KEY = "checkpoint"
@@ -68,7 +69,7 @@ def check_directory(config: RunConfig) -> None:
     path = directory / RUN_NAME
     if not path.exists() or not _holds_work(config):
         return
-    there, here = _decisive(tomllib.loads(path.read_text())), _decisive(tomllib.loads(dump_toml(config)))
+    there, here = decisive(tomllib.loads(path.read_text())), decisive(tomllib.loads(dump_toml(config)))
     if different := differences(there, here):
         raise ConfigError(
             [
@@ -153,8 +154,10 @@ def _holds_work(config: RunConfig) -> bool:
     return bool(list_checkpoints(checkpoints_root(config))) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def _decisive(run: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _flat(run).items() if not key.startswith(FREE)}
+def decisive(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that a resumed run must share, by their full keys."""
+    free_tables = tuple(f"{key}." for key in FREE)
+    return {key: value for key, value in _flat(run).items() if key not in FREE and not key.startswith(free_tables)}
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

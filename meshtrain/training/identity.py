@@ -11,13 +11,14 @@ from meshtrain.checkpoint.huggingface.export import list_stock_tensors
 from meshtrain.checkpoint.huggingface.layout import saved_tensors_of
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.storage.location import Location, errors_in_one_line, local_path, shown_location
+from meshtrain.checkpoint.storage.location import errors_in_one_line, local_path, shown_location
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.data.prepare import PreparedData
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.models.build import load_hf_config
+from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.same_model import config_values, kind_differences

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
-from meshtrain.checkpoint.storage.location import Location, shown_location
+from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError, TrainingStopped
 from meshtrain.runtime.agreement import raise_together
 from meshtrain.runtime.environment import rank_from_environment
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.lock import Lock, locked
 from meshtrain.training.directory import checkpoints_root
 from meshtrain.training.hooks import Hook, Metrics, RunState

@@ -2,6 +2,7 @@
 
 from meshtrain import console
 from meshtrain.config.toml import plan_hash
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.parallel.account import StageShare, account
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.training.resolve import ResolvedRun
@@ -92,4 +93,4 @@ def _layers(share: StageShare) -> str:
 
 
 def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.{1 if num_bytes >= 1e6 else 2}f}"
+    return f"{num_bytes / BYTES_PER_MB:,.{1 if num_bytes >= BYTES_PER_MB else 2}f}"

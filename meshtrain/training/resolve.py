@@ -15,7 +15,8 @@ from meshtrain.config.run import RunConfig
 from meshtrain.data.cache import Cache
 from meshtrain.data.tokens.tokenizer import open_tokenizer
 from meshtrain.errors import DataError, ModelError
-from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config
+from meshtrain.models.build import build_meta_model, load_hf_config
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.rotary import constant_length
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment

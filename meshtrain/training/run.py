@@ -26,7 +26,7 @@ from meshtrain.training.loop import run_loop
 from meshtrain.training.optim import build_learning_rate
 from meshtrain.training.report import show_run
 from meshtrain.training.resolve import ResolvedRun, check_vocabulary, resolve_run
-from meshtrain.training.run_checkpoints import find_checkpoint, set_values
+from meshtrain.training.run_checkpoints import find_checkpoint_to_resume, set_values
 from meshtrain.training.self_check import check_parameters
 
 
@@ -63,7 +63,7 @@ def train_run(config: RunConfig, hooks: Sequence[Hook] = (), prove: Callable[[Re
             if config.stop_after is not None:
                 process.stop.deadline = started + duration_seconds(config.stop_after)
             _agree_on_data(identity.data)
-            found = find_checkpoint(identity)
+            found = find_checkpoint_to_resume(identity)
             show_run(resolved)
             console.line(f"{num_steps:,} steps into {shown_path(Path(config.run_directory))}")
             run = build_run(identity, dataset, num_steps, process, lock, hooks)

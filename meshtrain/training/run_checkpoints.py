@@ -7,7 +7,7 @@ from meshtrain import console
 from meshtrain.checkpoint.manifest import Manifest, read_manifest
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
 from meshtrain.checkpoint.storage.integrity import newest_intact_checkpoint
-from meshtrain.checkpoint.storage.location import Location, shown_location
+from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped
@@ -16,6 +16,7 @@ from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import failing_together
+from meshtrain.runtime.location import Location
 from meshtrain.training.beginning import begin_at_step_0
 from meshtrain.training.build import Run
 from meshtrain.training.directory import changed_length, checkpoints_root
@@ -27,7 +28,7 @@ Found = tuple[Location, Manifest]
 """A checkpoint and its manifest."""
 
 
-def find_checkpoint(identity: Identity) -> Found | None:
+def find_checkpoint_to_resume(identity: Identity) -> Found | None:
     """Return the newest intact checkpoint of the run; None if the run never saved one. Collective.
 
     Raises:

@@ -11,10 +11,11 @@ from transformers import PretrainedConfig
 
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
-from meshtrain.checkpoint.storage.location import Location, errors_in_one_line, local_path
+from meshtrain.checkpoint.storage.location import errors_in_one_line, local_path
 from meshtrain.compat.transformers import PATH_KEY
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.runtime.agreement import failing_together, raise_together
+from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
 
 # Values of a Hugging Face configuration that do not determine what the model computes.

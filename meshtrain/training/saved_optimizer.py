@@ -133,7 +133,7 @@ def _options(index: int, group: Mapping[str, Any]) -> str:
 def _check_alike(ranks: list[_RankOptimizer]) -> None:
     advice = "make the same optimizer on every process, with the same groups in the same order, empty ones included"
     for rank, one in enumerate(ranks):
-        for mine, first in _differences(one, ranks[0]):
+        for mine, first in _optimizer_differences(one, ranks[0]):
             raise CheckpointError(f"the optimizer of rank {rank} {mine}, that of rank 0 {first}; {advice}")
     seen: dict[str, tuple[int, tuple[int | None, tuple[str, ...]]]] = {}
     for rank, one in enumerate(ranks):
@@ -146,7 +146,7 @@ def _check_alike(ranks: list[_RankOptimizer]) -> None:
                 )
 
 
-def _differences(one: _RankOptimizer, first: _RankOptimizer) -> Iterator[tuple[str, str]]:
+def _optimizer_differences(one: _RankOptimizer, first: _RankOptimizer) -> Iterator[tuple[str, str]]:
     """Yield how the optimizers of two ranks differ: both sides of each difference."""
     if one.name != first.name:
         yield f"is {one.name}", f"is {first.name}"

@@ -11,12 +11,12 @@ from meshtrain.checkpoint.huggingface.pretrained import original_dtype
 from meshtrain.checkpoint.manifest import FormatError, Manifest, SavedOptimizer, read_manifest
 from meshtrain.checkpoint.storage.directory import USE_ANOTHER, is_checkpoint, step_of
 from meshtrain.checkpoint.storage.integrity import agreed_checkpoints, find_damage, newest_intact_checkpoint
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
+from meshtrain.runtime.location import Location
 from meshtrain.training.optimizer_state import OPTIMIZER_PREFIX
 from meshtrain.training.same_model import check_same_model
 from meshtrain.training.saved_optimizer import describe_optimizer, optimizer_problems, restore_options

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, read_table, restore_checkpoint
 from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.compat.operators import norms
 from meshtrain.errors import CheckpointError, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import gather_objects, raise_together
+from meshtrain.runtime.location import Location
 from meshtrain.training.optimizer_state import LoadedState, state_tensors
 from meshtrain.training.saved_optimizer import not_json
 

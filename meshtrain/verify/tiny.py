@@ -89,16 +89,6 @@ UNSET = {
 NOT_VALUES = ("model_type", "transformers_version", "architectures", PATH_KEY, "dtype", "auto_map")
 
 
-def tiny_config(model_type: str, num_layers: int = 4) -> PretrainedConfig:
-    """Return a tiny configuration of the language model of a type, made from its defaults.
-
-    Raises:
-        ModelError: if transformers refuses it: some sizes depend on each other in a way that only
-            this class knows.
-    """
-    return shrink(default_config(model_type), num_layers)
-
-
 def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PretrainedConfig:
     """Return a buildable default configuration of the language model of a type.
 

@@ -15,7 +15,8 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError
-from meshtrain.models.build import DTYPES, build_meta_model
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.probe import find_layers

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import meshtrain
 from meshtrain.api.handle import pipeline_of
 from meshtrain.parallel.pipeline import full_tensor
-from meshtrain.verify.tiny import tiny_config
 from tests.api.programs import Batch, own_part
 from tests.casts import lift_float32_casts
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 MODEL_TYPES = ("cpmant", "mvp", "prophetnet", "trocr", "xlm", "xlnet")
 NUM_LAYERS = 2

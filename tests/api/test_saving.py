@@ -12,12 +12,12 @@ from meshtrain.api.handle import pipeline_of
 from meshtrain.checkpoint.huggingface.export import merge
 from meshtrain.errors import CheckpointError, ModelError
 from meshtrain.models.build import load_hf_config
-from meshtrain.verify.tiny import tiny_config
 from tests.api.folders import write_llama
 from tests.api.programs import parallel, stock_model
 from tests.checkpoint.folders import assert_same
 from tests.parity import MODELS
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 
 def gpt2() -> GPT2LMHeadModel:

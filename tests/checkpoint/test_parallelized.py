@@ -23,10 +23,10 @@ from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.training.saving import save_state
 from meshtrain.training.state import TrainState, load_weights_of
-from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline
 from tests.parity import Case, build
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 SAVED_ON = Case("gpt2-odd", (1, 2, 1, 2))
 LOADED_ON = Case("gpt2-odd", (2, 1, 1, 1))

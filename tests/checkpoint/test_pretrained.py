@@ -20,10 +20,10 @@ from meshtrain.config.mesh import MeshPlan
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_like
 from meshtrain.verify.parallel import fill as fill_parameters
-from meshtrain.verify.tiny import tiny_config
 from tests.checkpoint.folders import assert_same, pipeline_of, stock_of, tiny_pipeline
 from tests.parity import Case
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 # With small files, a stage ends within a file; with one file, all stages do.
 SMALL_FILES = {"max_shard_size": 20_000}

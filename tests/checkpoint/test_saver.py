@@ -19,10 +19,11 @@ from meshtrain.checkpoint.saver import Saver
 from meshtrain.checkpoint.show import show_checkpoints
 from meshtrain.checkpoint.storage.directory import find_checkpoint, list_checkpoints
 from meshtrain.checkpoint.storage.integrity import find_damage, newest_intact_checkpoint
-from meshtrain.checkpoint.storage.location import Location, open_location
+from meshtrain.checkpoint.storage.location import open_location
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.errors import CheckpointError
 from meshtrain.models.layout import local_tensor
+from meshtrain.runtime.location import Location
 from tests.checkpoint.stages import build_plain, build_stage, manifest_of
 from tests.ranks import RankError, run_on_ranks
 

@@ -3,13 +3,16 @@
 import gzip
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import tomli_w
 import zstandard
+from datatrove.data import Document
 
 from meshtrain.config.toml import load_corpus
 from meshtrain.corpus.preparation import run_chain
+from meshtrain.corpus.steps.shards import Compression, ShardWriter, as_line
 
 SENTENCE = "the quick brown fox jumps over a lazy dog while seven small boats drift slowly down some river"
 WORDS = SENTENCE.split()
@@ -25,6 +28,13 @@ def write_records(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def write_shard(directory: Path, name: str, compression: Compression, documents: Iterable[Document]) -> None:
+    """Write documents to one shard."""
+    with ShardWriter(directory, name, compression) as writer:
+        for document in documents:
+            writer.write(as_line(document))
 
 
 def write_corpus_file(directory: Path, **settings: object) -> Path:

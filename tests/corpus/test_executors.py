@@ -11,9 +11,10 @@ from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SlurmConfig
 from meshtrain.corpus.steps import executors
 from meshtrain.corpus.steps.blocks import ShardPass
 from meshtrain.corpus.steps.executors import run_pass, total_counts
-from meshtrain.corpus.steps.shards import list_shards, write_shard
+from meshtrain.corpus.steps.shards import list_shards
 from meshtrain.corpus.steps.step import CountShards
 from meshtrain.errors import UserError
+from tests.corpus.preparations import write_shard
 
 # A fake Slurm: sbatch runs the tasks of the array one after another, in the background.
 SBATCH = """#!/usr/bin/env bash

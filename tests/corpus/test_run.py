@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.cli import text
+from meshtrain.cli import data_commands
 from meshtrain.errors import UserError
 from tests.corpus.preparations import (
     contents,
@@ -342,9 +342,9 @@ def test_every_package_of_the_extra_is_checked():
 
 
 def test_missing_packages_of_the_extra_are_named(monkeypatch, file):
-    monkeypatch.setattr(text, "CORPUS_PACKAGES", ("ftfy", "no_such_package"))
+    monkeypatch.setattr(data_commands, "CORPUS_PACKAGES", ("ftfy", "no_such_package"))
     with pytest.raises(UserError) as caught:
-        text.corpus("run", file)
+        data_commands.corpus("run", file)
     assert str(caught.value) == (
         'meshtrain corpus needs packages that are not installed (no_such_package); run pip install "meshtrain[corpus]"'
     )

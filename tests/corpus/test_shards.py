@@ -5,8 +5,9 @@ import time
 import pytest
 from datatrove.data import Document
 
-from meshtrain.corpus.steps.shards import RollingWriter, list_shards, read_lines, read_shard, write_shard
+from meshtrain.corpus.steps.shards import RollingWriter, list_shards, read_lines, read_shard
 from meshtrain.errors import DataError
+from tests.corpus.preparations import write_shard
 
 DOCUMENTS = [
     Document(text="grüß dich\u2028日本 🦜", id="a.jsonl:1", metadata={"url": "http://example.org/", "n": 2**70}),

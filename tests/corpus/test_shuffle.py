@@ -6,10 +6,9 @@ import pytest
 from datatrove.data import Document
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SplitConfig
-from meshtrain.corpus.steps.shards import write_shard
 from meshtrain.corpus.steps.shuffle import choose_part, shuffling_passes, split_passes
 from meshtrain.errors import DataError
-from tests.corpus.preparations import read_shards, texts
+from tests.corpus.preparations import read_shards, texts, write_shard
 
 CONFIG = CorpusConfig(directory="/", sources=["a"], shuffle=ShuffleConfig())
 

@@ -10,7 +10,8 @@ import torch
 
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
-from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config, local_directory
+from meshtrain.models.build import build_meta_model, load_hf_config, local_directory
+from meshtrain.models.dtypes import DTYPES
 
 TINY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import apply_sequence_length as see
 from meshtrain.models.rotary import constant_length, grown_length, length_dependent, most_positions, probed
-from meshtrain.verify.tiny import tiny_config
 from tests.parity import DYNAMIC, LONGROPE
+from tests.tiny import tiny_config
 
 ROPE = {"llama": DYNAMIC, "phi3": LONGROPE, "gemma3_text": {"full_attention": DYNAMIC, "sliding_attention": LONGROPE}}
 POSITIONS = {"llama": {"max_position_embeddings": 10}, "phi3": {"original_max_position_embeddings": 10}}

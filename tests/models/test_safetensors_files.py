@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from meshtrain.errors import ModelError
 from meshtrain.models.weights.block_reader import BlockReader
-from meshtrain.models.weights.safetensors_files import DTYPES, read_header
+from meshtrain.models.weights.safetensors_files import DTYPE_OF_CODE, read_header
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
@@ -29,7 +29,7 @@ def refusal(path: Path) -> str:
 
 
 def test_every_number_format_is_found_at_its_offset(tmp_path: Path) -> None:
-    values = {code: (torch.rand(3, 5) * 100).to(dtype) for code, dtype in DTYPES.items()}
+    values = {code: (torch.rand(3, 5) * 100).to(dtype) for code, dtype in DTYPE_OF_CODE.items()}
     save_file({**values, "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tensors = read_header(tmp_path / "model.safetensors")
     assert tensors.pop("empty").shape == (0, 4)

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan, TensorPlan
-from meshtrain.models.build import DTYPES, build_meta_model
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan

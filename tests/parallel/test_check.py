@@ -26,8 +26,9 @@ from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.parallel import check
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.check.batch import num_microbatches
-from meshtrain.verify.tiny import shrink, tiny_config
+from meshtrain.verify.tiny import shrink
 from tests.parity import DYNAMIC, GPT2, LLAMA
+from tests.tiny import tiny_config
 
 BATCH = BatchShape(global_batch_size=8, micro_batch_size=1, sequence_length=12)
 UNTIED = {**LLAMA, "tie_word_embeddings": False}

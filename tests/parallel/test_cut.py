@@ -18,8 +18,8 @@ from meshtrain.parallel.cut.balance import even_layers
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
 from meshtrain.parallel.cut.stage import Stage, check_cut, cut
 from meshtrain.parallel.cut.stubs import LayerStub
-from meshtrain.verify.tiny import tiny_config
 from tests.parity import DYNAMIC, GPT2, LLAMA, LONGROPE
+from tests.tiny import tiny_config
 
 SEQUENCE, BATCH = 8, 2
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 98}

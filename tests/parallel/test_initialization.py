@@ -20,10 +20,10 @@ from meshtrain.models.fused import FusedParameter, join_parts
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
 from meshtrain.verify.parallel import initialize_pipeline
-from meshtrain.verify.tiny import tiny_config
 from tests.parallel.test_parity import MESHES
 from tests.parity import MODELS, Case, build
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 NAMES = ("gpt2-tied", "llama-untied", "llama-tied", "qwen3")
 PAD = 0

@@ -17,8 +17,8 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.verify.tiny import tiny_config
 from tests.ranks import run_on_ranks
+from tests.tiny import tiny_config
 
 # One for each file of parallel_plans/families, and those with another layout on the hub.
 FAMILIES = (

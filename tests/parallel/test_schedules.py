@@ -22,10 +22,10 @@ from meshtrain.config.schedules import SCHEDULES, ScheduleName
 from meshtrain.models.fused import join_parts
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_tensor
+from meshtrain.parallel import schedule
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
 from meshtrain.parallel.pretrained import load_pretrained
-from meshtrain.parallel.schedule import forward_only
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.tied import TiedCopies
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
@@ -99,14 +99,14 @@ def test_schedule_table_matches_torch(name: ScheduleName) -> None:
                     with pytest.raises(ValueError, match="microbatches"):
                         torch_schedule(name, pp, per_rank, microbatches)
                     continue
-                schedule = torch_schedule(name, pp, per_rank, microbatches)
+                built = torch_schedule(name, pp, per_rank, microbatches)
                 if facts.stages_per_rank == 1:
                     continue
-                orders = schedule.pipeline_order.values()
+                orders = built.pipeline_order.values()
                 kinds = {part.computation_type.name for order in orders for action in order for part in _parts(action)}
                 assert ("BACKWARD_WEIGHT" in kinds) == facts.splits_backward
                 owners = stage_owners(PipelinePlan(schedule=name, stages_per_rank=per_rank), pp)
-                assert [schedule.stage_index_to_group_rank[stage] for stage in range(len(owners))] == owners
+                assert [built.stage_index_to_group_rank[stage] for stage in range(len(owners))] == owners
 
 
 def _parts(action: Any) -> tuple[Any, ...]:
@@ -344,7 +344,7 @@ def record_messages() -> list[tuple[float, list[Message]]]:
         messages.append(("to", group_dst))
         return dist.isend(tensor, group=group, group_dst=group_dst)
 
-    forward_only.dist = SimpleNamespace(recv=recv, isend=isend)  # type: ignore[assignment]
+    schedule.dist = SimpleNamespace(recv=recv, isend=isend)  # type: ignore[assignment]
     heard = []
     for case in EVALUATED:
         pipeline: Pipeline = build(case)

@@ -17,7 +17,8 @@ from upath import UPath
 
 from meshtrain.errors import ConfigError
 from meshtrain.runtime import lock
-from meshtrain.runtime.claims import MARK, Location, list_claims
+from meshtrain.runtime.claims import MARK, list_claims
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.lock import Holder, Lock, content_of, locked, this_process
 
 HOLD = """

@@ -10,12 +10,14 @@ from meshtrain.config.families import with_family
 from meshtrain.config.mesh import MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.errors import ModelError, PlanError
-from meshtrain.models.build import DTYPES, build_meta_model
+from meshtrain.models.build import build_meta_model
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.rotary import constant_length
-from meshtrain.verify.tiny import default_config, shrink, tiny_config
+from meshtrain.verify.tiny import default_config, shrink
 from meshtrain.verify.verify_run import layer_kinds, make_case
 from tests.parity import DYNAMIC, LONGROPE
+from tests.tiny import tiny_config
 
 
 @pytest.mark.parametrize(

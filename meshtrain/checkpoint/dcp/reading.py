@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from meshtrain.checkpoint.dcp.planner import BlockLoadPlanner
 from meshtrain.checkpoint.storage.directory import USE_ANOTHER
-from meshtrain.checkpoint.storage.location import Location, LocationSystem, errors_of, reason_of
+from meshtrain.checkpoint.storage.location import LocationSystem
 from meshtrain.compat.dcp import TABLE_PARTS, memory_format, reader_at
-from meshtrain.errors import CheckpointError, Problem
+from meshtrain.errors import CheckpointError, Problem, reason_of
+from meshtrain.runtime.location import Location, errors_of
 
 METADATA_NAME = ".metadata"
 # Exceptions that a broken pickle may raise: those that Python documents, and those that were

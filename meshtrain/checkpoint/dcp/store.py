@@ -37,13 +37,9 @@ from meshtrain.checkpoint.storage.directory import (
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
 from meshtrain.checkpoint.storage.location import (
-    Location,
     LocationSystem,
     SavedFile,
     children,
-    errors_of,
-    is_local,
-    reason_of,
     remove_tree,
     write_hashed,
 )
@@ -54,8 +50,9 @@ from meshtrain.checkpoint.storage.publishing import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from meshtrain.errors import CheckpointError, Problem, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some, reason_of
 from meshtrain.runtime.agreement import failing_together, gather_objects, is_first_rank, raise_together
+from meshtrain.runtime.location import Location, errors_of, is_local
 
 MODEL_PREFIX = "model."
 Description = tuple[tuple[int, ...], torch.dtype]
@@ -220,7 +217,7 @@ def restore_checkpoint(
     metadata = read_table(directory)
     wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     together = _merge(gather_objects(wanted))
-    raise_together(_differences(directory, metadata, together, weights_only=weights_only), CheckpointError)
+    raise_together(_loading_problems(directory, metadata, together, weights_only=weights_only), CheckpointError)
     with failing_together(CheckpointError):
         read_tensors(directory, metadata, tensors)
 
@@ -345,7 +342,7 @@ def _merge(answers: list[dict[str, Description]]) -> dict[str, Description]:
     return merged
 
 
-def _differences(
+def _loading_problems(
     directory: Location, metadata: Metadata, wanted: Mapping[str, Description], *, weights_only: bool
 ) -> list[str]:
     """Return why the checkpoint cannot be loaded into `wanted`, one line per kind of difference."""

@@ -15,7 +15,7 @@ from meshtrain.checkpoint.huggingface.description import Tokenizer, save_tokeniz
 from meshtrain.checkpoint.huggingface.stock_tensors import StockTensor
 from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.mesh import STAGE_AXES
-from meshtrain.errors import CheckpointError, ModelError, Problem, name_some
+from meshtrain.errors import CheckpointError, ModelError, Problem, name_some, reason_of
 from meshtrain.models.adapters import adapters_of, is_adapted, is_adapter_parameter, stock_name
 from meshtrain.models.fused import join_parts
 from meshtrain.parallel.pipeline import Pipeline, full_tensor
@@ -159,9 +159,8 @@ def save_adapters(
                 if tokenizer is not None:
                     save_tokenizer(Path(folder), tokenizer, Path())
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                Problem(f"cannot write adapters into {folder}: {reason}", "make room or save elsewhere")
+                Problem(f"cannot write adapters into {folder}: {reason_of(error)}", "make room or save elsewhere")
             ) from error
 
 

@@ -11,19 +11,20 @@ from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.huggingface.export import ORIGINAL, export_checkpoint
 from meshtrain.checkpoint.parallelized import weights_manifest, weights_of
 from meshtrain.checkpoint.storage.directory import checkpoint_directory, is_checkpoint
-from meshtrain.checkpoint.storage.location import Location
 from meshtrain.checkpoint.storage.named_folder import locked_together
 from meshtrain.checkpoint.storage.publishing import Retention
 from meshtrain.config.families import with_family
 from meshtrain.config.plan import ParallelPlan, PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import CheckpointError
-from meshtrain.models.build import DTYPES, build_meta_model, load_hf_config, stock_class
+from meshtrain.models.build import build_meta_model, load_hf_config, stock_class
+from meshtrain.models.dtypes import DTYPES
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.environment import world_size_from_environment
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import process_group
 

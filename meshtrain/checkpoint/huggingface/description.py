@@ -15,6 +15,7 @@ from meshtrain.checkpoint.storage.directory import HUGGINGFACE_NAME
 from meshtrain.data.tokens.tokenizer import TOKENIZER_FILE_NAMES
 from meshtrain.errors import CheckpointError
 from meshtrain.models.build import stock_class
+from meshtrain.models.dtypes import dtype_name
 
 
 class Saveable(Protocol):
@@ -48,7 +49,7 @@ def write_description(
             write the configuration.
     """
     config = copy.deepcopy(model.config)
-    config.dtype = name_of(dtype)
+    config.dtype = dtype_name(dtype)
     config.architectures = [stock_class(model).__name__]
     try:
         config.save_pretrained(directory)
@@ -61,11 +62,6 @@ def write_description(
             f"transformers refuses to write the configuration of this model: {' '.join(reason)}"
         ) from error
     save_tokenizer(directory, tokenizer, origin or Path(str(config.name_or_path)))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a number format, as it is written in a configuration."""
-    return str(dtype).removeprefix("torch.")
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:

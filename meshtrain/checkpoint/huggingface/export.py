@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from meshtrain import console
 from meshtrain.checkpoint.dcp.reading import read_metadata, read_tensors, tensor_entries
 from meshtrain.checkpoint.dcp.store import MODEL_PREFIX
-from meshtrain.checkpoint.huggingface.description import name_of
 from meshtrain.checkpoint.huggingface.layout import (
     FLOATS,
     MAX_SHARD_SIZE,
@@ -38,11 +37,13 @@ from meshtrain.checkpoint.storage.directory import (
     is_checkpoint,
 )
 from meshtrain.checkpoint.storage.integrity import find_damage
-from meshtrain.checkpoint.storage.location import Location, local_path, shown_location
+from meshtrain.checkpoint.storage.location import local_path, shown_location
 from meshtrain.checkpoint.storage.named_folder import check_new, locked_folder, written_completely
 from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_model
+from meshtrain.models.dtypes import dtype_name
+from meshtrain.runtime.location import Location
 
 ORIGINAL = "original"
 
@@ -178,7 +179,7 @@ def _copy_description(description: Path, folder: Path, manifest: Manifest, dtype
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
-    config |= {"architectures": [manifest.architecture], "dtype": name_of(dtype)}
+    config |= {"architectures": [manifest.architecture], "dtype": dtype_name(dtype)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

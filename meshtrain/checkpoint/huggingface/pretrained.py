@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshtrain import console
 from meshtrain.checkpoint.huggingface.adapters import Merging, active_adapters, find_lost_biases
-from meshtrain.checkpoint.huggingface.description import Tokenizer, name_of, write_description
+from meshtrain.checkpoint.huggingface.description import Tokenizer, write_description
 from meshtrain.checkpoint.huggingface.layout import FLOATS, MAX_SHARD_SIZE, check_names, layout_of, plan_files
 from meshtrain.checkpoint.huggingface.mesh_export import (
     Groups,
@@ -23,6 +23,7 @@ from meshtrain.config.mesh import PP
 from meshtrain.errors import CheckpointError
 from meshtrain.models.adapters import is_adapter_parameter
 from meshtrain.models.build import stock_like
+from meshtrain.models.dtypes import dtype_name
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
 from meshtrain.runtime.agreement import check_alike, is_first_rank, raise_together
@@ -68,7 +69,7 @@ def write_pretrained(
     plan = plan_files(layout, max_shard_size)
     folder = folder.absolute()
     with groups_for_saving() as groups:
-        asked = {"dtype": name_of(chosen), "max_shard_size": max_shard_size, "folder": folder}
+        asked = {"dtype": dtype_name(chosen), "max_shard_size": max_shard_size, "folder": folder}
         check_alike("save_pretrained", asked, CheckpointError, groups.agreement)
         live = live_tensors(pipeline, groups)
         # All processes raise the same error, because `live.shapes` is the same on all.
@@ -76,7 +77,7 @@ def write_pretrained(
         describe = partial(write_description, model=model, tokenizer=tokenizer, dtype=chosen, origin=origin)
         write_live_folder(folder, layout, plan, live, describe=describe)
     if is_first_rank():
-        console.line(f"{folder} holds {type(stock).__name__} in {name_of(chosen)}")
+        console.line(f"{folder} holds {type(stock).__name__} in {dtype_name(chosen)}")
 
 
 def original_dtype(pipeline: Pipeline) -> torch.dtype:

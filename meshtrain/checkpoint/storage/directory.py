@@ -16,8 +16,9 @@ stored; it is found by listing ROOT.
 
 import re
 
-from meshtrain.checkpoint.storage.location import Location, children, errors_in_one_line, file_names, is_local
+from meshtrain.checkpoint.storage.location import children, errors_in_one_line, file_names
 from meshtrain.errors import CheckpointError, Problem
+from meshtrain.runtime.location import Location, is_local
 
 MANIFEST_NAME = "manifest.json"
 HUGGINGFACE_NAME = "huggingface"

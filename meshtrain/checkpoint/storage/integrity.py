@@ -8,9 +8,10 @@ import torch.distributed as dist
 from meshtrain import console
 from meshtrain.checkpoint.manifest import FormatError, read_manifest
 from meshtrain.checkpoint.storage.directory import list_checkpoints
-from meshtrain.checkpoint.storage.location import Location, SavedFile, errors_of, hash_file, reason_of
-from meshtrain.errors import CheckpointError, Problem
+from meshtrain.checkpoint.storage.location import SavedFile, hash_file
+from meshtrain.errors import CheckpointError, Problem, reason_of
 from meshtrain.runtime.agreement import gather_objects
+from meshtrain.runtime.location import Location, errors_of
 
 
 def find_damage(checkpoint: Location) -> list[Problem]:

@@ -20,8 +20,8 @@ from upath import UPath
 
 from meshtrain.config.reading import shown_path
 from meshtrain.config.settings import Settings
-from meshtrain.errors import CheckpointError
-from meshtrain.runtime.claims import Location
+from meshtrain.errors import CheckpointError, reason_of
+from meshtrain.runtime.location import Location, errors_of, is_local
 
 _BLOCK = 2**20
 
@@ -49,24 +49,6 @@ def open_location(where: str) -> Location:
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{where} cannot be reached: {error}") from error
     return found
-
-
-def is_local(location: Location) -> bool:
-    """Return whether a location is on this machine, where it can be renamed."""
-    return isinstance(location, Path)
-
-
-def errors_of(location: Location) -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading or writing at a location may raise.
-
-    The libraries behind URLs have exceptions of their own.
-    """
-    return (OSError,) if is_local(location) else (Exception,)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return in one line why something could not be read or written."""
-    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from transformers.utils import CONFIG_NAME
 
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME
-from meshtrain.checkpoint.storage.location import Location
-from meshtrain.errors import CheckpointError
+from meshtrain.errors import CheckpointError, reason_of
 from meshtrain.runtime.agreement import failing_together, is_first_rank
 from meshtrain.runtime.claims import is_claim
 from meshtrain.runtime.disk import flush, flush_tree
+from meshtrain.runtime.location import Location
 from meshtrain.runtime.lock import Lock, locked
 
 _LAST = (CONFIG_NAME, MANIFEST_NAME)
@@ -130,4 +130,4 @@ def written_completely(folder: Path) -> Iterator[Path]:
 
 def cannot_write(folder: Path, error: OSError) -> str:
     """Return in one line why a folder cannot be written."""
-    return f"cannot write {folder}: {error.strerror or error}; make room or write elsewhere"
+    return f"cannot write {folder}: {reason_of(error)}; make room or write elsewhere"

@@ -13,9 +13,10 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.checkpoint.manifest import read_manifest
 from meshtrain.checkpoint.storage.directory import MANIFEST_NAME, list_checkpoints, step_named, step_of
-from meshtrain.checkpoint.storage.location import Location, children, files_below, is_local, remove_tree
+from meshtrain.checkpoint.storage.location import children, files_below, remove_tree
 from meshtrain.errors import CheckpointError, name_some
 from meshtrain.runtime.disk import flush
+from meshtrain.runtime.location import Location, is_local
 
 _LEFTOVER = re.compile(r"step-\d+(\.old|\.tmp|\.old\.tmp)")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.steps.step import Counts
 from meshtrain.data.cache import write_atomically
 
@@ -99,7 +100,7 @@ def _table(steps: Sequence[StepReport]) -> str:
     rows = []
     for step in steps:
         counts = step.counts
-        numbers = (counts.entered, counts.kept, sum(counts.dropped.values()), round(counts.num_bytes / 1e6, 1))
+        numbers = (counts.entered, counts.kept, sum(counts.dropped.values()), round(counts.num_bytes / BYTES_PER_MB, 1))
         rows.append((step.name, *(f"{number:,}" for number in numbers), f"{counts.documents_per_second:,.0f}"))
         rows += [
             (f"&nbsp;&nbsp;{escape(part)}", "", f"{number:,}", "", "", "") for part, number in counts.parts.items()

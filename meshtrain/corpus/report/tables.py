@@ -6,6 +6,7 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.reading import shown_path
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.report.page import Example, StepReport, write_page
 from meshtrain.corpus.steps.step import StepDirectory, read_dropped, step_directories
 from meshtrain.errors import DataError
@@ -43,7 +44,7 @@ def _show_counts(directory: Path, steps: list[StepReport]) -> None:
             f"{step.counts.entered:,}",
             f"{step.counts.kept:,}",
             f"{sum(step.counts.dropped.values()):,}",
-            f"{step.counts.num_bytes / 1e6:,.1f} MB",
+            f"{step.counts.num_bytes / BYTES_PER_MB:,.1f} MB",
             f"{step.counts.documents_per_second:,.0f}",
         )
         for step in steps
@@ -61,12 +62,12 @@ def _show_dropped(steps: list[StepReport]) -> None:
         for reason, number in step.counts.dropped.items():
             for position, example in enumerate(step.examples[reason]):
                 heading = (step.name, reason, f"{number:,}") if position == 0 else ("", "", "")
-                rows.append((*heading, example.name, shortened(example.detail or example.text)))
+                rows.append((*heading, example.name, _beginning(example.detail or example.text)))
     if rows:
         console.table("Dropped", ("step", "reason", "documents", "example", "detail or text"), rows)
 
 
-def shortened(text: str) -> str:
+def _beginning(text: str) -> str:
     """Return the beginning of a text, in one line."""
     line = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."

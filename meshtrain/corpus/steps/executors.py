@@ -29,7 +29,7 @@ from meshtrain import console
 from meshtrain.compat.datatrove import TaskExecutor
 from meshtrain.config.corpus import CorpusConfig
 from meshtrain.corpus.steps.blocks import ShardPass
-from meshtrain.errors import DataError, UserError
+from meshtrain.errors import DataError, UserError, reason_of
 from meshtrain.runtime.lifetime import children_die_with_parent, die_with_parent, hold_until_death
 
 WORKERS = "workers.lock"
@@ -116,7 +116,7 @@ def run_pass(
             executor.run()
         except OSError as error:
             raise DataError(
-                f"{description}: {error.filename or logs}: {error.strerror or error}; fix it, then run the same "
+                f"{description}: {error.filename or logs}: {reason_of(error)}; fix it, then run the same "
                 "command again; finished tasks are not repeated"
             ) from error
         if isinstance(executor, SlurmPipelineExecutor):

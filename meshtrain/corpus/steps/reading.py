@@ -12,6 +12,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from meshtrain.config.corpus import CorpusConfig
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.steps.blocks import Documents, ShardPass, dropped_line
 from meshtrain.corpus.steps.records import BadCorpusRecord, read_records
 from meshtrain.corpus.steps.shards import RollingWriter, ShardWriter, as_line
@@ -19,7 +20,6 @@ from meshtrain.data.text.sources import SourceFile
 from meshtrain.errors import DataError
 
 EMPTY = "empty"
-BYTES_PER_MEGABYTE = 1e6
 
 
 def reading_passes(files: Sequence[SourceFile], target: Path, dropped: Path, config: CorpusConfig) -> list[ShardPass]:
@@ -33,7 +33,7 @@ def reading_passes(files: Sequence[SourceFile], target: Path, dropped: Path, con
     """
     # A group is smaller than a shard, so that a group of small files does not fill one shard and
     # begin another.
-    groups = group_files(files, 0.75 * config.shard_megabytes * BYTES_PER_MEGABYTE)
+    groups = group_files(files, 0.75 * config.shard_megabytes * BYTES_PER_MB)
     return [ShardPass("read", [ReadSources(groups, target, dropped, config)], len(groups))]
 
 
@@ -85,7 +85,7 @@ class ReadSources(PipelineStep):
         config, name = self.config, f"{rank:05}"
         num_records = 0
         with (
-            RollingWriter(self.target, name, config.compression, config.shard_megabytes * BYTES_PER_MEGABYTE) as kept,
+            RollingWriter(self.target, name, config.compression, config.shard_megabytes * BYTES_PER_MB) as kept,
             ShardWriter(self.dropped, name, config.compression) as dropped,
         ):
             for file in self.groups[rank]:

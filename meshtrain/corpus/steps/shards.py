@@ -9,7 +9,7 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
@@ -241,10 +241,3 @@ class RollingWriter:
         directory, name, compression = self._location
         self._num_shards += 1
         return ShardWriter(directory, f"{name}-{self._num_shards - 1:05}", compression)
-
-
-def write_shard(directory: Path, name: str, compression: Compression, documents: Iterable[Document]) -> None:
-    """Write documents to one shard."""
-    with ShardWriter(directory, name, compression) as writer:
-        for document in documents:
-            writer.write(as_line(document))

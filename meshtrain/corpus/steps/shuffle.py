@@ -14,8 +14,8 @@ from datatrove.pipeline.base import PipelineStep
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from meshtrain.config.corpus import CorpusConfig, ShuffleConfig, SplitConfig
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.steps.blocks import Documents, ShardPass, shard_names
-from meshtrain.corpus.steps.reading import BYTES_PER_MEGABYTE
 from meshtrain.corpus.steps.shards import Compression, RollingWriter, ShardWriter, as_document, list_shards, read_lines
 from meshtrain.errors import DataError
 
@@ -40,16 +40,16 @@ def shuffling_passes(
     Raises:
         DataError: if there would be more than MAX_BUCKETS buckets.
     """
-    num_buckets = math.ceil(num_bytes / (shuffle.bucket_megabytes * BYTES_PER_MEGABYTE)) or 1
+    num_buckets = math.ceil(num_bytes / (shuffle.bucket_megabytes * BYTES_PER_MB)) or 1
     if num_buckets > MAX_BUCKETS:
-        least = math.ceil(num_bytes / BYTES_PER_MEGABYTE / MAX_BUCKETS)
+        least = math.ceil(num_bytes / BYTES_PER_MB / MAX_BUCKETS)
         raise DataError(
             f"shuffle.bucket_megabytes = {shuffle.bucket_megabytes:g} makes {num_buckets:,} buckets, more than "
             f"{MAX_BUCKETS} files that one task may write at once; set it to {least} or more"
         )
     shards = list_shards(source)
     scatter = ScatterLines(shards, work, config.compression, shuffle.seed, num_buckets)
-    shard_bytes = config.shard_megabytes * BYTES_PER_MEGABYTE
+    shard_bytes = config.shard_megabytes * BYTES_PER_MB
     sort = SortBucket(work, target, config.compression, shuffle.seed, shard_bytes)
     return [ShardPass("scatter", [scatter], len(shards)), ShardPass("sort", [sort], num_buckets)]
 

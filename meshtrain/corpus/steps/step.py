@@ -133,7 +133,7 @@ class StepDirectory:
         now = json.loads(json.dumps(settings))
         if changed := [key for key in (*before, *(now.keys() - before)) if before.get(key) != now.get(key)]:
             raise DataError(
-                f"{step}: {self.path} was made with other settings: {_differences(before, now, changed)}; add "
+                f"{step}: {self.path} was made with other settings: {_describe_changes(before, now, changed)}; add "
                 f"--redo {step} to remove it and the steps after it, or set directory to a new location"
             )
 
@@ -146,7 +146,7 @@ class StepDirectory:
         return total
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], changed: Sequence[str]) -> str:
+def _describe_changes(before: dict[str, Any], now: dict[str, Any], changed: Sequence[str]) -> str:
     if "input" in changed:
         return "its input has changed"
     return ", ".join(f"{key} was {_shorten(before.get(key))} and is {_shorten(now.get(key))}" for key in changed)

@@ -14,6 +14,7 @@ import aiohttp
 from protego import Protego
 
 from meshtrain.config.corpus import DownloadConfig
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.web.responses import (
     ASKED_TO_WAIT,
     BAD_REDIRECT,
@@ -117,7 +118,7 @@ class Fetcher:
                 raise status_error(response)
             if response.content_type not in self._config.content_types:
                 raise PageError(WRONG_TYPE, response.content_type)
-            most_bytes = int(self._config.max_megabytes * 1_000_000)
+            most_bytes = int(self._config.max_megabytes * BYTES_PER_MB)
             if (response.content_length or 0) > most_bytes:
                 raise PageError(TOO_LARGE, f"{response.content_length:,} bytes")
             body = await _read(response, most_bytes)

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from tldextract import TLDExtract
 
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, reason_of
 
 LONGEST_TOO_SHORT = 8
 """Links of at most this number of characters are dropped."""
@@ -98,7 +98,7 @@ def _read_list(file: str, key: str) -> frozenset[str]:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}; fix it") from error
+        raise DataError(f"{key}: cannot read {file}: {reason_of(error)}; fix it") from error
     entries = (line.partition("#")[0].strip().lower() for line in lines)
     return frozenset(entry for entry in entries if entry)
 

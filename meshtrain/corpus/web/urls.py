@@ -13,8 +13,9 @@ from datatrove.pipeline.base import PipelineStep
 from xxhash import xxh3_64_intdigest
 
 from meshtrain.config.corpus import CorpusConfig, DownloadConfig, UrlsConfig
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.corpus.steps.blocks import Documents, Filter, FilterDocuments, ShardPass, WriteBuckets, WriteShards
-from meshtrain.corpus.steps.reading import BYTES_PER_MEGABYTE, group_files, relative_names
+from meshtrain.corpus.steps.reading import group_files, relative_names
 from meshtrain.corpus.steps.records import read_text_lines
 from meshtrain.corpus.steps.shards import list_shards, read_shard
 from meshtrain.corpus.web.link_rules import load_rules
@@ -43,7 +44,7 @@ def link_passes(
     for file in files:
         if not str(file.kind).startswith("txt"):
             raise DataError(f"urls.lists: {file.path} is not a .txt file; give files with one link per line")
-    groups = group_files(files, config.shard_megabytes * BYTES_PER_MEGABYTE)
+    groups = group_files(files, config.shard_megabytes * BYTES_PER_MB)
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards
     build = partial(build_url_filter, config.urls)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from meshtrain.data.text.sources import SourceFile
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, reason_of
 
 READ_BYTES = 1 << 18
 MAX_ZSTD_WINDOW = 1 << 31
@@ -45,7 +45,7 @@ def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         raw = file.path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}; fix it or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {reason_of(error)}; fix it or leave it out") from error
     with raw:
         if file.kind.endswith(".gz"):
             _check_bgzf(raw)

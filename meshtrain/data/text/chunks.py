@@ -11,7 +11,7 @@ from meshtrain.data.text.byte_streams import DamagedError, open_source_file, see
 from meshtrain.data.text.corpus import Corpus, Position, RecordForm
 from meshtrain.data.text.parquet import read_parquet_records, read_rows
 from meshtrain.data.tokens.cutting import PIECE_CHARACTERS, Cutter, TooLongError
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, reason_of
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 28
@@ -71,7 +71,7 @@ class _FileReader:
             yield self._chunk("damage", f"{self._location()}: {damage}".encode())
         except OSError as error:
             where = self._file.path
-            raise DataError(f"cannot read {where}: {error.strerror or error}; fix it or leave it out") from error
+            raise DataError(f"cannot read {where}: {reason_of(error)}; fix it or leave it out") from error
         end = self._chunk("end", b"", disk_bytes=self._file.num_bytes)
         yield end._replace(end=Position(end.end.file + 1))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshtrain.data.text.byte_streams import DamagedError
 from meshtrain.data.text.sources import SourceFile
-from meshtrain.errors import DataError, name_some
+from meshtrain.errors import DataError, name_some, reason_of
 
 BATCH_ROWS = 128
 
@@ -69,7 +69,7 @@ def _read_batches(
     try:
         stream = file.path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}; fix it or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {reason_of(error)}; fix it or leave it out") from error
     with stream:
         try:
             table = arrow.parquet.ParquetFile(stream)

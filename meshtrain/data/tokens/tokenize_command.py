@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from meshtrain import console
+from meshtrain.console import BYTES_PER_MB
 from meshtrain.data.cache import Cache, build_output, compute_identity
 from meshtrain.data.text.corpus import COMMAND_OPTIONS, Corpus
 from meshtrain.data.text.sources import find_typed_files
@@ -23,7 +24,6 @@ from meshtrain.data.tokens.workers import num_cores
 from meshtrain.errors import DataError
 
 Format = Literal["meshtrain", "megatron"]
-BYTES_PER_MB = 1_000_000
 
 
 @dataclass(frozen=True)

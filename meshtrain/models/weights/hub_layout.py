@@ -151,7 +151,7 @@ def _convert(stock: PreTrainedModel, first: str, group: _Group, in_work: "_Lates
     except NotRecordedError:
         shapes = _run(stock, first, group, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     work = _Work(stock, first, group, in_work)
-    return {name: LazyTensor(_Computed(work, name), value.shape, value.dtype) for name, value in shapes.items()}
+    return {name: LazyTensor(_ConvertedTensor(work, name), value.shape, value.dtype) for name, value in shapes.items()}
 
 
 def _run(stock: PreTrainedModel, first: str, group: _Group, load: Callable[[FileTensor], T]) -> dict[str, T]:
@@ -196,7 +196,7 @@ class _Work:
         return value
 
 
-class _Computed:
+class _ConvertedTensor:
     def __init__(self, work: _Work, name: str) -> None:
         self._work, self._name = work, name
 

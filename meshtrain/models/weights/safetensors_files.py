@@ -20,7 +20,7 @@ from meshtrain.errors import ModelError, name_some
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 # The limit of the reference implementation: a larger number is not a header length but garbage.
 LONGEST_HEADER_BYTES = 100_000_000
-DTYPES = {
+DTYPE_OF_CODE = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -151,14 +151,14 @@ def _parse(path: Path, header: Mapping[str, Any], first_byte: int, size: int) ->
 
 
 def _dtype(path: Path, name: str, code: str) -> torch.dtype:
-    if code in DTYPES:
-        return DTYPES[code]
+    if code in DTYPE_OF_CODE:
+        return DTYPE_OF_CODE[code]
     if _QUANTIZED.fullmatch(code):
         raise ModelError(
             f"{path} holds {name} in {code}: quantized weights, which need their scales; dequantize the model first, "
             "or use its bfloat16 version"
         )
-    raise ModelError(f"{path} holds {name} in {code}, which is not supported; supported are {', '.join(DTYPES)}")
+    raise ModelError(f"{path} holds {name} in {code}, which is not supported; supported are {', '.join(DTYPE_OF_CODE)}")
 
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:

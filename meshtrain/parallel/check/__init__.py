@@ -4,9 +4,8 @@ All contradictions are reported together.
 
 Modules:
     batch: batch sizes and sequence lengths.
-    flow: partial gradients that no tensor rule sums, and modules that cannot be cut.
     pipeline: schedules, cuts, and the layers of each stage.
-    tensor: tensor rules, and the heads and widths that tp must divide.
+    tensor: tensor rules, their partial gradients, and the heads and widths that tp must divide.
 
 The package itself has `resolve_plan`, which runs all checks and fills in the open settings, and
 the checks of the model, of recomputation and of rotary frequencies.

@@ -226,11 +226,11 @@ def _stub_before(stage: Stage, structure: ModelStructure) -> None:
     for name, shape in structure.before.items():
         module = stage.model.get_submodule(name)
         if isinstance(module, nn.Dropout):
-            _replace_module(stage.model, name, PassStub())
+            stage.model.set_submodule(name, PassStub())
         elif any(True for _ in module.parameters()):
             if shape is None:
                 raise cannot_be_cut(stage.model, f"its {name} returns something else than one tensor")
-            _replace_module(stage.model, name, BlankStub(stage.channel, shape, PROBE_LENGTH))
+            stage.model.set_submodule(name, BlankStub(stage.channel, shape, PROBE_LENGTH))
 
 
 def _stub_after(stage: Stage, structure: ModelStructure) -> None:
@@ -239,11 +239,11 @@ def _stub_after(stage: Stage, structure: ModelStructure) -> None:
     for name in structure.after:
         module = model.get_submodule(name)
         if module is head:
-            _replace_module(model, name, HeadStub(next(module.parameters()).dtype))
+            model.set_submodule(name, HeadStub(next(module.parameters()).dtype))
         elif any(True for _ in module.parameters()):
-            _replace_module(model, name, PassStub())
+            model.set_submodule(name, PassStub())
     if stage.last_layer == structure.num_layers:
-        _replace_module(model, structure.after[0], CaptureStub(stage.channel))
+        model.set_submodule(structure.after[0], CaptureStub(stage.channel))
 
 
 def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
@@ -258,11 +258,6 @@ def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
 
 def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
     return model.get_submodule(parameter_name.rpartition(".")[0])
-
-
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _replace_forward(stage: Stage) -> None:

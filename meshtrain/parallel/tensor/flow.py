@@ -351,15 +351,9 @@ def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
 def _output_width(module: nn.Module) -> int:
-    return _weight(module).shape[1 if isinstance(module, Conv1D) else 0]
+    return module.get_parameter("weight").shape[1 if isinstance(module, Conv1D) else 0]
 
 
 def _input_width(module: nn.Module) -> int:
-    return _weight(module).shape[0 if isinstance(module, Conv1D) else 1]
+    return module.get_parameter("weight").shape[0 if isinstance(module, Conv1D) else 1]

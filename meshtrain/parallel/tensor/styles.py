@@ -79,7 +79,7 @@ class _Colwise(AppliedStyle):
     """The outputs of a projection are sharded."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        outputs = _weight(module).shape[self.context.sharded_dims[f"{self.context.name}.weight"]]
+        outputs = module.get_parameter("weight").shape[self.context.sharded_dims[f"{self.context.name}.weight"]]
         self.shard_parameters(module, mesh)
         become_sharded(module)
         module.enter = identity if self.context.entered else self.region.enter  # type: ignore[assignment]
@@ -111,12 +111,6 @@ class _ColwiseBlocks(_Colwise):
         return partial(_cut_blocks, tp=self.region.group.size())
 
 
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
 def _cut_blocks(x: Tensor, tp: int) -> Tensor:
     return x.unflatten(-1, (4 // tp, 3, tp, -1)).transpose(-3, -2).flatten(-4)
 
@@ -129,7 +123,7 @@ class _ReplicatedHeads(AppliedStyle):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         heads, group = self.context.config.num_key_value_heads, self.region.group
-        width = _weight(module).shape[0] // heads
+        width = module.get_parameter("weight").shape[0] // heads
         head = group.rank() * heads // group.size()
         become(module, ReplicatedHeadsLinear)
         module.enter = identity if self.context.entered else self.region.enter  # type: ignore[assignment]

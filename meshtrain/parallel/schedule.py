@@ -1,4 +1,4 @@
-"""Pass hidden states from stage to stage in a forward pass without a backward pass."""
+"""The process of each stage, and the messages of a forward pass without a backward pass."""
 
 from collections import defaultdict, deque
 
@@ -7,7 +7,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshtrain.config.plan import PipelinePlan
-from meshtrain.parallel.schedule.schedules import stage_owners
+from meshtrain.config.schedules import SCHEDULES
+
+
+def stage_owners(plan: PipelinePlan, pp: int) -> list[int]:
+    """Return the pp rank of each stage on a pp axis of size `pp`."""
+    num_stages = pp * plan.stages_per_rank
+    if SCHEDULES[plan.schedule].is_v and pp > 1:
+        return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
+    return [stage % pp for stage in range(num_stages)]
 
 
 class ForwardMessages:
