@@ -338,7 +338,7 @@ def test_every_package_of_the_extra_is_checked():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = {*extras["corpus"], *extras["data"]} - {"meshtrain[data]"}
-    assert {package.partition(">")[0] for package in wanted} == {*text.CORPUS_PACKAGES}
+    assert {package.partition(">")[0] for package in wanted} == {*data_commands.CORPUS_PACKAGES}
 
 
 def test_missing_packages_of_the_extra_are_named(monkeypatch, file):
