@@ -36,7 +36,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_post_build(config: MkDocsConfig, **_: object) -> None:
-    """Refuse a site that loads anything from another host: it would not work offline, and it would tell who reads.
+    """Refuse a site that loads anything from another host.
+
+    It would not work offline, and it would tell who reads.
 
     Raises:
         PluginError: naming the file and the address.
@@ -48,7 +50,7 @@ def on_post_build(config: MkDocsConfig, **_: object) -> None:
 
 
 def foreign_resources(text: str) -> list[str]:
-    """Return the addresses of other hosts from which HTML or CSS loads something; links are none."""
+    """Return the addresses of other hosts from which HTML or CSS loads something. Links do not."""
     return [match[match.lastgroup or 0] for match in RESOURCES.finditer(text)]
 
 

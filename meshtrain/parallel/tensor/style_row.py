@@ -44,7 +44,8 @@ class StyleRow:
             gathered unless the loss takes it sharded.
         gradients: which gradients of full parameters are partial.
         own_heads: whether a process computes with the parameters of its heads only.
-        needs_full_sequence: whether results or gradients are right only where a process has all tokens.
+        needs_full_sequence: whether results or gradients are right only where a process has all
+            tokens.
         adapter: how a LoRA adapter is cut. `columns`: B by its outputs. `rows`: A by its inputs.
             `full`: not at all. `shared`: not at all; next to columns, B stays full. `rotary key`:
             not at all; the gradient of the last outputs of B is summed. None: there can be none.
