@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 
-from docs.generate import commands, configuration, coverage
+from docs.generate import commands, configuration, coverage, plan_tables
 
 ROOT = Path(__file__).parent
 DOCS = ROOT / "docs"
@@ -19,6 +19,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "plan": lambda: configuration.page("plan"),
     "corpus": lambda: configuration.page("corpus"),
     "commands": commands.page,
+    "schedules": plan_tables.schedules,
+    "styles": plan_tables.styles,
     "coverage": lambda: coverage.page((ROOT / "parallel_plans" / "coverage.md").read_text()),
     "changes": lambda: (ROOT / "CHANGELOG.md").read_text().partition("\n")[2],
 }

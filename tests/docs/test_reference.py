@@ -11,7 +11,7 @@ import meshtrain
 import mkdocs_hooks
 from docs.generate import commands, configuration, coverage
 from meshtrain.config.plan import Style
-from meshtrain.config.schedules import SCHEDULES
+from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
 from meshtrain.training.directory import FREE
 from tests.docs.blocks import ROOT
@@ -96,9 +96,13 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 
 def test_every_style_and_schedule_has_a_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", page("guides/plan.md"), flags=re.MULTILINE)
-    assert set(get_args(Style)) <= set(rows)
-    assert SCHEDULES.keys() <= set(rows)
+    text = mkdocs_hooks.on_page_markdown(page("guides/plan.md"))
+    schedules = re.findall(r"^\| `(\w+)` \| ((?:1|2, in a V|any number) \| .+ \| (?:yes|no)) \|$", text, re.MULTILINE)
+    assert tuple(name for name, _ in schedules) == get_args(ScheduleName)
+    assert dict(schedules)["DualPipeV"] == "2, in a V | at least as many as stages | yes"
+    rows = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+\.) \|$", text, re.MULTILINE)}
+    assert rows.keys() == set(get_args(Style))
+    assert rows["rowwise"] == ["Linear, Conv1D", "The inputs are sharded, and the results summed."]
 
 
 def test_every_shipped_plan_has_a_row() -> None:

@@ -33,6 +33,8 @@ class StyleRow:
 
     Attributes:
         apply: builds what changes a module in place, from the context of the module.
+        used_for: modules that have the style, in Markdown for the documentation.
+        effect: what the style does to them, in sentences of Markdown for the documentation.
         kind: what the style is for.
         requires: what a module must be, beyond its kind.
         shards: what is sharded of a weight: its outputs, its inputs, the rows of a table, or the
@@ -56,6 +58,8 @@ class StyleRow:
     """
 
     apply: Callable[[ModuleContext], AppliedStyle]
+    used_for: str
+    effect: str
     kind: Kind
     requires: Requirement = require_nothing
     shards: Literal["outputs", "inputs", "rows", "experts"] | None = None
