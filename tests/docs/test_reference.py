@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args
 
 import pytest
 from mkdocs.exceptions import PluginError
+from rich.text import Text
 
 import meshtrain
 import mkdocs_hooks
-from docs.generate import commands, configuration, coverage
+from docs.generate import commands, configuration, coverage, terminal
 from meshtrain.config.plan import Style
 from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
@@ -153,6 +154,15 @@ def test_every_file_and_metric_of_a_run_is_on_its_page() -> None:
     assert {"loss", "samples/NAME", "eval_loss/NAME", "router_aux_loss", "bad_steps", "loss_scale", "answer"} <= keys
     assert {"parameters_checksum", "checkpoint", "checkpoint_background_seconds", "epoch_steps", "eval_loss"} <= keys
     assert sorted(key for key in keys if f"`{key}`" not in text) == []
+
+
+def test_pictures_of_the_terminal_are_drawn_from_the_capture() -> None:
+    output = (terminal.PICTURES / "quickstart.ansi").read_text()
+    for name, theme in terminal.THEMES.items():
+        assert (terminal.PICTURES / f"terminal-{name}.svg").read_text() == terminal.draw(output, theme)
+    lines = {line.rstrip() for line in Text.from_ansi(output).plain.splitlines()}
+    (sample,) = re.findall(r"^== meshtrain train .*?tokens per step$", page("start.md"), re.MULTILINE | re.DOTALL)
+    assert set(sample.splitlines()) <= lines
 
 
 def test_every_error_class_is_in_the_api_reference() -> None:
