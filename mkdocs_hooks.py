@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 
-from docs.generate import commands, configuration, coverage
+from docs.generate import commands, configuration, coverage, plan_tables
 
 ROOT = Path(__file__).parent
 DOCS = ROOT / "docs"
@@ -19,6 +19,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "plan": lambda: configuration.page("plan"),
     "corpus": lambda: configuration.page("corpus"),
     "commands": commands.page,
+    "schedules": plan_tables.schedules,
+    "styles": plan_tables.styles,
     "coverage": lambda: coverage.page((ROOT / "parallel_plans" / "coverage.md").read_text()),
     "changes": lambda: (ROOT / "CHANGELOG.md").read_text().partition("\n")[2],
 }
@@ -36,7 +38,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_post_build(config: MkDocsConfig, **_: object) -> None:
-    """Refuse a site that loads anything from another host: it would not work offline, and it would tell who reads.
+    """Refuse a site that loads anything from another host.
+
+    It would not work offline, and it would tell who reads.
 
     Raises:
         PluginError: naming the file and the address.
@@ -48,7 +52,7 @@ def on_post_build(config: MkDocsConfig, **_: object) -> None:
 
 
 def foreign_resources(text: str) -> list[str]:
-    """Return the addresses of other hosts from which HTML or CSS loads something; links are none."""
+    """Return the addresses of other hosts from which HTML or CSS loads something. Links do not."""
     return [match[match.lastgroup or 0] for match in RESOURCES.finditer(text)]
 
 

@@ -1,11 +1,14 @@
 # shellcheck shell=bash
-# The other scripts source this file. It changes to the repository root and defines install_meshtrain.
+# The other scripts source this file. It changes to the repository root and defines
+# install_meshtrain.
 
-# Seconds that torchrun waits for its processes to save after SIGTERM. Its default is 30. A queue may allow less time.
+# Seconds that torchrun waits for its processes to save after SIGTERM. Its default is 30. A queue
+# may allow less time.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-# install_meshtrain [EXTRA]: install the pinned packages into .venv, if pyproject.toml or constraints.txt has changed.
+# install_meshtrain [EXTRA]: install the pinned packages into .venv, if pyproject.toml or
+# constraints.txt has changed.
 install_meshtrain() {
   local extra="${1:-}" stamp=".venv/installed-${1:-base}" wanted
   wanted="$(cat pyproject.toml constraints.txt | sha256sum)"
@@ -23,7 +26,8 @@ install_meshtrain() {
   fi
   local requirement=".${extra:+[$extra]}"
   echo "== installing $requirement into .venv, as constraints.txt pins it"
-  # torch is installed first and alone: it is by far the largest package, and a site may have installed its own build.
+  # torch is installed first and alone: it is by far the largest package, and a site may have
+  # installed its own build.
   python -m pip install -c constraints.txt torch
   # Without build isolation, the build backend is pinned too, with any version of pip.
   python -m pip install -c constraints.txt hatchling editables

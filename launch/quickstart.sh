@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Go from a fresh clone to a trained GPT-2 on this machine, in a few minutes. Arguments override keys of the run, as in
+# Go from a fresh clone to a trained GPT-2 on this machine, in a few minutes.
+# Arguments override keys of the run, as in
 #   ./launch/quickstart.sh steps=400 optimizer.learning_rate=1e-3
 # If it is interrupted, start it again: it continues from its last checkpoint.
 set -euo pipefail
@@ -15,7 +16,8 @@ done
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 processes=$((gpus == 0 ? 4 : gpus))
 arguments=("run_directory=$out")
-# The plan of the run file has 2 pipeline stages x 2 tensor ranks; the rest is data parallel. It needs a multiple of 4.
+# The plan of the run file has 2 pipeline stages x 2 tensor ranks; the rest is data parallel. It
+# needs a multiple of 4.
 if ((gpus > 0)); then
   arguments+=("plan.precision.compute=bfloat16" "global_batch_size=$((gpus % 4 == 0 ? 4 * gpus : 16 * gpus))")
 fi
@@ -24,7 +26,8 @@ if ((processes % 4 != 0)); then
 fi
 arguments+=("$@")
 
-# A mistake is reported here, in one line and with exit code 2, before a process starts or a file is removed.
+# A mistake is reported here, in one line and with exit code 2, before a process starts or a file is
+# removed.
 if [[ -d $out/huggingface ]]; then
   meshtrain plan "$run" --world-size "$processes" "${arguments[@]}" >/dev/null
   echo "== $out is a finished quickstart: beginning again"
@@ -43,7 +46,8 @@ step() {
   "$@"
 }
 
-# Each process uses one thread, because the processes already use all cores. Warnings of torch's C++ code are hidden.
+# Each process uses one thread, because the processes already use all cores. Warnings of torch's C++
+# code are hidden.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 trap 'echo "== Interrupted. Start it again: it continues from its last checkpoint."; exit 130' INT
 step meshtrain train "$run" --processes "$processes" "${arguments[@]}"

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Run all checks of the project: style, types, layers, documentation, tests. The first step that fails ends the script.
-#   ./launch/test.sh [arguments of pytest]
+# Run all checks of the project: style, types, layers, documentation, tests.
+# The first step that fails ends the script.
+#   ./launch/test.sh [--all] [arguments of pytest]
+# --all also runs the tests that the quick suite leaves out (tests/suite/full_only.txt).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 install_meshtrain test

@@ -30,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make torch check the collectives of the full suite."""
     if config.getoption("--all"):
         # DETAIL compares the fingerprint of every collective between ranks: a mismatch is then an
-        # error, not garbage or a hang. It doubles the time of a test on ranks. torch reads it at import.
+        # error, not garbage or a hang. It doubles the time of a test on ranks. torch reads it at
+        # import.
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 
 

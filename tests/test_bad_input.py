@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.toml", "data.sequence_length=33"],
         [
             "data.sequence_length = 33 is longer than the 32 positions of the model; shorten it, or raise "
-            "max_position_embeddings of a new model"
+            "n_positions of a new model"
         ],
     ),
     "several contradictions at once": (
@@ -134,7 +134,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         [
             "global_batch_size = 8 is not a multiple of dp 1 x micro_batch_size 3 = 3; the nearest are 6 and 9",
             "data.sequence_length = 33 is longer than the 32 positions of the model; shorten it, or raise "
-            "max_position_embeddings of a new model",
+            "n_positions of a new model",
             "mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1",
         ],
     ),

@@ -1,4 +1,4 @@
-"""The reference of run, plan and corpus files, from the docstrings under the fields of their classes."""
+"""The reference of run, plan and corpus files, from the docstrings of the fields."""
 
 import json
 import re
@@ -13,7 +13,7 @@ REPEATED = {"plan": "[Plan file](plan.md)"}
 
 
 def page(kind: Kind) -> str:
-    """Return the reference of one kind of file in Markdown: a section per table, an entry per key."""
+    """Return the reference of a kind of file in Markdown: a section per table, an entry per key."""
     schema = described_schema(kind)
     return "\n\n".join(_table(schema, schema, above=""))
 

@@ -1,4 +1,4 @@
-"""Fine-tune a local LLaMA as pipeline stages x data parallel, in your own loop. It resumes after a kill.
+"""Fine-tune a LLaMA as pipeline stages x data parallel, in your own loop. It resumes after a kill.
 
 torchrun --nproc-per-node 4 launch/examples/pipeline.py llama-folder lines.txt out
 """
@@ -35,7 +35,7 @@ lines = [line for line in Path(TEXT).read_text().splitlines() if line]
 
 
 def rows_of(step):
-    """Return this rank's rows of a global batch. They depend on the step, so a restart repeats and loses none."""
+    """Return this rank's rows of a step. They depend on the step, so a restart repeats none."""
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(step))[:GLOBAL_BATCH_SIZE]
     mine = order.chunk(model.num_data_ranks)[model.data_rank]
     texts = [lines[index] for index in mine]

@@ -1,4 +1,4 @@
-"""OSLO's tutorial of tensor parallelism, end to end: write, train, save, load again on any mesh, merge.
+"""OSLO's tutorial of tensor parallelism, end to end: write, train, save, load on any mesh, merge.
 
 torchrun --nproc-per-node 4 launch/examples/tensor_parallel.py gpt2 lines.txt out
 """
@@ -53,7 +53,7 @@ for step, lines in zip(range(1, TRAIN_STEP + 1), loader, strict=False):
         model.save_parallelized(saved, tokenizer=tokenizer)  # a file for each rank
         say(f"step {step} loss {loss.item():.6f}")
 
-# Another program may do this on any number of processes. The model is on meta, and each rank reads only its shards.
+# Any program on any number of processes may do this. Each rank reads only its shards.
 again = meshtrain.parallelize(meshtrain.build_model(saved), {"mesh": {"tp": TENSOR_PARALLEL_SIZE}}).eval()
 meshtrain.load_weights(again, saved)
 say("Loaded again, it writes the same:", write(again) == write(model))

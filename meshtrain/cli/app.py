@@ -1,4 +1,4 @@
-"""The typer application to which the commands are added, and arguments that several commands take."""
+"""The typer application that holds the commands, and arguments that several commands take."""
 
 from pathlib import Path
 from typing import Annotated

@@ -44,7 +44,7 @@ def corpus(
         str | None, typer.Option(metavar="STEP", help="First remove this step and those after it.", show_default=False)
     ] = None,
 ) -> None:
-    """Prepare a corpus from links or raw documents, with a report of what happened to each of them."""
+    """Prepare a corpus from links or raw documents, and report what happened to each of them."""
     from meshtrain.config.toml import load_corpus
 
     config = load_corpus(file, overrides or ())

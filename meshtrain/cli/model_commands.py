@@ -40,7 +40,7 @@ def merge(
     out: Annotated[Path, _argument("OUT", "The folder to write.")],
     dtype: DtypeOption = "original",
 ) -> None:
-    """Join the files of all processes into a Hugging Face model, on one process without an accelerator."""
+    """Join the files of all processes into a Hugging Face model, in one process on the CPU."""
     from meshtrain.checkpoint.huggingface.export import merge as merge_files
     from meshtrain.checkpoint.storage.location import open_location
 
@@ -118,7 +118,10 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, help="Number of beams; only the best text is printed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
 ) -> None:
-    """Continue prompts with a model. To use several processes, start torchrun and pass a plan or its keys."""
+    """Continue prompts with a model.
+
+    To use several processes, start torchrun and pass a plan or its keys.
+    """
     from meshtrain.config.toml import load_plan
 
     how = load_plan(plan, overrides or ()) if plan is not None or overrides else None

@@ -34,7 +34,10 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a run, or resume it. Use --processes for several processes, torchrun for several machines."""
+    """Train a run, or resume it.
+
+    Use --processes for several processes, torchrun for several machines.
+    """
     if processes is None and max_restarts is not None:
         raise ConfigError("--max-restarts needs --processes; pass both, or leave it out")
     from meshtrain.config.toml import load_run

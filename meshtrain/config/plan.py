@@ -48,8 +48,7 @@ class PipelinePlan(Settings):
     schedule: ScheduleName = "1F1B"
     """Order of the forward and backward passes. The names are those of torch."""
     stages_per_rank: Degree = 1
-    """Stages held by one process: 1 for GPipe and 1F1B, 2 for ZBVZeroBubble and DualPipeV, any
-    number for the others."""
+    """Stages held by one process. Schedules that do not interleave need 1, those in a V need 2."""
     layers_per_stage: Literal["balanced", "even"] | list[NotNegative] = "balanced"
     """`balanced` makes the slowest stage as fast as possible, counted in FLOPs. `even` gives
     each stage the same number of layers. A list gives the number of layers of each stage."""

@@ -195,8 +195,8 @@ class RunConfig(Settings):
     """Directory for checkpoints, metrics and the resolved configuration (relative to the run
     file)."""
     seed: int = 0
-    """Seed of the initial weights, of the order of the samples and of dropout. Weights and order are
-    the same on every mesh."""
+    """Seed of the initial weights, of the order of the samples and of dropout. Weights and order
+    are the same on every mesh."""
     steps: Count | None = None
     """Length of the run in optimizer steps. Set this or `epochs`."""
     epochs: Count | None = None

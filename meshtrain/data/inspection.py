@@ -105,7 +105,14 @@ def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: 
     samples = train_samples(prepared) if part == TRAIN else validation_samples(prepared)
     if samples is None:
         raise DataError(f"--part: {name} has no validation data; set data.validation, or leave --part out")
-    _check_index(first, count, len(samples), f"the {part} data of {name} have", "samples")
+    _check_index(
+        first,
+        count,
+        len(samples),
+        f"the {part} data of {name} have",
+        "samples",
+        "lower data.sequence_length, or add text",
+    )
     for index in range(first, first + count):
         spans, num_pads = sample_spans(samples.read(np.array([index])), 0, end_id=prepared.tokenizer.end_id)
         title = f"Sample {index:,} of {len(samples):,}"
@@ -127,7 +134,7 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
     """
     tokenizer = _find_tokenizer(source, tokenizer_path, cache)
     file = open_token_file(source, tokenizer, cache)
-    _check_index(first, count, file.counts.documents, f"{source} has", "documents")
+    _check_index(first, count, file.counts.documents, f"{source} has", "documents", "tokenize text that is not empty")
     for index in range(first, first + count):
         start, end = int(file.offsets[index]), int(file.offsets[index + 1])
         tokens = file.tokens[start:end].astype(np.int64)
@@ -148,10 +155,13 @@ def _find_tokenizer(source: str, path: str | None, cache: Cache) -> TokenizerFil
     return find_tokenizer(path or str(beside), cache, setting="--tokenizer")
 
 
-def _check_index(first: int, count: int, found: int, what: str, kind: str) -> None:
+def _check_index(first: int, count: int, found: int, what: str, kind: str, advice: str) -> None:
+    """Check that what is to be shown exists; `advice` is for data that hold nothing."""
+    if found == 0:
+        raise DataError(f"there is nothing to show: {what} no {kind}; {advice}")
     if first + count > found:
         asked = f"{first:,}" if count == 1 else f"{first:,} to {first + count - 1:,}"
-        raise DataError(f"--index: {asked} is asked for and {what} {found:,} {kind}, 0 to {found - 1:,}")
+        raise DataError(f"--index: {asked} is asked for and {what} {found:,} {kind}; choose from 0 to {found - 1:,}")
 
 
 def _show(excerpt: Excerpt, tokenizer: Tokenizer) -> None:

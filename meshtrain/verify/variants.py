@@ -45,7 +45,7 @@ def flags_text(values: Values) -> str:
 
 
 def attention_heads(config: PretrainedConfig) -> int | None:
-    """Return the number of attention heads of a configuration; None if layers differ or it has none."""
+    """Return the number of attention heads; None if layers differ or there are none."""
     # Attributes are not read, because some configurations have values per layer and raise an error.
     number = config.to_dict().get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     return number if isinstance(number, int) else None

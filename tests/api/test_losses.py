@@ -1,4 +1,4 @@
-"""Classes that compute their loss themselves, from labels that they do not shift, train as the stock ones do."""
+"""Classes that compute their own loss from unshifted labels train as the stock ones do."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def build(model_type: str) -> PreTrainedModel:
 
 
 def uneven_batch() -> Batch:
-    """Return a batch whose halves have different numbers of labels, with and without the first of each row."""
+    """Return a batch whose halves have different numbers of labels, also in the first column."""
     ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[:2, 0] = labels[0, 3:] = labels[2, 1] = -100

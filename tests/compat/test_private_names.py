@@ -1,9 +1,9 @@
 """Outside of `meshtrain/compat`, only public interfaces of other libraries are used.
 
 A private use is: a name with one leading underscore that is read, set, imported or written as a
-string and is not defined by a class of the same file; replacing the class or a method of another
-library's object; overriding a private method of another library's class; reading the source text of
-functions.
+string, also in parts, and is not defined by a class of the same file; replacing the class or a
+method of another library's object, or a member of its modules; overriding a private method of
+another library's class; reading the source text or the code of functions.
 """
 
 import ast
@@ -41,6 +41,8 @@ FIELDS = {
     for field in kind.body
     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
 }
+SOURCES = {"getsource", "getsourcelines", "findsource"}
+CODE = {"co_names", "co_consts", "co_code", "co_varnames", "co_freevars", "co_cellvars"}
 # This file reads our own docstrings.
 READS_OWN_SOURCE = {"config/settings.py"}
 
@@ -67,10 +69,52 @@ def docstrings(tree: ast.Module) -> set[int]:
     return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
 
 
+def library_names(tree: ast.Module) -> set[str]:
+    """Return the names in a file that stand for modules, classes and functions of the libraries."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                places = [(alias.name, alias.asname or alias.name.partition(".")[0]) for alias in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                places = [(module, alias.asname or alias.name) for alias in names]
+            case _:
+                continue
+        found |= {name for module, name in places if module.partition(".")[0] in LIBRARIES}
+    return found
+
+
+def is_of(owner: ast.expr, names: set[str]) -> bool:
+    """Return whether an expression is one of the names, or a member of one."""
+    # `torch.backends` holds public settings.
+    if ast.unparse(owner).startswith("torch.backends."):
+        return False
+    while isinstance(owner, ast.Attribute):
+        owner = owner.value
+    return isinstance(owner, ast.Name) and owner.id in names
+
+
+def begins_private(name: ast.expr) -> bool:
+    """Return whether an expression that is put together from parts begins with one underscore."""
+    match name:
+        case ast.BinOp(left=left):
+            return begins_private(left)
+        case ast.JoinedStr(values=[first, *_]):
+            return begins_private(first)
+        case ast.Constant(value=str(value)):
+            return value.startswith("_") and not value.startswith("__")
+    return False
+
+
 def private_uses(text: str) -> Iterator[str]:
     """Yield the private uses in a file."""
     tree = ast.parse(text)
-    own, documents = own_names(tree) | OF_PYTHON, docstrings(tree)
+    own, documents, theirs = own_names(tree) | OF_PYTHON, docstrings(tree), library_names(tree)
+
+    def replaces(owner: ast.expr, name: str) -> bool:
+        is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+        return (name in METHODS - FIELDS and not is_own) or is_of(owner, theirs)
+
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=name) if PRIVATE.fullmatch(name) and name not in own:
@@ -78,6 +122,8 @@ def private_uses(text: str) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), names=names) if not module.startswith(("meshtrain", "__future__")):
                 parts = [*module.split("."), *(alias.name for alias in names)]
                 yield from (f"{node.lineno}: import {part}" for part in parts if PRIVATE.fullmatch(part))
+                if module == "inspect" and SOURCES & set(parts):
+                    yield f"{node.lineno}: the source text of a function"
             case ast.Import(names=names):
                 parts = [part for alias in names for part in alias.name.split(".")]
                 yield from (f"{node.lineno}: import {part}" for part in parts if PRIVATE.fullmatch(part))
@@ -86,13 +132,26 @@ def private_uses(text: str) -> Iterator[str]:
                     yield f"{node.lineno}: {value!r}"
             case ast.Attribute(attr="__class__", ctx=ast.Store()):
                 yield f"{node.lineno}: __class__ = ..."
-            case ast.Attribute(value=owner, attr=name, ctx=ast.Store()) if name in METHODS - FIELDS:
-                if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
-                    yield f"{node.lineno}: .{name} = ..."
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store()) if replaces(owner, name):
+                yield f"{node.lineno}: .{name} = ..."
+            case (
+                ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str(name)), _])
+                | ast.Call(func=ast.Attribute(attr="__setattr__"), args=[owner, ast.Constant(value=str(name)), _])
+            ) if replaces(owner, name):
+                yield f"{node.lineno}: setattr(..., {name!r}, ...)"
+            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"), args=[_, name, *_]) if (
+                not isinstance(name, ast.Constant) and begins_private(name)
+            ):
+                yield f"{node.lineno}: {ast.unparse(name)}"
+            case ast.Subscript(value=ast.Attribute(value=owner, attr="__dict__"), ctx=ast.Store()):
+                if not (isinstance(owner, ast.Name) and owner.id == "self"):
+                    yield f"{node.lineno}: __dict__[...] = ..."
             case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(), ctx=ast.Store()):
                 yield f"{node.lineno}: vars(...)[...] = ..."
-            case ast.Attribute(attr="getsource" | "getsourcelines"):
+            case ast.Attribute(attr=name) if name in SOURCES:
                 yield f"{node.lineno}: the source text of a function"
+            case ast.Attribute(attr=name) if name in CODE:
+                yield f"{node.lineno}: the code of a function"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +173,17 @@ def private_uses(text: str) -> Iterator[str]:
         "model.save_pretrained = save",
         "vars(model)['forward'] = forward",
         "text = inspect.getsource(type(module).forward)",
+        "from inspect import getsource\ntext = getsource(type(module).forward)",
+        "names = type(module).forward.__code__.co_names",
+        "setattr(model, 'forward', forward)",
+        "object.__setattr__(model, 'forward', forward)",
+        "model.__dict__['forward'] = forward",
+        "import torch\ntorch.nn.functional.dropout = dropout",
+        "from torch.nn import functional\nfunctional.dropout = dropout",
+        "import torch\nsetattr(torch.nn.functional, 'dropout', dropout)",
+        "plan = getattr(model, '_' + 'tp_plan')",
+        "plan = getattr(model, '_tp_' + kind + 's')",
+        "plan = getattr(model, f'_{kind}_plan')",
     ],
 )
 def test_rule_reports_private_uses(line: str) -> None:
@@ -127,6 +197,12 @@ def test_rule_reports_private_uses(line: str) -> None:
         "class A:\n    def __init__(self):\n        self._x = 1\n    def other(self, b):\n        return b._x",
         "model.config.name_or_path = 'x'",
         "x = module.__dict__",
+        "class A:\n    def __init__(self):\n        self.__dict__['parts'] = 1",
+        "class A:\n    def __setattr__(self, name, value):\n        super().__setattr__(name, value)",
+        "setattr(module, 'training', False)\nsetattr(module, name, value)",
+        "plan = getattr(model, kind + 'plan')",
+        "import torch\ntorch.backends.cudnn.benchmark = True",
+        "is_join = frame.f_code is Thread.join.__code__",
         "os._exit(1)",
         "row = row._replace(tokens=1)",
     ],

@@ -32,7 +32,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(num_characters: int) -> str:
-    """Return lines of letters, digits, signs and other alphabets, with every kind of start and end."""
+    """Return lines of letters, digits, signs and other alphabets, with all kinds of ends."""
     rng = random.Random(0)
     words = ["word", "under_score", "x", "1234", "don't", "==", "//", "été", "日本語", "🦜", "  ", "\t", "end;", " "]
     line_ends = ["\n", "\n\n", "\n    ", " \n", "\r\n", "\n/", "\n}"]

@@ -84,8 +84,17 @@ def test_index_out_of_range_is_reported(config):
             inspect_run(config, part="train", first=first, count=count, name="run.toml")
 
         assert str(caught.value) == (
-            f"--index: {asked} asked for and the train data of run.toml have 5 samples, 0 to 4"
+            f"--index: {asked} asked for and the train data of run.toml have 5 samples; choose from 0 to 4"
         )
+
+
+def test_data_shorter_than_a_sample_are_reported(config):
+    with pytest.raises(DataError) as caught:
+        inspect_run(config.model_copy(update={"sequence_length": 500}), part="train", first=0, count=1, name="run.toml")
+
+    assert str(caught.value) == (
+        "there is nothing to show: the train data of run.toml have no samples; lower data.sequence_length, or add text"
+    )
 
 
 def test_missing_validation_data_are_reported(config):
@@ -135,7 +144,7 @@ def test_document_of_a_token_file_is_shown(tmp_path, capsys, kind):
         "日本語<|endoftext|>",
         "",
     ]
-    with pytest.raises(DataError, match="out/train has 4 documents, 0 to 3"):
+    with pytest.raises(DataError, match="out/train has 4 documents; choose from 0 to 3"):
         inspect_tokens(f"{tmp_path}/out/train", None, cache, first=4, count=1)
     with pytest.raises(DataError, match="holds several token files; name one of them"):
         inspect_tokens(f"{tmp_path}/out", None, cache, first=0, count=1)

@@ -39,7 +39,7 @@ def test_each_epoch_and_each_seed_has_its_own_order():
 
 
 def test_the_order_never_changes_between_versions():
-    """Checkpoints depend on it: a run that resumes after an upgrade must not read a sample twice."""
+    """Checkpoints depend on it: a run resumed after an upgrade must not read a sample twice."""
     order = SampleOrder(1000, global_batch_size=6, seed=7)
 
     assert order.sample_ids(0).tolist() == GOLDEN[0]

@@ -1,19 +1,23 @@
 """The references, generated and hand-written, contain everything that the code has."""
 
+import ast
 import importlib
 import re
 from typing import Any, Literal, get_args
 
 import pytest
 from mkdocs.exceptions import PluginError
+from rich.text import Text
 
 import meshtrain
 import mkdocs_hooks
-from docs.generate import commands, configuration, coverage
+from docs.generate import commands, configuration, coverage, terminal
 from meshtrain.config.plan import Style
-from meshtrain.config.schedules import SCHEDULES
+from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.schema import Schema, described_schema, keys_of, resolved, subschema
-from meshtrain.training.directory import FREE
+from meshtrain.training import directory
+from meshtrain.training.directory import FREE, SAVED_KEY
+from meshtrain.training.metrics import AVERAGED
 from tests.docs.blocks import ROOT
 
 KINDS: tuple[Literal["run", "plan", "corpus"], ...] = ("run", "plan", "corpus")
@@ -96,9 +100,13 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 
 def test_every_style_and_schedule_has_a_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", page("guides/plan.md"), flags=re.MULTILINE)
-    assert set(get_args(Style)) <= set(rows)
-    assert SCHEDULES.keys() <= set(rows)
+    text = mkdocs_hooks.on_page_markdown(page("guides/plan.md"))
+    schedules = re.findall(r"^\| `(\w+)` \| ((?:1|2, in a V|any number) \| .+ \| (?:yes|no)) \|$", text, re.MULTILINE)
+    assert tuple(name for name, _ in schedules) == get_args(ScheduleName)
+    assert dict(schedules)["DualPipeV"] == "2, in a V | at least as many as stages | yes"
+    rows = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+\.) \|$", text, re.MULTILINE)}
+    assert rows.keys() == set(get_args(Style))
+    assert rows["rowwise"] == ["Linear, Conv1D", "The inputs are sharded, and the results summed."]
 
 
 def test_every_shipped_plan_has_a_row() -> None:
@@ -110,6 +118,51 @@ def test_keys_that_a_resumed_run_may_change_are_listed() -> None:
     sentence = re.search(r"other values of these keys:\n\n(.*?)\.\n\n", page("guides/checkpoints.md"), flags=re.DOTALL)
     assert sentence is not None
     assert sorted(re.findall(r"`([\w.]+)`", sentence[1])) == sorted(FREE)
+
+
+def keys_of_metrics() -> set[str]:
+    """Return the keys of metrics.jsonl, from the tables that the code makes for hooks."""
+    found = {SAVED_KEY, "step", *(f"epoch_{name}" for name in AVERAGED[:2])}
+    for path in [*(ROOT / "meshtrain" / "training").glob("*.py"), ROOT / "meshtrain" / "parallel" / "router_loss.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.FunctionDef(name="metrics" | "_metrics" | "note" | "averages", body=made):
+                    tables = made
+                case ast.Assign(targets=[ast.Name(id="metrics" | "note" | "of_each")], value=made):
+                    tables = [made]
+                case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="hooks")), args=made):
+                    tables = made
+                case _:
+                    continue
+            within = [part for table in tables for part in ast.walk(table) if isinstance(part, ast.Dict | ast.DictComp)]
+            for table in within:
+                for key in table.keys if isinstance(table, ast.Dict) else [table.key]:
+                    match key:
+                        case ast.Constant(value=str(name)):
+                            found.add(name)
+                        case ast.JoinedStr(values=[ast.Constant(value=str(prefix)), _]) if prefix.endswith("/"):
+                            found.add(f"{prefix}NAME")
+    return found
+
+
+def test_every_file_and_metric_of_a_run_is_on_its_page() -> None:
+    text = page("reference/run-directory.md")
+    files = re.findall(r"^RUN/(\S+)", directory.__doc__ or "", flags=re.MULTILINE)
+    assert len(files) == 8
+    assert [name for name in files if not re.search(rf"^\| `{name}/?` \|", text, flags=re.MULTILINE)] == []
+    keys = keys_of_metrics()
+    assert {"loss", "samples/NAME", "eval_loss/NAME", "router_aux_loss", "bad_steps", "loss_scale", "answer"} <= keys
+    assert {"parameters_checksum", "checkpoint", "checkpoint_background_seconds", "epoch_steps", "eval_loss"} <= keys
+    assert sorted(key for key in keys if f"`{key}`" not in text) == []
+
+
+def test_pictures_of_the_terminal_are_drawn_from_the_capture() -> None:
+    output = (terminal.PICTURES / "quickstart.ansi").read_text()
+    for name, theme in terminal.THEMES.items():
+        assert (terminal.PICTURES / f"terminal-{name}.svg").read_text() == terminal.draw(output, theme)
+    lines = {line.rstrip() for line in Text.from_ansi(output).plain.splitlines()}
+    (sample,) = re.findall(r"^== meshtrain train .*?tokens per step$", page("start.md"), re.MULTILINE | re.DOTALL)
+    assert set(sample.splitlines()) <= lines
 
 
 def test_every_error_class_is_in_the_api_reference() -> None:

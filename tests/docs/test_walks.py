@@ -1,4 +1,4 @@
-"""The table of docs/contributing.md that says where a setting goes names what there is, and no file twice."""
+"""The walks of settings in docs/contributing.md name what there is, and no file twice."""
 
 import ast
 import re

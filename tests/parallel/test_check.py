@@ -201,6 +201,10 @@ def test_indivisible_global_batch_is_refused() -> None:
 def test_unsupported_sequence_length_is_refused() -> None:
     assert problems(make_plan("gpt2"), meta_model("gpt2"), BatchShape(8, 1, 65)) == (
         "data.sequence_length = 65 is longer than the 64 positions of the model; shorten it, or raise "
+        "n_positions of a new model",
+    )
+    assert problems(make_plan("llama"), meta_model("llama"), BatchShape(8, 1, 65)) == (
+        "data.sequence_length = 65 is longer than the 64 positions of the model; shorten it, or raise "
         "max_position_embeddings of a new model",
     )
     plan = make_plan("llama", mesh={"tp": 2}, tensor={"sequence_parallel": True})

@@ -3,9 +3,10 @@
     python -m tests.suite.reach FOLDER
     python -m tests.suite.choose FOLDER --minutes 18
 
-The quick suite keeps every line that the full one reaches: tests are taken in the order of new lines per second until
-none is missing. Then it takes the quickest of the others until the time is used up. The rest is written to
-`full_only.txt`. A test that is new belongs to the quick suite until the next choice.
+The quick suite keeps every line that the full one reaches: tests are taken in the order of new
+lines per second until none is missing. Then it takes the quickest of the others until the time is
+used up. The rest is written to `full_only.txt`. A test that is new belongs to the quick suite until
+the next choice.
 """
 
 import argparse

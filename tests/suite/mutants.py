@@ -1,4 +1,4 @@
-"""Measure how many random mutants of meshtrain the quick suite kills, and how many the full one kills.
+"""Measure how many random mutants of meshtrain the quick suite kills, and how many the full one.
 
     python -m tests.suite.reach FOLDER
     python -m tests.suite.mutants FOLDER [--number 200] [--seed 0] [--seconds 120] [--workers 2]
@@ -6,8 +6,8 @@
 A mutant is the source code with one expression or statement changed. It is killed if a test fails.
 Only tests that reach the function of the mutant run, the quickest first, for at most `--seconds` in
 each suite. A mutant that survives the quick suite meets the tests that only the full suite has.
-Results are appended to FOLDER/mutants.jsonl, so that a run that was interrupted resumes. The working tree is not
-changed: every worker has a copy.
+Results are appended to FOLDER/mutants.jsonl, so that a run that was interrupted resumes. The
+working tree is not changed: every worker has a copy.
 """
 
 import argparse
@@ -175,7 +175,7 @@ class Reached:
         self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
 
     def tests(self, path: str, first: int, last: int) -> list[str]:
-        """Return the tests that execute a line from `first` to `last` of a file, the quickest first."""
+        """Return the tests that execute lines from `first` to `last` of a file, quickest first."""
         if path not in self._files:
             return []
         contexts = self._data.contexts_by_lineno(self._files[path])
@@ -249,7 +249,8 @@ class Judge:
         try:
             for suite, others in (("quick", self.quick), ("full", set(tests) - self.quick)):
                 chosen = within([test for test in tests if test in others], self.reached.seconds, self.seconds)
-                # A mutant that makes tests hang is killed too: tests that pass need no more than their usual time.
+                # A mutant that makes tests hang is killed too: tests that pass need no more than
+                # their usual time.
                 killed = is_killed(chosen, tree, 4 * self.seconds + 60)
                 if killed or killed is None:
                     return suite

@@ -1,9 +1,9 @@
-"""Record which lines of meshtrain each test of the full suite reaches, in all its processes, and its seconds.
+"""Record which lines of meshtrain each test of the full suite reaches, and its seconds.
 
     python -m tests.suite.reach FOLDER [arguments of pytest]
 
-FOLDER then holds coverage.py's data, whose contexts are the tests, and `seconds.json`. Processes that are killed leave
-nothing behind.
+All processes of a test count. FOLDER then holds coverage.py's data, whose contexts are the tests,
+and `seconds.json`. Processes that are killed leave nothing behind.
 """
 
 import json
@@ -50,7 +50,7 @@ class Reach:
 
 
 def be_rank(environment: dict[str, str], *others: Any) -> None:
-    """Run a rank as meshtrain.runtime.ranks does, measured; it was forked from a process that is measured itself."""
+    """Run a rank as meshtrain.runtime.ranks does, measured, after a fork of a measured process."""
     from meshtrain.runtime import ranks
 
     inherited = coverage.Coverage.current()

@@ -1,4 +1,4 @@
-"""What the quick suite keeps of the full one, and the changes with which the suites are measured."""
+"""What the quick suite keeps of the full one, and the changes that measure the suites."""
 
 import ast
 from pathlib import Path

@@ -27,7 +27,7 @@ BucketEntries = NDArray[np.void]
 
 
 def find_shared_buckets(sketches: Sketches, band: int, keys_at_once: int = KEYS_AT_ONCE) -> Iterator[BucketEntries]:
-    """Yield the entries of a band, sorted by bucket and document. Buckets are numbered from zero."""
+    """Yield the entries of a band, sorted by bucket and document. The first bucket is 0."""
     num_ranges = sketches.num_documents // keys_at_once + 1
     num_buckets = 0
     for number in range(num_ranges):

@@ -1,6 +1,7 @@
 """Steps of a corpus, and the parts that they consist of.
 
-A step consists of passes over shards. A pass is a datatrove pipeline of blocks that several tasks run.
+A step consists of passes over shards. A pass is a datatrove pipeline of blocks that several tasks
+run.
 
 chain      Builds the steps that a corpus file names.
 step       A step, its directory and its counts.

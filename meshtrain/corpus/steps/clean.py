@@ -41,7 +41,7 @@ UNSPACED = re.compile(
 """Thai, Lao, Burmese, Khmer, Japanese and Chinese characters."""
 
 FTFY_LINE_CHARACTERS = 1_000_000
-"""ftfy's `max_decode_length`. ftfy cuts longer lines, so a text with such a line is left to ftfy."""
+"""ftfy's `max_decode_length`. ftfy cuts longer lines, so texts with such lines are left to it."""
 SUSPECT = re.compile(r"[^\t\n\x20-\x7e]")
 """Characters that ftfy may change, if HTML entities are left alone."""
 SUSPECT_OR_ENTITY = re.compile(r"[^\t\n\x20-\x7e]|&#?[0-9A-Za-z]{1,24};")

@@ -1,6 +1,7 @@
 """Executors: datatrove's executors run a pass on this machine, on Slurm or on Ray.
 
-Each pass has a log directory. It stores which tasks are done, what they counted and what they logged.
+Each pass has a log directory. It stores which tasks are done, what they counted and what they
+logged.
 """
 
 import gc
@@ -59,8 +60,8 @@ class LocalExecutor(TaskExecutor):
                 failure = error.with_traceback(None)
                 failure.__cause__ = failure.__context__ = None
         if failure is not None:
-            # Nothing refers to the pool now. It is collected here, because Python's resource tracker
-            # warns about leaked semaphores if the process ends with the pool.
+            # Nothing refers to the pool now. It is collected here, because Python's resource
+            # tracker warns about leaked semaphores if the process ends with the pool.
             gc.collect()
             raise failure
 

@@ -1,8 +1,8 @@
 """The step `shuffle`, which sorts documents in bounded memory, and the step `split`.
 
-Documents are sorted by a keyed hash. So the order depends only on the seed and the documents, not on
-the shards or workers. The first pass distributes documents over buckets by the leading bits of the
-hash. The second pass sorts each bucket.
+Documents are sorted by a keyed hash. So the order depends only on the seed and the documents, not
+on the shards or workers. The first pass distributes documents over buckets by the leading bits of
+the hash. The second pass sorts each bucket.
 """
 
 import math

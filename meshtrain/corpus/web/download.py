@@ -1,7 +1,7 @@
 """The step `download`: every link becomes a document, or is dropped with a reason.
 
-Each task has the links of some hosts. It keeps a journal with a line for each finished link, so that
-a restarted task fetches no link twice. When all links are finished, the journal is copied into
+Each task has the links of some hosts. It keeps a journal with a line for each finished link, so
+that a restarted task fetches no link twice. When all links are finished, the journal is copied into
 shards, in the order of the links.
 """
 

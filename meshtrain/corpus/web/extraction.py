@@ -1,8 +1,8 @@
 """The process that extracts the text of pages: `python -m meshtrain.corpus.web.extraction`.
 
-It reads pages from its standard input and writes their text to its standard output. It can be killed
-at any time, so a page that makes the parser hang or crash costs only this page. A message is its
-length in 8 bytes, and then its bytes.
+It reads pages from its standard input and writes their text to its standard output. It can be
+killed at any time, so a page that makes the parser hang or crash costs only this page. A message is
+its length in 8 bytes, and then its bytes.
 """
 
 import json

@@ -31,7 +31,7 @@ class Dataset:
     streams: dict[str, StreamSamples]
 
     def stream_state(self, data_step: int) -> dict[str, tuple[int, ...]]:
-        """Return source -> the position of its stream before batch `data_step`, for a checkpoint."""
+        """Return source -> the position of its stream before a batch, for a checkpoint."""
         counts = self.order.samples_before(data_step)
         # The order of a single source does not count samples.
         return {

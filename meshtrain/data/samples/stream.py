@@ -62,7 +62,7 @@ class StreamSamples:
         return ENDLESS
 
     def cursor(self, num_samples: int) -> tuple[int, ...]:
-        """Return where to resume after a number of samples: a buffer, and the cursor of its start."""
+        """Return where to resume after some samples: a buffer, and the cursor of its start."""
         with self._lock:
             buffer = self._nearest(num_samples // self._form.num_buffered)
             return (buffer, *self._cursors[buffer].flat())

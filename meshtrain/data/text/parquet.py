@@ -26,7 +26,8 @@ def read_rows(
 
     Raises:
         DataError: if the file cannot be opened, or the package that reads it is missing.
-        DamagedError: if it is not a parquet file, has no such column of texts, or is damaged further on.
+        DamagedError: if it is not a parquet file, has no such column of texts, or is damaged
+            further on.
     """
     for batch, fraction in _read_batches(file, {text_key: setting}, first_row, of_texts=True):
         yield batch.column(0).cast("large_binary").to_pylist(), fraction

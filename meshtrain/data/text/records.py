@@ -1,4 +1,4 @@
-"""Records: chunks of source files are parsed into texts, and into problems where a record is bad."""
+"""Records: chunks of source files are parsed into texts, and into problems for bad records."""
 
 import json
 from collections.abc import Iterator, Mapping

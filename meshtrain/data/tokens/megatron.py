@@ -140,7 +140,7 @@ class MegatronIndex:
 
 
 def is_megatron(path: Path) -> bool:
-    """Return whether a path names a pair: either file of it, or their common name without endings."""
+    """Return whether a path names a pair: a file of it, or their common name without ending."""
     prefix = pair_prefix(path)
     return (path.suffix in (".bin", ".idx") and path.is_file()) or (
         not path.exists() and _add_ending(prefix, ".bin").is_file() and _add_ending(prefix, ".idx").is_file()

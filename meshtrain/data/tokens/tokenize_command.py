@@ -1,4 +1,4 @@
-"""The command `meshtrain tokenize`: it writes a directory of token files, complete or not at all."""
+"""The command `meshtrain tokenize`: it writes a folder of token files, complete or not at all."""
 
 import json
 import shutil

@@ -51,8 +51,8 @@ class TokenizerFiles:
     pad_id: int
     """Pads samples.
 
-    It is the end token if the tokenizer has no pad token, like that of GPT-2. The labels distinguish
-    the two.
+    It is the end token if the tokenizer has no pad token, like that of GPT-2. The labels
+    distinguish the two.
     """
     identity: str
     """A hash of everything that decides which tokens a text becomes."""

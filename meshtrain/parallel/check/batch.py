@@ -45,9 +45,12 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
 def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
     positions = most_positions(model.config)
     if positions is not None and positions < batch.sequence_length:
+        # The name of the key in this configuration: GPT-2 has `n_positions`.
+        name = "max_position_embeddings"
+        key = model.config.get_text_config().attribute_map.get(name, name)
         yield (
             f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model; "
-            "shorten it, or raise max_position_embeddings of a new model"
+            f"shorten it, or raise {key} of a new model"
         )
     tp = plan.mesh.tp
     if plan.tensor.sequence_parallel and batch.sequence_length % tp:

@@ -41,7 +41,7 @@ def behavior_on_heads(module: nn.Module, full: Any, part: Any) -> Behavior:
     if len(counts) > 1 or any(a.shape[dim] % b.shape[dim] for a, b, dim in _cut_ones(leaves, parts, cuts)):
         return "joint"
     (ways,) = counts
-    # A stream of its own leaves the program's random numbers as they are, and is the same on all ranks.
+    # With its own stream, the probe leaves the program's random numbers as they are.
     stream = torch.Generator().manual_seed(0)
     values = [_random(leaf, dim, stream) for leaf, dim in zip(leaves, cuts, strict=True)]
 

@@ -25,8 +25,8 @@ class ModuleContext:
         region: how hidden states are distributed around the module.
         entered: whether the block around the module has already entered the sharded weights, so
             that the input of the module is full.
-        gathers_logits: whether a gathered output is joined to the full one; False for logits that the
-            loss takes sharded.
+        gathers_logits: whether a gathered output is joined to the full one; False for logits that
+            the loss takes sharded.
         styles: module name -> style, of the complete model.
         sharded_dims: name of a sharded parameter -> the dimension that is sharded over tp.
         config: of the language model.
@@ -62,7 +62,7 @@ class AppliedStyle(ModuleStyle):
 
 
 def change_input(change: Edge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Change the hidden states that a module receives: a forward pre-hook, after `change` is bound."""
+    """Change the hidden states that a module receives: a forward pre-hook with `change` bound."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}

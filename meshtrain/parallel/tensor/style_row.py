@@ -33,6 +33,8 @@ class StyleRow:
 
     Attributes:
         apply: builds what changes a module in place, from the context of the module.
+        used_for: modules that have the style, in Markdown for the documentation.
+        effect: what the style does to them, in sentences of Markdown for the documentation.
         kind: what the style is for.
         requires: what a module must be, beyond its kind.
         shards: what is sharded of a weight: its outputs, its inputs, the rows of a table, or the
@@ -44,7 +46,8 @@ class StyleRow:
             gathered unless the loss takes it sharded.
         gradients: which gradients of full parameters are partial.
         own_heads: whether a process computes with the parameters of its heads only.
-        needs_full_sequence: whether results or gradients are right only where a process has all tokens.
+        needs_full_sequence: whether results or gradients are right only where a process has all
+            tokens.
         adapter: how a LoRA adapter is cut. `columns`: B by its outputs. `rows`: A by its inputs.
             `full`: not at all. `shared`: not at all; next to columns, B stays full. `rotary key`:
             not at all; the gradient of the last outputs of B is summed. None: there can be none.
@@ -55,6 +58,8 @@ class StyleRow:
     """
 
     apply: Callable[[ModuleContext], AppliedStyle]
+    used_for: str
+    effect: str
     kind: Kind
     requires: Requirement = require_nothing
     shards: Literal["outputs", "inputs", "rows", "experts"] | None = None

@@ -205,6 +205,8 @@ def share_rotary_key(module: nn.Module, context: ModuleContext) -> None:
 STYLES: dict[Style, StyleRow] = {
     "colwise": StyleRow(
         apply=_Colwise,
+        used_for="Linear, Conv1D",
+        effect="The outputs are sharded over tp.",
         kind="projection",
         requires=require_projection,
         shards="outputs",
@@ -215,6 +217,10 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "colwise_gather_output": StyleRow(
         apply=_ColwiseGatherOutput,
+        used_for="the head",
+        effect=(
+            "Like `colwise`, and the outputs are gathered. With `loss_parallel` the loss uses the shards directly."
+        ),
         kind="projection",
         requires=require_projection,
         shards="outputs",
@@ -227,6 +233,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "colwise_blocks": StyleRow(
         apply=_ColwiseBlocks,
+        used_for="interleaved fused projections",
+        effect="Like `colwise`, in blocks that belong together.",
         kind="projection",
         requires=require_projection,
         shards="outputs",
@@ -236,6 +244,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "rowwise": StyleRow(
         apply=_Rowwise,
+        used_for="Linear, Conv1D",
+        effect="The inputs are sharded, and the results summed.",
         kind="projection",
         requires=require_projection,
         shards="inputs",
@@ -247,6 +257,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "rowwise_split_input": StyleRow(
         apply=_RowwiseSplitInput,
+        used_for="Linear",
+        effect="Like `rowwise`, after a module whose output is replicated.",
         kind="projection",
         requires=require_projection,
         shards="inputs",
@@ -256,15 +268,29 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "embedding_rowwise": StyleRow(
         apply=_EmbeddingRowwise,
+        used_for="Embedding",
+        effect="The vocabulary is sharded. It need not divide evenly.",
         kind="lookup",
         requires=require_lookup,
         shards="rows",
         may_be_uneven=True,
         transformers=("embedding_rowwise",),
     ),
-    "sequence_parallel": StyleRow(apply=_Replicate, kind="replica", gradients="partial if split", adapter="full"),
+    "sequence_parallel": StyleRow(
+        apply=_Replicate,
+        used_for="norms inside the layers",
+        effect=(
+            "The parameters are replicated. With `sequence_parallel = true` each process applies them to its "
+            "part of the sequence, and their gradients are summed."
+        ),
+        kind="replica",
+        gradients="partial if split",
+        adapter="full",
+    ),
     "replicate": StyleRow(
         apply=_Replicate,
+        used_for="modules outside the layers",
+        effect="Every process computes the same.",
         kind="replica",
         needs_full_sequence=True,
         adapter="full",
@@ -274,6 +300,11 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "replicated_with_grad_allreduce": StyleRow(
         apply=_Replicate,
+        used_for="norms on heads (Qwen3)",
+        effect=(
+            "The parameters are replicated, and each process applies them to its heads only. Their gradients "
+            "are summed."
+        ),
         kind="replica",
         gradients="partial",
         adapter="shared",
@@ -281,17 +312,47 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "replicated_heads": StyleRow(
         apply=_ReplicatedHeads,
+        used_for="key and value",
+        effect=(
+            "There are fewer heads than processes. The weights are replicated, and each process computes the "
+            "head that it needs."
+        ),
         kind="projection",
         requires=require_key_value_groups,
         gives="one head",
         gradients="partial",
         adapter="columns",
     ),
-    "per_head": StyleRow(apply=_PerHead, kind="replica", gradients="partial", own_heads=True),
-    "shared_input": StyleRow(apply=_SharedInput, kind="shared input"),
-    "whole_sequence": StyleRow(apply=_WholeSequence, kind="full sequence"),
+    "per_head": StyleRow(
+        apply=_PerHead,
+        used_for="norms with parameters for each head (Cohere, StableLM)",
+        effect=(
+            "The parameters are replicated. Each process computes with those of its heads, and their "
+            "gradients are summed."
+        ),
+        kind="replica",
+        gradients="partial",
+        own_heads=True,
+    ),
+    "shared_input": StyleRow(
+        apply=_SharedInput,
+        used_for="attention, MLP",
+        effect=("The input is gathered once for all projections: 4 collectives per layer and microbatch, not 7."),
+        kind="shared input",
+    ),
+    "whole_sequence": StyleRow(
+        apply=_WholeSequence,
+        used_for="blocks that mix positions",
+        effect="They get the full sequence, under sequence parallelism too.",
+        kind="full sequence",
+    ),
     "mla_kv_a_proj": StyleRow(
         apply=_MlaKvAProj,
+        used_for="DeepSeek's latent attention",
+        effect=(
+            "The module is replicated. All heads share the rotary part of its output, so the gradient of "
+            "that part is summed."
+        ),
         kind="projection",
         requires=require_rotary_key,
         gradients="summed",
@@ -301,6 +362,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "local_params": StyleRow(
         apply=LocalParams,
+        used_for="small parameters per head",
+        effect="Each process takes those of its heads.",
         kind="parameters",
         needs_full_sequence=True,
         has_parameter_rules=True,
@@ -308,6 +371,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "moe_tp_experts": StyleRow(
         apply=Experts,
+        used_for="experts",
+        effect="Each expert is sharded over tp.",
         kind="experts",
         needs_full_sequence=True,
         has_parameter_rules=True,
@@ -315,6 +380,8 @@ STYLES: dict[Style, StyleRow] = {
     ),
     "expert_parallel": StyleRow(
         apply=ExpertParallel,
+        used_for="experts",
+        effect='Each process holds whole experts (`tensor.experts = "expert"`).',
         kind="experts",
         requires=require_separate_experts,
         shards="experts",
