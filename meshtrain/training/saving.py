@@ -103,7 +103,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         # The checkpoint belongs to a run. Its options are in the run file, and any groups fit.
         there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
     if problems := _optimizer_problems(there, here):
-        raise CheckpointError(f"{checkpoint}: {problem}" for problem in problems)
+        raise CheckpointError(Problem(problem, about=str(checkpoint)) for problem in problems)
     restore_snapshot(checkpoint, manifest, pipeline, state, there)
     if state.optimizer is not None and manifest.optimizer is not None:
         restore_options(state.optimizer, manifest.optimizer)
