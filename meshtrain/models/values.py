@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from transformers import PretrainedConfig
 
-from meshtrain.config.problems import dotted
+from meshtrain.config.problems import dotted, shortened
 
 LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 10**9, 1e12, 10_000
 # Names that all configurations share. The attribute map of a class links them to its own names.
@@ -49,14 +49,14 @@ def _contradictions(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> I
     all_values = {**defaults, **values}
     for name in ("dtype", "torch_dtype"):
         if (dtype := values.get(name)) is not None and not _is_dtype(dtype):
-            yield f"model.config.{name} = {dtype!r}: set it to the name of a dtype of torch, such as 'bfloat16'"
+            yield f"model.config.{name} = {shortened(repr(dtype))}: set it to the name of a dtype of torch, such as 'bfloat16'"
     vocabulary = all_values.get("vocab_size")
     for name in _TOKENS:
         # Some classes have default tokens outside of their default vocabulary.
         ids = values.get(name) if values.get(name) != defaults.get(name) else None
         for token in ids if isinstance(ids, list) else [ids]:
             if isinstance(token, int) and isinstance(vocabulary, int) and not -1 <= token < vocabulary:
-                yield f"model.config.{name} = {ids!r}: set it to a token below vocab_size = {vocabulary:,}"
+                yield f"model.config.{name} = {shortened(repr(ids))}: set it to a token below vocab_size = {vocabulary:,}"
     chosen = all_values.get("num_experts_per_tok")
     for name in _EXPERTS:
         there = all_values.get(name)
@@ -90,7 +90,7 @@ def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         wanted = _wanted(name, value, default)
         if wanted is not None:
-            yield f"{key} = {value!r}: set it to {wanted}"
+            yield f"{key} = {shortened(repr(value))}: set it to {wanted}"
 
 
 def _wanted(name: str, value: float, default: Any) -> str | None:

@@ -60,6 +60,12 @@ def test_unknown_dtype_is_refused(dtype):
     assert load_hf_config(ModelConfig(type="gpt2", config={"dtype": "bfloat16"}))
 
 
+def test_long_value_is_shortened_in_the_message():
+    for name, value in {"dtype": "y" * 5000, "eos_token_id": [10**9] * 1000, "n_embd": -(10**1000)}.items():
+        (problem,) = problems_of("gpt2", **{name: value})
+        assert problem.startswith(f"model.config.{name} = ") and len(problem) < 300
+
+
 def test_experts_of_a_token_are_among_all():
     (problem,) = problems_of("glm4_moe", n_routed_experts=4)
     assert problem == "model.config.num_experts_per_tok = 8: set it to at most n_routed_experts = 4"

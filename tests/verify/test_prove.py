@@ -66,14 +66,14 @@ def no_damage() -> None:
 
 def skip_head_norm_reduction() -> None:
     """Remove the rule that sums the gradients of q_norm and k_norm over tp."""
-    parallelize = parallel.parallelize
+    build = parallel.build_pipeline
 
     def without_norms(*args: Any, **kwargs: Any) -> Any:
-        pipeline = parallelize(*args, **kwargs)
+        pipeline = build(*args, **kwargs)
         object.__setattr__(pipeline, "summed_over_tp", frozenset())
         return pipeline
 
-    parallel.parallelize = without_norms
+    parallel.build_pipeline = without_norms
 
 
 def weight_microbatches_equally() -> None:
@@ -87,16 +87,16 @@ def weight_microbatches_equally() -> None:
 
 def skip_a_layer() -> None:
     """Let the first layer of the second stage return its input."""
-    parallelize = parallel.parallelize
+    build = parallel.build_pipeline
 
     def without_layer(*args: Any, **kwargs: Any) -> Any:
-        pipeline = parallelize(*args, **kwargs)
+        pipeline = build(*args, **kwargs)
         for stage in pipeline.stages:
             if not stage.is_first:
                 stage.own_layers()[0].forward = lambda hidden, *args, **kwargs: hidden * 1.0
         return pipeline
 
-    parallel.parallelize = without_layer
+    parallel.build_pipeline = without_layer
 
 
 def ignore_the_length() -> None:
