@@ -96,7 +96,7 @@ def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
 def _wanted(name: str, value: float, default: Any) -> str | None:
     """Return a description of the numbers that are allowed, or None if this one is allowed."""
     words = name.lower().split("_")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         # Mamba's default is infinity, which stands for an unlimited value.
         return None if _has_infinity(default) else "a finite number"
     if any(part in name.lower() for part in _PROBABILITY):
