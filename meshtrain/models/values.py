@@ -49,14 +49,16 @@ def _contradictions(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> I
     all_values = {**defaults, **values}
     for name in ("dtype", "torch_dtype"):
         if (dtype := values.get(name)) is not None and not _is_dtype(dtype):
-            yield f"model.config.{name} = {shortened(repr(dtype))}: set it to the name of a dtype of torch, such as 'bfloat16'"
+            found = shortened(repr(dtype))
+            yield f"model.config.{name} = {found}: set it to the name of a dtype of torch, such as 'bfloat16'"
     vocabulary = all_values.get("vocab_size")
     for name in _TOKENS:
         # Some classes have default tokens outside of their default vocabulary.
         ids = values.get(name) if values.get(name) != defaults.get(name) else None
         for token in ids if isinstance(ids, list) else [ids]:
             if isinstance(token, int) and isinstance(vocabulary, int) and not -1 <= token < vocabulary:
-                yield f"model.config.{name} = {shortened(repr(ids))}: set it to a token below vocab_size = {vocabulary:,}"
+                found = shortened(repr(ids))
+                yield f"model.config.{name} = {found}: set it to a token below vocab_size = {vocabulary:,}"
     chosen = all_values.get("num_experts_per_tok")
     for name in _EXPERTS:
         there = all_values.get(name)

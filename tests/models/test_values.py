@@ -63,7 +63,8 @@ def test_unknown_dtype_is_refused(dtype):
 def test_long_value_is_shortened_in_the_message():
     for name, value in {"dtype": "y" * 5000, "eos_token_id": [10**9] * 1000, "n_embd": -(10**1000)}.items():
         problem = problems_of("gpt2", **{name: value})[0]
-        assert problem.startswith(f"model.config.{name} = ") and len(problem) < 300
+        assert problem.startswith(f"model.config.{name} = ")
+        assert len(problem) < 300
 
 
 def test_experts_of_a_token_are_among_all():
