@@ -50,18 +50,20 @@ class UserError(MeshtrainError):
     """A mistake that the user can fix.
 
     Args:
-        problems: one problem, or several found at once; each is printed on its own line.
+        problems: one problem, or several found at once; each is printed on its own line. A string
+            is what was found.
+        advice: what to do about what was found. A problem brings its own.
 
     Attributes:
-        problems: what is wrong; a plain string becomes a problem without advice.
+        problems: what is wrong.
         lines: each problem as one line. A line break becomes a space, and a character that cannot
             be printed becomes an escape, because messages quote the contents of files.
         reporting_rank: the rank that prints the problems, where the ranks have agreed on one.
     """
 
-    def __init__(self, problems: str | Problem | Iterable[str | Problem]) -> None:
+    def __init__(self, problems: str | Problem | Iterable[str | Problem], advice: str = "") -> None:
         several = (problems,) if isinstance(problems, str | Problem) else tuple(problems)
-        self.problems = tuple(Problem(one) if isinstance(one, str) else one for one in several)
+        self.problems = tuple(Problem(one, advice) if isinstance(one, str) else one for one in several)
         self.lines = tuple(_as_line(str(one)) for one in self.problems)
         self.reporting_rank: int | None = None
         super().__init__("\n".join(self.lines))

@@ -340,7 +340,7 @@ def test_loss_that_is_not_finite_stops_before_the_optimizer_step(here: Path, sav
     assert all(untouched for _, _, untouched in answers)
     assert first[2] == (
         "error: step 3: the loss is nan, the gradient norm nan; stopped before the optimizer step, so the parameters "
-        f"and the last checkpoint are as they were. Samples of this step: {', '.join(map(str, samples))}. Look at "
+        f"and the last checkpoint are as they were. Samples of this step: {', '.join(map(str, samples))}; look at "
         'them, lower optimizer.learning_rate, set optimizer.max_gradient_norm, or set bad_steps.policy to "skip" or '
         '"rewind"\n'
     )
@@ -362,7 +362,7 @@ def test_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path) -
     assert (code, error) == (
         2,
         "error: step 2: the evaluation loss is inf, so the parameters are broken; stopped before a checkpoint of them "
-        "was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n",
+        "was written; lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n",
     )
     assert list_checkpoints(here / "out" / "checkpoints") == []
 

@@ -55,7 +55,7 @@ def new_folder(asked: str, given: object) -> Path:
     """
     text = path_text(asked, given, CheckpointError)
     if "://" in text:
-        raise CheckpointError(f"{asked} = {text!r} is a URL; pass a folder of this machine, and upload it afterwards")
+        raise CheckpointError(f"{asked} = {text!r} is a URL", "pass a folder of this machine, and upload it afterwards")
     return Path(text)
 
 

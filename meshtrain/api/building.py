@@ -162,7 +162,8 @@ def load_weights(model: Any, folder: str | Path, *, enlarge_vocabulary: bool = F
         if enlarge_vocabulary:
             raise ModelError(
                 f"{folder} is a checkpoint, whose tensors are read as they are, but enlarge_vocabulary = True adds "
-                f"rows; run `meshtrain merge {folder} OUT`, and load OUT"
+                "rows",
+                f"run `meshtrain merge {folder} OUT`, and load OUT",
             )
         for stage in pipeline.stages:
             restore_buffers(stage.model)

@@ -110,15 +110,16 @@ class Calls:
         if not self._is_inside and fsdp_modules(self._model):
             raise ModelError(
                 f"the {what} of a model over dp_shard was called by itself, but a rank has its full weight only "
-                "inside a call of the model; call the model itself, with input_ids, and use its logits"
+                "inside a call of the model",
+                "call the model itself, with input_ids, and use its logits",
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_inside(self, *_: Any) -> None:
         if not self._is_inside:
             raise ModelError(
-                "a part of a parallel model was called by itself, so its gradients would not be summed over the ranks; "
-                "call the model itself, and use model(..., output_hidden_states=True).hidden_states[-1]"
+                "a part of a parallel model was called by itself, so its gradients would not be summed over the ranks",
+                "call the model itself, and use model(..., output_hidden_states=True).hidden_states[-1]",
             )
 
     def _check_options(self, given: Mapping[str, Any]) -> None:
@@ -129,18 +130,19 @@ class Calls:
         """
         if axis_size(self._handle.pipeline.mesh, TP) > 1 and self._is_requested(given, "output_attentions"):
             raise ModelError(
-                "output_attentions = True: over tp every rank has the attention of its own heads only; leave it out, "
-                "or use a mesh with tp = 1"
+                "output_attentions = True: over tp every rank has the attention of its own heads only",
+                "leave it out, or use a mesh with tp = 1",
             )
         if is_inside_ddp():
             raise ModelError(
-                "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time; "
-                'leave it out, and use the dp axes of the mesh: {"mesh": {"dp_replicate": 2}}'
+                "the model is wrapped in DistributedDataParallel, which would reduce its gradients a second time",
+                'leave it out, and use the dp axes of the mesh: {"mesh": {"dp_replicate": 2}}',
             )
         if torch.is_inference_mode_enabled() and not self._has_gathered and fsdp_modules(self._model):
             raise ModelError(
                 "the first forward pass of a model over dp_shard was called under torch.inference_mode(), and what is "
-                "gathered there can never be trained; use torch.no_grad()"
+                "gathered there can never be trained",
+                "use torch.no_grad()",
             )
         self._has_gathered = True
         if (
@@ -150,7 +152,8 @@ class Calls:
         ):
             raise ModelError(
                 "return_dict = False with output_hidden_states = True: under tensor.sequence_parallel the hidden "
-                "states are gathered into the fields of the output, and a tuple has none; leave return_dict out"
+                "states are gathered into the fields of the output, and a tuple has none",
+                "leave return_dict out",
             )
 
     def _is_requested(self, given: Mapping[str, Any], name: str) -> bool:
@@ -183,6 +186,6 @@ def _check_same_call(pipeline: Pipeline, *, has_labels: bool) -> None:
     if int(extremes[0]) != -int(extremes[1]):
         raise ModelError(
             f"rank {dist.get_rank()} calls the model {'with' if has_labels else 'without'} labels and trains "
-            f"{sum(trains)} of {len(trains)} parameters, but another rank differs; pass labels on all ranks or on "
-            "none, and freeze the same parameters on all"
+            f"{sum(trains)} of {len(trains)} parameters, but another rank differs",
+            "pass labels on all ranks or on none, and freeze the same parameters on all",
         )

@@ -64,13 +64,14 @@ class GradientCompletion:
         if self._running is not None:
             raise ModelError(
                 "an earlier backward pass of this model has ended with an exception, so some gradients are those of "
-                "this rank alone; call optimizer.zero_grad(), and then the model, before the next backward pass"
+                "this rank alone",
+                "call optimizer.zero_grad(), and then the model, before the next backward pass",
             )
         # Gradients are enabled during a backward pass only with `create_graph`.
         if torch.is_grad_enabled() and any(fsdp_modules(stage.model) for stage in self._pipeline.stages):
             raise ModelError(
-                "create_graph = True: gradients of gradients do not pass through parameters that FSDP2 has gathered; "
-                "use a mesh with dp_shard = 1, without offload and with one number format"
+                "create_graph = True: gradients of gradients do not pass through parameters that FSDP2 has gathered",
+                "use a mesh with dp_shard = 1, without offload and with one number format",
             )
         self._running = number
         self._earlier = set_gradients_aside(self._pipeline)
@@ -93,7 +94,8 @@ class GradientCompletion:
         if lost:
             raise ModelError(
                 f"the gradient of {lost[0]} was read before it was summed over all ranks, by torch.autograd.grad or "
-                "by a hook of the parameter; call loss.backward(), and read parameter.grad when it is done"
+                "by a hook of the parameter",
+                "call loss.backward(), and read parameter.grad when it is done",
             )
 
     def _is_lost(self, parameter: nn.Parameter) -> bool:

@@ -37,8 +37,9 @@ class Handle:
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ModelError(
-            "a parallel model cannot be copied: its process groups and hooks belong to it alone; parallelize a stock "
-            "model for each copy, or keep copies of the parameters that you need (parameter.detach().clone())"
+            "a parallel model cannot be copied: its process groups and hooks belong to it alone",
+            "parallelize a stock model for each copy, or keep copies of the parameters that you need "
+            "(parameter.detach().clone())",
         )
 
     def check_values(self) -> None:
@@ -49,9 +50,9 @@ class Handle:
         """
         if not self.has_values:
             raise ModelError(
-                "the parameters of this model have no values yet, because it was built on meta; call "
-                "meshtrain.initialize(model, seed=0), meshtrain.load_weights(model, folder) or "
-                "meshtrain.load_checkpoint(directory, state) first"
+                "the parameters of this model have no values yet, because it was built on meta",
+                "call meshtrain.initialize(model, seed=0), meshtrain.load_weights(model, folder) or "
+                "meshtrain.load_checkpoint(directory, state) first",
             )
 
 
@@ -64,7 +65,7 @@ def handle_of(model: object) -> Handle:
     handle = find_handle(model)
     if handle is None:
         raise ModelError(
-            f"{described(model)} is not a parallel model; pass what meshtrain.parallelize(model, plan) returns"
+            f"{described(model)} is not a parallel model", "pass what meshtrain.parallelize(model, plan) returns"
         )
     return handle
 

@@ -86,20 +86,23 @@ class LossOfAllRanks:
             if labels is not None:
                 raise ModelError(
                     "return_dict = False: the loss is made the mean over all data ranks in the fields of the output, "
-                    "and a tuple has none; leave it out"
+                    "and a tuple has none",
+                    "leave it out",
                 )
         elif getattr(output, "loss", None) is None:
             return
         elif not isinstance(labels, Tensor):
             raise ModelError(
                 f"{type(output).__name__} has a loss, but no labels were passed: it is the mean over something else, "
-                "which cannot be counted over the data ranks; compute it from the logits, or use a mesh without dp axes"
+                "which cannot be counted over the data ranks",
+                "compute it from the logits, or use a mesh without dp axes",
             )
         elif has_loss_of_program(self._model):
             raise ModelError(
-                "model.loss_function was set by the program: the number of labels that it averages over is unknown, so "
-                "there is no mean over all data ranks; compute it from the logits, divided by model.num_data_ranks if "
-                "it is a mean, or use a mesh without dp axes"
+                "model.loss_function was set by the program: the number of labels that it averages over is unknown, "
+                "so there is no mean over all data ranks",
+                "compute it from the logits, divided by model.num_data_ranks if it is a mean, or use a mesh without "
+                "dp axes",
             )
 
 
@@ -142,7 +145,8 @@ def _own_loss_shifts(model: PreTrainedModel) -> bool | None:
             return None
         raise ModelError(
             f"the labels that the loss of a {stock_class(model).__name__} averages over are unknown: a tiny copy of "
-            f"it does not run ({error}); compute it from the logits, or use a mesh without dp axes"
+            f"it does not run ({error})",
+            "compute it from the logits, or use a mesh without dp axes",
         ) from error
 
 

@@ -114,9 +114,9 @@ class ParallelModel(Unmovable):
             value = state_dict.get(name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 raise ModelError(
-                    f"load_state_dict: {name} is a full tensor, and every rank of this model keeps a shard of it; "
+                    f"load_state_dict: {name} is a full tensor, and every rank of this model keeps a shard of it",
                     "load it into the stock model before meshtrain.parallelize, or call meshtrain.load_weights(model, "
-                    "folder); meshtrain.load_checkpoint(directory, state) resumes a training"
+                    "folder); meshtrain.load_checkpoint(directory, state) resumes a training",
                 )
         stock: Any = super()
         return stock.load_state_dict(state_dict, *args, **kwargs)
@@ -147,8 +147,9 @@ class ParallelModel(Unmovable):
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise ModelError(
                 f"a parallel model cannot be moved (to {after.device}, {after.dtype}): every rank keeps its shards on "
-                "its own device, the GPU of its LOCAL_RANK where there are any; leave the call out, and choose number "
-                "formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan"
+                "its own device, the GPU of its LOCAL_RANK where there are any",
+                "leave the call out, and choose number formats with model.to(...) before meshtrain.parallelize or in "
+                "[precision] of the plan",
             )
 
     @property
@@ -178,8 +179,9 @@ class ParallelModel(Unmovable):
             ModelError: always.
         """
         raise ModelError(
-            "the embeddings of a parallel model cannot be resized; call model.resize_token_embeddings(...) before "
-            "meshtrain.parallelize, or meshtrain.load_weights(model, folder, enlarge_vocabulary=True) for one on meta"
+            "the embeddings of a parallel model cannot be resized",
+            "call model.resize_token_embeddings(...) before meshtrain.parallelize, or meshtrain.load_weights(model, "
+            "folder, enlarge_vocabulary=True) for one on meta",
         )
 
 
@@ -203,16 +205,16 @@ def _save_adapters(
 
 def _refuse_adapters() -> NoReturn:
     raise ModelError(
-        "peft cannot adapt a parallel model, whose projections are cut; adapt the stock model first: "
-        "meshtrain.parallelize(peft.get_peft_model(model, config), plan)"
+        "peft cannot adapt a parallel model, whose projections are cut",
+        "adapt the stock model first: meshtrain.parallelize(peft.get_peft_model(model, config), plan)",
     )
 
 
 def _refuse_loading(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
-        "adapters cannot be loaded into a parallel model, whose parameters are cut; load them before: "
-        "meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), plan); "
-        "meshtrain.load_checkpoint resumes a training"
+        "adapters cannot be loaded into a parallel model, whose parameters are cut",
+        "load them before: meshtrain.parallelize(peft.PeftModel.from_pretrained(model, folder, is_trainable=True), "
+        "plan); meshtrain.load_checkpoint resumes a training",
     )
 
 

@@ -195,18 +195,19 @@ def _set_number_format(stock: PreTrainedModel, precision: PrecisionPlan, *, has_
 def _check_stock(model: nn.Module) -> PreTrainedModel:
     if find_handle(model) is not None:
         raise ModelError(
-            "this model is parallel already; call meshtrain.parallelize once. For another plan save it "
-            "(model.save_pretrained) and load it again, or build it again"
+            "this model is parallel already",
+            "call meshtrain.parallelize once. For another plan save it (model.save_pretrained) and load it again, or "
+            "build it again",
         )
     _check_no_wrapper(model)
     if hasattr(model, "get_base_model"):
         model = _inside_of_adapter(model)
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{described(model)} is not a model of transformers; pass one, such as GPT2LMHeadModel")
+        raise ModelError(f"{described(model)} is not a model of transformers", "pass one, such as GPT2LMHeadModel")
     if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
         what = "is quantized" if getattr(model, "is_quantized", False) else "was spread over devices by device_map"
         raise ModelError(
-            f"this {type(model).__name__} {what}; load it without that, because meshtrain.parallelize distributes it"
+            f"this {type(model).__name__} {what}", "load it without that, because meshtrain.parallelize distributes it"
         )
     return model
 
@@ -214,24 +215,28 @@ def _check_stock(model: nn.Module) -> PreTrainedModel:
 def _check_no_wrapper(model: object) -> None:
     if is_compiled(model):
         raise ModelError(
-            "this model is compiled, but the plan decides what is compiled; pass the model from before torch.compile, "
-            'and set {"compile": {"enabled": True}} in the plan'
+            "this model is compiled, but the plan decides what is compiled",
+            'pass the model from before torch.compile, and set {"compile": {"enabled": True}} in the plan',
         )
     if isinstance(model, WRAPPERS):
         raise ModelError(
-            f"a {type(model).__name__} has copies or shards of its own; pass the model inside (model.module), and use "
-            'the plan instead: {"mesh": {"dp_replicate": N}} as DDP, {"mesh": {"dp_shard": N}} as FSDP'
+            f"a {type(model).__name__} has copies or shards of its own",
+            'pass the model inside (model.module), and use the plan instead: {"mesh": {"dp_replicate": N}} as '
+            'DDP, {"mesh": {"dp_shard": N}} as FSDP',
         )
 
 
 def _inside_of_adapter(model: Any) -> Any:
     kinds = {str(config.peft_type.value): config for config in model.peft_config.values()}
     if others := [kind for kind in kinds if kind != "LORA"]:
-        raise ModelError(f"peft's {name_some(others)} cannot be made parallel; use LoraConfig, or train the full model")
+        raise ModelError(
+            f"peft's {name_some(others)} cannot be made parallel", "use LoraConfig, or train the full model"
+        )
     if biases := sorted({config.bias for config in model.peft_config.values()} - {"none"}):
         raise ModelError(
             f"bias = {biases[0]!r} of the LoraConfig: peft would save biases of the model with the adapters, but a "
-            'parallel model cannot; set bias = "none", and call requires_grad_(True) on the biases to train'
+            "parallel model cannot",
+            'set bias = "none", and call requires_grad_(True) on the biases to train',
         )
     return model.get_base_model()
 
@@ -284,31 +289,34 @@ def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
         if name in own or has_hooks_on_itself(model.get_submodule(name)):
             what = "a replaced forward" if name in own else "a hook"
             raise ModelError(
-                f"{name} has {what}, but tensor.fused keeps that projection in parts; put it on the module around it"
+                f"{name} has {what}, but tensor.fused keeps that projection in parts", "put it on the module around it"
             )
     if plan.mesh.pp == 1:
         return
     if has_loss_of_program(model):
         raise ModelError(
             "model.loss_function was set by the program, but the last stage of a pipeline computes the mean cross "
-            "entropy itself; use a mesh with pp = 1, which uses the model's own loss"
+            "entropy itself",
+            "use a mesh with pp = 1, which uses the model's own loss",
         )
     if "" in own:
         raise ModelError(
-            "model.forward was replaced by the program, but the stages of a pipeline run the forward of the class, and "
-            "compute the loss themselves; use a mesh with pp = 1, or replace the forward of a module inside"
+            "model.forward was replaced by the program, but the stages of a pipeline run the forward of the class, "
+            "and compute the loss themselves",
+            "use a mesh with pp = 1, or replace the forward of a module inside",
         )
     if has_hooks_on_itself(model):
         raise ModelError(
-            "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the "
-            "model; put it on a module inside, or use a mesh with pp = 1"
+            "the model itself has a hook, but the inputs and outputs of pipeline stages differ from those of the model",
+            "put it on a module inside, or use a mesh with pp = 1",
         )
     for name, module in own.items():
         if not _is_method_of(module):
             raise ModelError(
-                f"the forward of {name} was replaced by a function that is not a method of it, and would still compute "
-                "with the module that was cut; pass it as types.MethodType(function, module), with the module as "
-                "its first argument, or use a mesh with pp = 1"
+                f"the forward of {name} was replaced by a function that is not a method of it, and would still "
+                "compute with the module that was cut",
+                "pass it as types.MethodType(function, module), with the module as its first argument, or use a mesh "
+                "with pp = 1",
             )
 
 
@@ -322,7 +330,8 @@ def _with_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> ParallelPlan:
         raise wrong("parallelize: mesh", mesh, "what meshtrain.build_mesh(plan) returns, or None")
     if mesh.mesh_dim_names != AXES:
         raise PlanError(
-            f"the mesh has the axes {mesh.mesh_dim_names}, but a plan needs {AXES}; build it with meshtrain.build_mesh"
+            f"the mesh has the axes {mesh.mesh_dim_names}, but a plan needs {AXES}",
+            "build it with meshtrain.build_mesh",
         )
     degrees = dict(zip(AXES, mesh.shape, strict=True))
     for axis in plan.mesh.model_fields_set:
@@ -339,8 +348,9 @@ def _precision_of(model: PreTrainedModel) -> PrecisionPlan:
     if len(dtypes) > 1 or name not in ("float32", "bfloat16", "float64"):
         found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         raise ModelError(
-            f"the parameters are {found}; train in float32 (model.float()) or bfloat16, or set the formats in the "
-            'plan, such as {"precision": {"parameters": "float32", "compute": "bfloat16"}}'
+            f"the parameters are {found}",
+            'train in float32 (model.float()) or bfloat16, or set the formats in the plan, such as {"precision": '
+            '{"parameters": "float32", "compute": "bfloat16"}}',
         )
     reduce = "float32" if name == "bfloat16" else name
     return PrecisionPlan.model_validate({"parameters": name, "compute": name, "reduce": reduce})

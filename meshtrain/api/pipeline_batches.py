@@ -104,7 +104,7 @@ class BatchChecker:
     def _check(self, inputs: Mapping[str, Tensor]) -> None:
         if unknown := [name for name in inputs if self._known is not None and name not in self._known]:
             kind = type(self._pipeline.stages[0].model).__name__
-            raise DataError(f"{unknown[0]} is not an input of {kind}; leave it out of the batch")
+            raise DataError(f"{unknown[0]} is not an input of {kind}", "leave it out of the batch")
         for name in ("input_ids", "labels"):
             _check_tokens_are_rows(name, inputs[name])
         self._check_shapes(inputs)
@@ -117,32 +117,35 @@ class BatchChecker:
         rows, width = shape = tuple(inputs["input_ids"].shape)
         if other := [name for name, value in inputs.items() if value.shape[:1] != (rows,)]:
             raise DataError(
-                f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: every tensor of "
-                "a batch is cut into microbatches along its first dimension; pass the same number of rows in all"
+                f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: every tensor of a "
+                "batch is cut into microbatches along its first dimension",
+                "pass the same number of rows in all",
             )
         if inputs["labels"].shape != shape:
             raise DataError(
-                f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}; pass a label for "
-                "every token, -100 for one that must not count"
+                f"labels has the shape {tuple(inputs['labels'].shape)}, input_ids {shape}",
+                "pass a label for every token, -100 for one that must not count",
             )
         if other := [name for name, value in inputs.items() if value.dim() > 1 and value.shape[-1] != width]:
             raise DataError(
                 f"{other[0]} has the shape {tuple(inputs[other[0]].shape)}, input_ids {shape}: its last dimension "
-                f"must be the {width} tokens of a row; pass as many"
+                f"must be the {width} tokens of a row",
+                "pass as many",
             )
 
     def _check_schedule(self, rows: int, width: int) -> None:
         plan, micro = self._pipeline.plan, self._pipeline.micro_batch_size
         if rows % micro:
-            raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}; change one of them")
+            raise DataError(f"a batch of {rows} rows cannot be cut into microbatches of {micro}", "change one of them")
         if not rows * width:
             raise DataError(
-                f"input_ids has the shape {(rows, width)}, so there is nothing to compute; leave out such batches"
+                f"input_ids has the shape {(rows, width)}, so there is nothing to compute", "leave out such batches"
             )
         if plan.tensor.sequence_parallel and width % plan.mesh.tp:
             raise DataError(
-                f"tensor.sequence_parallel splits the {width} tokens of a row over tp = {plan.mesh.tp}, which does not "
-                "divide them; pad with pad_to_multiple_of, or set sequence_parallel = false"
+                f"tensor.sequence_parallel splits the {width} tokens of a row over tp = {plan.mesh.tp}, which does "
+                "not divide them",
+                "pad with pad_to_multiple_of, or set sequence_parallel = false",
             )
         shape = BatchShape(rows * axis_size(self._pipeline.mesh, *DATA_AXES), micro, width)
         if problems := list(check_microbatches(plan, shape)):
@@ -156,8 +159,8 @@ class BatchChecker:
         if low < 0 or high >= self._num_positions:
             what = f"rows of {ids.shape[1]} tokens" if given is None else f"position_ids from {low} to {high}"
             raise DataError(
-                f"{what}, but the model has learned positions 0 to {self._num_positions - 1}; pass shorter rows "
-                "(truncation=True, max_length=... of the tokenizer)"
+                f"{what}, but the model has learned positions 0 to {self._num_positions - 1}",
+                "pass shorter rows (truncation=True, max_length=... of the tokenizer)",
             )
 
 
@@ -182,31 +185,31 @@ def _tensors_of(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch, without options that have no effect."""
     if not isinstance(batch, Mapping):
         raise DataError(
-            f"the batch is a {type(batch).__name__}; pass a mapping with input_ids and labels, as a tokenizer returns "
-            'it with return_tensors="pt"'
+            f"the batch is a {type(batch).__name__}",
+            'pass a mapping with input_ids and labels, as a tokenizer returns it with return_tensors="pt"',
         )
     given = {
         name: value for name, value in batch.items() if value is not None and value is not IMPLIED_OPTIONS.get(name)
     }
     if missing := [name for name in ("input_ids", "labels") if name not in given]:
         raise DataError(
-            f"the batch has no {missing[0]}, it has {', '.join(map(str, given)) or 'nothing'}; the ranks of a pipeline "
-            "need input_ids and labels, and compute the loss themselves"
+            f"the batch has no {missing[0]}, it has {', '.join(map(str, given)) or 'nothing'}",
+            "pass input_ids and labels: the ranks of a pipeline compute the loss themselves",
         )
     for name, value in given.items():
         if name in ALTERNATIVES:
             raise DataError(f"{name} is in the batch: {ALTERNATIVES[name]}")
         if not isinstance(value, Tensor):
             raise DataError(
-                f"{name} in the batch is a {type(value).__name__}, and a pipeline cuts tensors into microbatches; "
-                "pass a tensor with as many rows as input_ids, or leave it out"
+                f"{name} in the batch is a {type(value).__name__}, and a pipeline cuts tensors into microbatches",
+                "pass a tensor with as many rows as input_ids, or leave it out",
             )
     return given
 
 
 def _check_tokens_are_rows(name: str, ids: Tensor) -> None:
     if ids.dim() != 2 or ids.dtype not in TOKENS:
-        raise DataError(f"{name} is {tuple(ids.shape)} {dtype_name(ids.dtype)}; pass token ids (rows, seq), int64")
+        raise DataError(f"{name} is {tuple(ids.shape)} {dtype_name(ids.dtype)}", "pass token ids (rows, seq), int64")
 
 
 def _shifted(labels: Tensor) -> Tensor:

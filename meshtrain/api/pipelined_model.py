@@ -162,7 +162,7 @@ class PipelinedModel:
         if not checked.trains:
             raise ModelError(NOTHING_TRAINS)
         if not torch.is_grad_enabled():
-            raise ModelError("forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)")
+            raise ModelError("forward_backward was called under torch.no_grad()", "call it outside, or evaluate(batch)")
         earlier = set_gradients_aside(self._pipeline)
         try:
             with self._streams_of_model(), self._exchange("forward_backward"):
@@ -228,8 +228,9 @@ class PipelinedModel:
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(
-            "a parallel model can be neither copied nor pickled, because no rank has all of it; save it with "
-            "model.save_pretrained(folder), or with its optimizer by meshtrain.save_checkpoint(directory, state)"
+            "a parallel model can be neither copied nor pickled, because no rank has all of it",
+            "save it with model.save_pretrained(folder), or with its optimizer by "
+            "meshtrain.save_checkpoint(directory, state)",
         )
 
     def _take(self, batch: Mapping[str, Any]) -> CheckedBatch:
@@ -241,7 +242,8 @@ class PipelinedModel:
         if self._failure is not None:
             raise ModelError(
                 f"{self._failure}: the stages on other ranks wait for messages that never come, so this model cannot "
-                "be used any more; end the program on all ranks, and start again from a checkpoint"
+                "be used any more",
+                "end the program on all ranks, and start again from a checkpoint",
             )
 
     @contextmanager

@@ -70,14 +70,14 @@ def rebind(optimizer: Optimizer) -> None:
     check_optimizer("rebind: optimizer", optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            "rebind: LBFGS has a list of its parameters that cannot be changed; make it after meshtrain.parallelize, "
-            "on a mesh with tp = 1 and pp = 1"
+            "rebind: LBFGS has a list of its parameters that cannot be changed",
+            "make it after meshtrain.parallelize, on a mesh with tp = 1 and pp = 1",
         )
     held = _held(optimizer)
     if held and not any(map(_is_of_parallel_model, held)):
         raise ModelError(
-            f"rebind: this {type(optimizer).__name__} holds {len(held)} parameters, and none of a parallel model; call "
-            "it after meshtrain.parallelize, with the optimizer of that model"
+            f"rebind: this {type(optimizer).__name__} holds {len(held)} parameters, and none of a parallel model",
+            "call it after meshtrain.parallelize, with the optimizer of that model",
         )
     local = type(optimizer) in ELEMENTWISE
     for group in optimizer.param_groups:
@@ -112,8 +112,8 @@ def _check_sees_all(optimizer: Optimizer, held: Sequence[nn.Parameter]) -> None:
     num_cut = sum(isinstance(parameter, DTensor) for parameter in held)
     if 0 < num_cut < len(held) or not all(getattr(parameter, HAS_ALL, True) for parameter in held):
         raise ModelError(
-            "LBFGS computes with all parameters at once, which no rank has over tp or pp; use a mesh with tp = 1 and "
-            "pp = 1, or an optimizer such as torch.optim.AdamW"
+            "LBFGS computes with all parameters at once, which no rank has over tp or pp",
+            "use a mesh with tp = 1 and pp = 1, or an optimizer such as torch.optim.AdamW",
         )
 
 
@@ -129,7 +129,8 @@ def _inherited(parameter: nn.Parameter, state: Mapping[str, object]) -> list[tup
         elif isinstance(value, Tensor) and value.numel() > 1:
             raise ModelError(
                 f"the optimizer has {key!r} of {successors.name} in the shape {tuple(value.shape)}, which cannot be "
-                f"cut as the parameter is ({tuple(successors.shape)}); make the optimizer after meshtrain.parallelize"
+                f"cut as the parameter is ({tuple(successors.shape)})",
+                "make the optimizer after meshtrain.parallelize",
             )
         else:
             for successor in successors:
@@ -168,18 +169,19 @@ def _check_bound(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if lost:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(lost)} parameters from before meshtrain.parallelize "
-            f"({getattr(lost[0], SUCCESSORS).name}), which nothing uses now; call meshtrain.rebind(optimizer) after it"
+            f"({getattr(lost[0], SUCCESSORS).name}), which nothing uses now",
+            "call meshtrain.rebind(optimizer) after it",
         )
     if gathered := [parameter for parameter in held if is_gathered(parameter)]:
         raise ModelError(
             f"this {type(optimizer).__name__} was made between a forward pass and its backward pass, and holds "
-            f"{len(gathered)} temporary, gathered parameters, which nothing uses later; make it before the forward "
-            "pass, or after the backward pass"
+            f"{len(gathered)} temporary, gathered parameters, which nothing uses later",
+            "make it before the forward pass, or after the backward pass",
         )
     moved = [p for p in held if isinstance(p, LocalParameter) and p.data_ptr() != local_part(p.full).data_ptr()]
     if moved:
         raise ModelError(
-            f"{len(moved)} parameters of this {type(optimizer).__name__} have left the memory that it was bound "
-            "to, so its step would have no effect: a part of the model was cast or moved since; do that before "
-            "meshtrain.parallelize"
+            f"{len(moved)} parameters of this {type(optimizer).__name__} have left the memory that it was bound to, "
+            "so its step would have no effect: a part of the model was cast or moved since",
+            "do that before meshtrain.parallelize",
         )

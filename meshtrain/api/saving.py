@@ -107,10 +107,10 @@ def _saves_adapters(handle: Handle, dtype: torch.dtype | None, *, merge_adapters
     """
     if not _has_adapters(handle):
         if merge_adapters:
-            raise ModelError("merge_adapters = True, but the model has no LoRA adapters; leave it out")
+            raise ModelError("merge_adapters = True, but the model has no LoRA adapters", "leave it out")
         return False
     if dtype is not None and not merge_adapters:
-        raise ModelError("dtype is for a full model, but adapters keep theirs; leave it out, or merge_adapters=True")
+        raise ModelError("dtype is for a full model, but adapters keep theirs", "leave it out, or merge_adapters=True")
     return not merge_adapters
 
 
@@ -140,8 +140,9 @@ def save_parallelized(model: Any, folder: str | Path, *, tokenizer: Tokenizer = 
     check_tokenizer("save_parallelized: tokenizer", tokenizer)
     if _has_adapters(handle):
         raise ModelError(
-            "a model with LoRA adapters cannot be written rank by rank; use meshtrain.save_pretrained(model, folder), "
-            "with merge_adapters=True for the full model, or meshtrain.save_checkpoint"
+            "a model with LoRA adapters cannot be written rank by rank",
+            "use meshtrain.save_pretrained(model, folder), with merge_adapters=True for the full model, or "
+            "meshtrain.save_checkpoint",
         )
     write_parallelized(handle.pipeline, folder, tokenizer=tokenizer, origin=source_of(handle))
 

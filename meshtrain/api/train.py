@@ -41,8 +41,8 @@ def train(config: RunConfig, hooks: Iterable[Hook] = ()) -> Ending:
         raise wrong("train: config", config, "what meshtrain.load_run(path) returns")
     if dist.is_initialized():
         raise ConfigError(
-            "train joins the process group by itself, and this program has joined one already; call it in a program of "
-            "its own, or leave that group with torch.distributed.destroy_process_group()"
+            "train joins the process group by itself, and this program has joined one already",
+            "call it in a program of its own, or leave that group with torch.distributed.destroy_process_group()",
         )
     own = check_hooks(hooks)
     console.configure(rank=rank_from_environment())

@@ -65,13 +65,15 @@ def take(model: nn.Module, adapters: Mapping[str, nn.Module], undo: ExitStack) -
     if on_meta and len(on_meta) < len(parameters):
         raise ModelError(
             f"{len(on_meta)} of {len(parameters)} parameters are on the meta device ({on_meta[0]}), the others have "
-            "values; build the full model on meta, or no part of it"
+            "values",
+            "build the full model on meta, or no part of it",
         )
     hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
     if hooked:
         raise ModelError(
             f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which would receive only that of "
-            "one rank; change parameter.grad after loss.backward() instead"
+            "one rank",
+            "change parameter.grad after loss.backward() instead",
         )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in chain(model.modules(), *(layer.modules() for layer in adapters.values())):
@@ -115,9 +117,10 @@ def check_equal_on_all(values: Values) -> None:
             name = different[0]
             raise ModelError(
                 f"ranks 0 and {rank} pass models that differ in {len(different)} of {len(first)} values: {name} is "
-                f"{first.get(name, 'missing')} and {other.get(name, 'missing')}; load the same weights on every rank, "
-                "freeze and adapt them alike, remove gradients (model.zero_grad()), call torch.manual_seed(0) before a "
-                "new model is built, or build it on meta and call meshtrain.initialize"
+                f"{first.get(name, 'missing')} and {other.get(name, 'missing')}",
+                "load the same weights on every rank, freeze and adapt them alike, remove gradients "
+                "(model.zero_grad()), call torch.manual_seed(0) before a new model is built, or build it on meta and "
+                "call meshtrain.initialize",
             )
 
 

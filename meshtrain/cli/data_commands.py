@@ -49,7 +49,7 @@ def corpus(
 
     config = load_corpus(file, overrides or ())
     if what == "report" and redo is not None:
-        raise ConfigError("--redo is for steps, and report runs no step; leave it out")
+        raise ConfigError("--redo is for steps, and report runs no step", "leave it out")
     _check_corpus_packages()
     if what == "report":
         from meshtrain.corpus.report.tables import report
@@ -69,8 +69,8 @@ def _check_corpus_packages() -> None:
     """
     if missing := [package for package in CORPUS_PACKAGES if find_spec(package) is None]:
         raise UserError(
-            f"meshtrain corpus needs packages that are not installed ({name_some(missing)}); "
-            'run pip install "meshtrain[corpus]"'
+            f"meshtrain corpus needs packages that are not installed ({name_some(missing)})",
+            'run pip install "meshtrain[corpus]"',
         )
 
 
@@ -185,13 +185,13 @@ def inspect_data(
         from meshtrain.data.inspection import inspect_run
 
         if tokenizer is not None:
-            raise ConfigError("--tokenizer belongs to a token file; override data.tokenizer.path of a run")
+            raise ConfigError("--tokenizer belongs to a token file", "override data.tokenizer.path of a run")
         config = load_run(target, overrides or ())
         inspect_run(config.data, part=part or "train", first=index, count=count, name=target)
         return
     if overrides or part is not None:
         found = f"the override {overrides[0]}" if overrides else "--part"
-        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is not one; leave it out")
+        raise ConfigError(f"{found} belongs to a run file (.toml), and {target} is not one", "leave it out")
     from meshtrain.config.data import DataConfig
     from meshtrain.data.cache import Cache
     from meshtrain.data.inspection import inspect_tokens

@@ -39,7 +39,7 @@ def train(
     Use --processes for several processes, torchrun for several machines.
     """
     if processes is None and max_restarts is not None:
-        raise ConfigError("--max-restarts needs --processes; pass both, or leave it out")
+        raise ConfigError("--max-restarts needs --processes", "pass both, or leave it out")
     from meshtrain.config.toml import load_run
 
     config = load_run(run, overrides or ())
@@ -63,7 +63,7 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
     from meshtrain.runtime.environment import is_launched
 
     if is_launched():
-        raise ConfigError("--processes starts processes, but torchrun has started this one; leave one of them out")
+        raise ConfigError("--processes starts processes, but torchrun has started this one", "leave one of them out")
     if processes != "gpus" and (not processes.isdecimal() or int(processes) == 0):
         raise ConfigError(f"--processes {processes}: expected a whole number from 1, or `gpus`")
     import torch
@@ -73,8 +73,8 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
     number = torch.cuda.device_count() if processes == "gpus" else int(processes)
     if number == 0:
         raise ConfigError(
-            "--processes gpus: this machine has no GPU; pass the number of processes to start on its CPU, as in "
-            "--processes 4"
+            "--processes gpus: this machine has no GPU",
+            "pass the number of processes to start on its CPU, as in --processes 4",
         )
     command = [sys.executable, "-u", "-m", "meshtrain", "train", str(run), *overrides]
     return run_workers(command, number, max_restarts=max_restarts)
@@ -121,10 +121,12 @@ def verify(
     The proof uses a tiny copy of the model.
     """
     if models == (run is not None):
-        raise ConfigError("meshtrain verify takes a RUN, or --models for every class of transformers; pass one of them")
+        raise ConfigError(
+            "meshtrain verify takes a RUN, or --models for every class of transformers", "pass one of them"
+        )
     if (models and json_file is not None) or (not models and (types or only_defaults or table is not None)):
         raise ConfigError(
-            "--json belongs to a RUN, --type, --defaults and --table to --models; leave out what does not"
+            "--json belongs to a RUN, --type, --defaults and --table to --models", "leave out what does not"
         )
     table = table or (Path("coverage.md") if models else None)
     for option, file in (("--json", json_file), ("--table", table)):
@@ -155,15 +157,15 @@ def _check_writable(option: str, file: Path) -> None:
     """
     try:
         if not file.parent.is_dir():
-            raise ConfigError(f"{option}: {file.parent} is not a directory; create it, or choose another one")
+            raise ConfigError(f"{option}: {file.parent} is not a directory", "create it, or choose another one")
         if file.is_dir():
             # An empty name means the current directory.
-            raise ConfigError(f"{option}: {file} is a directory; pass the name of a file")
+            raise ConfigError(f"{option}: {file} is a directory", "pass the name of a file")
         is_new = not file.exists()
         # Only an attempt shows it: a file system may be read-only, or may not allow such names.
         file.open("a").close()
     except OSError as error:
-        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror}); choose another file") from error
+        raise ConfigError(f"{option}: {file} cannot be written ({error.strerror})", "choose another file") from error
     if is_new:
         file.unlink()
 

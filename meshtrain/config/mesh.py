@@ -127,13 +127,13 @@ class MeshPlan(Settings):
         axis, fixed, degrees = self.open_axis, self.fixed_degree, self.described(only_wide=False)
         if axis is None and fixed != world_size:
             raise PlanError(
-                f"mesh: {degrees} needs {fixed} processes, but there are {world_size}; start {fixed}, or "
-                "set plan.mesh.dp_shard = -1 to use all available processes"
+                f"mesh: {degrees} needs {fixed} processes, but there are {world_size}",
+                f"start {fixed}, or set plan.mesh.dp_shard = -1 to use all available processes",
             )
         if world_size % fixed:
             raise PlanError(
-                f"mesh: {degrees} uses processes in groups of {fixed}, but {world_size} is not a multiple of {fixed}; "
-                f"start a multiple of {fixed}, or change the degrees"
+                f"mesh: {degrees} uses processes in groups of {fixed}, but {world_size} is not a multiple of {fixed}",
+                f"start a multiple of {fixed}, or change the degrees",
             )
         return self if axis is None else self.model_copy(update={axis: world_size // fixed})
 

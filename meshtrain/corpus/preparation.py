@@ -40,7 +40,7 @@ def run_chain(config: CorpusConfig, *, only: str | None = None, redo: str | None
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"directory: cannot write into {directory}: {error.strerror}; choose another location"
+            f"directory: cannot write into {directory}: {error.strerror}", "choose another location"
         ) from error
     with locked(directory, f"directory = {shown_path(directory)}", "choose another location", DataError):
         steps = build_chain(config)
@@ -72,7 +72,7 @@ def _run_step(step: Step, entered: int | None, config: CorpusConfig) -> Counts:
         console.line(summary(step.name, counts))
     if not counts.kept:
         raise DataError(
-            f"{step.name} kept none of {counts.entered:,} documents; see the reasons in {step.directory.dropped}"
+            f"{step.name} kept none of {counts.entered:,} documents", f"see the reasons in {step.directory.dropped}"
         )
     return counts
 
@@ -107,8 +107,9 @@ def _count_documents(step: Step, entered: int, seconds: float, config: CorpusCon
     kept = found["kept: "] + sum(parts.values())
     if entered != kept + sum(dropped.values()):
         raise DataError(
-            f"{step.name}: {entered:,} documents came in, but {kept:,} are kept and {sum(dropped.values()):,} dropped; "
-            f"something else writes into {directory.path}, or a disk lost files; run again with --redo {step.name}"
+            f"{step.name}: {entered:,} documents came in, but {kept:,} are kept and {sum(dropped.values()):,} "
+            f"dropped; something else writes into {directory.path}, or a disk lost files",
+            f"run again with --redo {step.name}",
         )
     by_number = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
     return Counts(entered, kept, by_number, parts, found["bytes"], seconds)
@@ -130,7 +131,7 @@ def summary(name: str, counts: Counts) -> str:
 def _read_counts(step: Step) -> Counts:
     counts = step.directory.counts()
     if counts is None:
-        raise DataError(f"{step.directory.path} is not complete; run `meshtrain corpus {step.name}` first")
+        raise DataError(f"{step.directory.path} is not complete", f"run `meshtrain corpus {step.name}` first")
     step.directory.begin(step.name, step.settings)
     return counts
 
@@ -155,8 +156,8 @@ def _check_no_others(directory: Path, steps: list[Step]) -> None:
     for other in others:
         if other not in known:
             raise DataError(
-                f"{directory} holds {other}, which is not a step of this file (it has {', '.join(sorted(known))}); "
-                "remove it, or set directory to a new location"
+                f"{directory} holds {other}, which is not a step of this file (it has {', '.join(sorted(known))})",
+                "remove it, or set directory to a new location",
             )
 
 

@@ -129,8 +129,8 @@ def report_os_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot use {path}: {error.strerror}; "
-            "set data.cache_directory to a directory that this user can write and whose file system has locks"
+            f"cannot use {path}: {error.strerror}",
+            "set data.cache_directory to a directory that this user can write and whose file system has locks",
         ) from error
 
 

@@ -104,7 +104,7 @@ def inspect_run(config: DataConfig, *, part: str, first: int, count: int, name: 
     prepared = prepare_data(config)
     samples = train_samples(prepared) if part == TRAIN else validation_samples(prepared)
     if samples is None:
-        raise DataError(f"--part: {name} has no validation data; set data.validation, or leave --part out")
+        raise DataError(f"--part: {name} has no validation data", "set data.validation, or leave --part out")
     _check_index(
         first,
         count,
@@ -145,12 +145,13 @@ def inspect_tokens(source: str, tokenizer_path: str | None, cache: Cache, *, fir
 
 def _find_tokenizer(source: str, path: str | None, cache: Cache) -> TokenizerFiles:
     if not is_tokenized(source):
-        raise DataError(f"{source} is neither a run file (.toml) nor a token file nor a Megatron-LM pair; name one")
+        raise DataError(f"{source} is neither a run file (.toml) nor a token file nor a Megatron-LM pair", "name one")
     tokens = Path(source)
     beside = (tokens if holds_several(tokens) else tokens.parent) / "tokenizer"
     if path is None and not beside.is_dir():
         raise DataError(
-            f"there is no tokenizer beside {source}, at {beside}; name the one that it was written with as --tokenizer"
+            f"there is no tokenizer beside {source}, at {beside}",
+            "name the one that it was written with as --tokenizer",
         )
     return find_tokenizer(path or str(beside), cache, setting="--tokenizer")
 
@@ -158,10 +159,10 @@ def _find_tokenizer(source: str, path: str | None, cache: Cache) -> TokenizerFil
 def _check_index(first: int, count: int, found: int, what: str, kind: str, advice: str) -> None:
     """Check that what is to be shown exists; `advice` is for data that hold nothing."""
     if found == 0:
-        raise DataError(f"there is nothing to show: {what} no {kind}; {advice}")
+        raise DataError(f"there is nothing to show: {what} no {kind}", advice)
     if first + count > found:
         asked = f"{first:,}" if count == 1 else f"{first:,} to {first + count - 1:,}"
-        raise DataError(f"--index: {asked} is asked for and {what} {found:,} {kind}; choose from 0 to {found - 1:,}")
+        raise DataError(f"--index: {asked} is asked for and {what} {found:,} {kind}", f"choose from 0 to {found - 1:,}")
 
 
 def _show(excerpt: Excerpt, tokenizer: Tokenizer) -> None:

@@ -164,18 +164,19 @@ def _prepare_tokenizer(config: DataConfig, corpora: dict[str, Corpus], cache: Ca
     if config.tokenizer.vocab_size is not None:
         if others := [name for name, corpus in corpora.items() if corpus.form is not None]:
             raise DataError(
-                f"data.tokenizer.vocab_size: a tokenizer is trained on texts, and {config.key_of(others[0], 'format')} "
-                "is not text; train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path"
+                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and "
+                f"{config.key_of(others[0], 'format')} is not text",
+                "train one on text first (meshtrain tokenizer train), and name it as data.tokenizer.path",
             )
         if not corpora:
             raise DataError(
-                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already; "
-                "name the one that they were made with as data.tokenizer.path"
+                "data.tokenizer.vocab_size: a tokenizer is trained on texts, and all sources are tokenized already",
+                "name the one that they were made with as data.tokenizer.path",
             )
         return train_tokenizer(list(corpora.values()), config.tokenizer.vocab_size, cache)
     raise DataError(
-        "data.tokenizer: neither `path` nor `vocab_size` is set; "
-        "name an existing tokenizer, or the vocabulary size of one to be trained on data.train"
+        "data.tokenizer: neither `path` nor `vocab_size` is set",
+        "name an existing tokenizer, or the vocabulary size of one to be trained on data.train",
     )
 
 
@@ -219,7 +220,8 @@ class _SourcePreparation:
         if template is not None and "strftime_now" in template.source:
             raise DataError(
                 f"the chat template of {self.tokenizer.directory} writes the current date (strftime_now), so a stream "
-                "that resumes tomorrow would differ; write a date into the template, or tokenize first"
+                "that resumes tomorrow would differ",
+                "write a date into the template, or tokenize first",
             )
         token_type = np.dtype(smallest_token_type(self.tokenizer.vocab_size))
         return Stream(corpus, build_task(corpus, self.tokenizer.load(), token_type, template))

@@ -59,8 +59,8 @@ def _find_part(names: list[str], key: str) -> Part:
         return find_files(names, key=key)
     if len(names) > 1:
         raise DataError(
-            f"{key}: {tokens[0]} is tokenized already, but is listed with others ({len(names) - 1} more); give each "
-            "its own source (data.sources.NAME)"
+            f"{key}: {tokens[0]} is tokenized already, but is listed with others ({len(names) - 1} more)",
+            "give each its own source (data.sources.NAME)",
         )
     return tokens[0]
 
@@ -76,6 +76,7 @@ def _check_validation_is_separate(config: DataConfig, found: Iterable[FoundSourc
             file = min(shared)
             raise DataError(
                 f"{config.key_of(source.name, 'validation')}: {file} is also in "
-                f"{config.key_of(trained_on[file], 'train')}, so a low loss on it means nothing; leave it out of "
-                f"one of them, or hold documents out with {config.key_of(source.name, 'validation')} = 0.05"
+                f"{config.key_of(trained_on[file], 'train')}, so a low loss on it means nothing",
+                f"leave it out of one of them, or hold documents out with {config.key_of(source.name, 'validation')} "
+                "= 0.05",
             )

@@ -87,23 +87,24 @@ def _check(pipeline: Pipeline, inputs: Tensor | None, options: dict[str, Any]) -
     if ids is not None:
         check_prompts("generate: inputs", ids)
     if ids is not None and ids.numel() == 0:
-        raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens; begin them with bos_token_id")
+        raise UserError(f"generate: the prompts {tuple(ids.shape)} have no tokens", "begin them with bos_token_id")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point()):
         raise UserError(
-            f"generate: the prompts are {tuple(ids.shape)} {dtype_name(ids.dtype)}; pass token ids "
-            "(batch, seq), integers"
+            f"generate: the prompts are {tuple(ids.shape)} {dtype_name(ids.dtype)}",
+            "pass token ids (batch, seq), integers",
         )
     check_tokens(pipeline, ids)
     config = options.get("generation_config") or pipeline.stages[0].model.generation_config
     if pipeline.num_stages > 1 and options.get("guidance_scale", config.guidance_scale) not in (None, 1):
         raise UserError(
-            "generate: guidance_scale calls the model a second time with a cache that no stage knows; leave it out, or "
-            "use a mesh with pp = 1"
+            "generate: guidance_scale calls the model a second time with a cache that no stage knows",
+            "leave it out, or use a mesh with pp = 1",
         )
     if options.get("max_time", config.max_time) is not None and axis_size(pipeline.mesh, *MODEL_AXES) > 1:
         raise UserError(
             "generate: with max_time every process would stop by its own clock, while the others of its model wait "
-            "for it; leave it out, and set max_new_tokens"
+            "for it",
+            "leave it out, and set max_new_tokens",
         )
 
 
@@ -165,7 +166,8 @@ def _agree(mesh: DeviceMesh, given: Mapping[str, Any], device: torch.device) -> 
         }
         raise UserError(
             f"generate: rank {first} and rank {name_some([*map(str, others)])} hold one model together, but received "
-            f"different {name_some(sorted(different))}; pass the same to all of them"
+            f"different {name_some(sorted(different))}",
+            "pass the same to all of them",
         )
     set_random_states(states)
 

@@ -79,8 +79,8 @@ class _Stages:
         """
         if refused := [name for name in FULL_MODEL_ONLY if inputs.get(name) is not None and inputs[name] is not False]:
             raise UserError(
-                f"generate: {name_some(refused)} is not available in a pipeline, of which every process holds a part; "
-                "leave it out, or use a mesh with pp = 1"
+                f"generate: {name_some(refused)} is not available in a pipeline, of which every process holds a part",
+                "leave it out, or use a mesh with pp = 1",
             )
         assert input_ids is not None
         use_cache = bool(inputs.get("use_cache"))

@@ -51,8 +51,8 @@ class Decoding:
         temperature = (0.8 if self.num_beams == 1 else 0.0) if self.temperature is None else self.temperature
         if temperature > 0 and self.num_beams > 1:
             raise UserError(
-                f"--num-beams {self.num_beams} follows the likeliest texts, and --temperature {temperature} draws; "
-                "leave one of them out"
+                f"--num-beams {self.num_beams} follows the likeliest texts, and --temperature {temperature} draws",
+                "leave one of them out",
             )
         common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "use_cache": True}
         if temperature > 0:
@@ -60,8 +60,8 @@ class Decoding:
             return common | draws
         if self.top_k or self.top_p < 1:
             raise UserError(
-                "--top-k and --top-p limit the tokens to draw from, and without a temperature no token is drawn; leave "
-                "them out, or set --temperature (and no --num-beams)"
+                "--top-k and --top-p limit the tokens to draw from, and without a temperature no token is drawn",
+                "leave them out, or set --temperature (and no --num-beams)",
             )
         return common | {"do_sample": False}
 
@@ -90,11 +90,11 @@ def generate_texts(
     """
     options, world_size = decoding.options(), world_size_from_environment()
     if not all(prompts):
-        raise UserError("the prompt is empty; pass the words that the text begins with")
+        raise UserError("the prompt is empty", "pass the words that the text begins with")
     if plan is None and world_size > 1:
         raise ConfigError(
-            f"{world_size} processes are started, but there is no plan for them; add mesh.tp={world_size} (or "
-            f"mesh.pp={world_size}), or --plan FILE, or start one process"
+            f"{world_size} processes are started, but there is no plan for them",
+            f"add mesh.tp={world_size} (or mesh.pp={world_size}), or --plan FILE, or start one process",
         )
     with ExitStack() as stack:
         found = find_model_source(source, stack)
@@ -124,7 +124,7 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(found.directory, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"{found} does not hold a complete model with its tokenizer: {refusal_reason(error)}; export it again"
+            f"{found} does not hold a complete model with its tokenizer: {refusal_reason(error)}", "export it again"
         ) from error
     finally:
         if had_bar:
@@ -133,7 +133,8 @@ def _stock(found: ModelSource) -> tuple[Any, Any]:
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random values, and the text would be nonsense.
         raise ModelError(
-            f"{found} lacks weights of the model ({len(missing)}): {name_some(missing)}; use a folder that has them all"
+            f"{found} lacks weights of the model ({len(missing)}): {name_some(missing)}",
+            "use a folder that has them all",
         )
     device: Any = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, model.to(device)
@@ -146,12 +147,13 @@ def _encode(
     rows: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
     if not all(rows):
         # transformers makes a tokenizer without a vocabulary if the files are missing.
-        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens; check that its files are there")
+        raise ModelError(f"the tokenizer in {found} turns the prompt into no tokens", "check that its files are there")
     width, limit = max(map(len, rows)), most_positions(config)
     if limit is not None and width + decoding.max_new_tokens > limit:
         raise UserError(
             f"a prompt of {width} tokens with {decoding.max_new_tokens} more is asked for, but the model has {limit} "
-            f"positions; ask for at most {max(limit - width, 0)} or shorten the prompt"
+            "positions",
+            f"ask for at most {max(limit - width, 0)} or shorten the prompt",
         )
     padding = _padding(tokenizer)
     return {

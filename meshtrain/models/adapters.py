@@ -83,8 +83,9 @@ def forbid_changes(layers: Mapping[str, nn.Module]) -> None:
 
 def _refuse_change(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
-        "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place; do it before "
-        "meshtrain.parallelize. meshtrain.save_pretrained(model, folder, merge_adapters=True) writes them merged"
+        "the adapters of a parallel model cannot be added, deleted, unloaded or merged in place",
+        "do it before meshtrain.parallelize. meshtrain.save_pretrained(model, folder, merge_adapters=True) writes "
+        "them merged",
     )
 
 
@@ -199,7 +200,8 @@ def _fill_down(weight: nn.Parameter, kind: Any, key: str, name: str) -> None:
     else:
         raise ModelError(
             f"init_lora_weights = {kind!r} of the adapter of {name} is computed from the weights, and there are none "
-            "yet; let peft adapt a model that has its weights"
+            "yet",
+            "let peft adapt a model that has its weights",
         )
 
 

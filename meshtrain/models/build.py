@@ -69,7 +69,7 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
         _change(config, model.config)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model.trust_remote_code:
         raise ModelError(
-            f"model type {config.model_type!r} has no causal language model in transformers; use one that has"
+            f"model type {config.model_type!r} has no causal language model in transformers", "use one that has"
         )
     return config
 
@@ -105,8 +105,8 @@ def build_meta_model(
         raise ModelError(f"transformers' own code fails to build a {config.model_type} model: {error}") from error
     if _sees_later_tokens(model):
         raise ModelError(
-            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it should predict; set "
-            "it to true"
+            f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it should predict",
+            "set it to true",
         )
     model.train()
     return model
@@ -123,8 +123,8 @@ def _few_modules(model_type: str) -> Iterator[None]:
     def count(*_: object) -> None:
         if next(numbers) > MOST_MODULES:
             raise ModelError(
-                f"model.config: a {model_type} model of this configuration has more than {MOST_MODULES:,} modules; "
-                "lower the number of its layers or experts"
+                f"model.config: a {model_type} model of this configuration has more than {MOST_MODULES:,} modules",
+                "lower the number of its layers or experts",
             )
 
     handle = register_module_module_registration_hook(count)
@@ -183,7 +183,7 @@ def local_directory(path: str | Path, *, asked: str = "model.path") -> Path:
     if str(path) and found.is_dir():
         return _description(found)
     if found.is_file():
-        raise ModelError(f"{what} is a file; use its directory, {str(found.parent)!r}")
+        raise ModelError(f"{what} is a file", f"use its directory, {str(found.parent)!r}")
     if not _HUB_ID.fullmatch(str(path)):
         raise ModelError(f"{what}: there is no such directory, and a hub id looks like 'owner/name'")
     try:
@@ -224,8 +224,8 @@ def _config_at(model: ModelConfig) -> PretrainedConfig:
     path = _description(Path(model.path)) if Path(model.path).is_dir() else model.path
     if isinstance(path, Path) and not (path / "config.json").is_file():
         raise ModelError(
-            f"model.path = {model.path!r}: the directory holds no config.json; use a Hugging Face model, or a "
-            "checkpoint (a step-N directory)"
+            f"model.path = {model.path!r}: the directory holds no config.json",
+            "use a Hugging Face model, or a checkpoint (a step-N directory)",
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -296,8 +296,8 @@ def _check_attention(config: PretrainedConfig, attention: str | None) -> None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not supports_sdpa(model_class):
         raise ModelError(
-            f"attention = 'sdpa': transformers does not support it for {config.model_type!r}; use 'eager' "
-            "(model.attention in a run file)"
+            f"attention = 'sdpa': transformers does not support it for {config.model_type!r}",
+            "use 'eager' (model.attention in a run file)",
         )
 
 

@@ -166,7 +166,7 @@ class StackedParameters:
 def _unfuse_module(model: nn.Module, name: str, shares: Mapping[str, int]) -> Iterable[FusedParameter]:
     module = model.get_submodule(name)
     if not isinstance(module, (nn.Linear, Conv1D)):
-        raise PlanError(f"{KEY}: {name} is a {type(module).__name__}; only Linear and Conv1D have parts")
+        raise PlanError(f"{KEY}: {name} is a {type(module).__name__}, but only Linear and Conv1D have parts")
     dim = 0 if isinstance(module, nn.Linear) else 1
     size, total = module.weight.shape[dim], sum(shares.values())
     if size % total:

@@ -104,7 +104,8 @@ def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str
     if untouched:
         raise ModelError(
             f"{stock_class(model).__name__} has no initialization rule that can be repeated on every mesh for "
-            f"{', '.join(untouched[:5])}; start from pretrained weights instead"
+            f"{', '.join(untouched[:5])}",
+            "start from pretrained weights instead",
         )
     _zero_padding_rows(model)
     _check_buffers(model)
@@ -155,8 +156,8 @@ def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "
     initialize_module(model, embedding)
     if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
         raise ModelError(
-            f"{stock_class(model).__name__} initializes {name} in another way than the embedding that it is tied to; "
-            "start from pretrained weights instead, or use pp = 1"
+            f"{stock_class(model).__name__} initializes {name} in another way than the embedding that it is tied to",
+            "start from pretrained weights instead, or use pp = 1",
         )
 
 
@@ -164,7 +165,7 @@ def _check_buffers(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise ModelError(
-                f"{stock_class(model).__name__} has no rule for its buffer {name}; it cannot be built on meta"
+                f"{stock_class(model).__name__} has no rule for its buffer {name}, so it cannot be built on meta"
             )
 
 
@@ -187,7 +188,8 @@ class _Filler:
             elif name is None:
                 raise ModelError(
                     f"a buffer, or a part of a parameter, is initialized by {kind}, which cannot be repeated on every "
-                    "mesh; start from pretrained weights instead"
+                    "mesh",
+                    "start from pretrained weights instead",
                 )
             elif kind in TILED:
                 # At pp = 1 a tied weight may be filled twice (as embedding, then as head), and at
@@ -201,7 +203,8 @@ class _Filler:
             else:
                 raise ModelError(
                     f"{name} is initialized by {kind}, which needs the full tensor and so cannot be repeated on every "
-                    "mesh; start from pretrained weights instead"
+                    "mesh",
+                    "start from pretrained weights instead",
                 )
             self.filled.add(id(tensor))
             return tensor
@@ -237,8 +240,9 @@ class _NoShardedDraws(OperatorMode):
         kind = func.overloadpacket.__name__
         if kind in DRAWS and isinstance(args[0], DTensor):
             raise ModelError(
-                f"{stock_class(self.model).__name__} initializes a parameter by Tensor.{kind}, which cannot "
-                "be repeated on every mesh; start from pretrained weights instead"
+                f"{stock_class(self.model).__name__} initializes a parameter by Tensor.{kind}, which cannot be "
+                "repeated on every mesh",
+                "start from pretrained weights instead",
             )
         return func(*args, **(kwargs or {}))
 

@@ -33,8 +33,8 @@ def check_ties(model: PreTrainedModel) -> None:
     wanted, found = _declared_groups(declared, names), _real_groups(model)
     if apart := _pair(wanted, found):
         raise ModelError(
-            f"{apart[0]} and {apart[1]} are two parameters, but the configuration ties them; set "
-            "model.config.tie_word_embeddings = False before, or call model.tie_weights()"
+            f"{apart[0]} and {apart[1]} are two parameters, but the configuration ties them",
+            "set model.config.tie_word_embeddings = False before, or call model.tie_weights()",
         )
     if together := _pair(found, wanted):
         raise ModelError(

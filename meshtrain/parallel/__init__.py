@@ -166,8 +166,8 @@ def _check_formats(model: nn.Module, adapters: Mapping[str, nn.Module]) -> None:
     if len(formats) > 1:
         found = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(formats.items()))
         raise ModelError(
-            f"the trained parameters have several number formats, {found}, whose gradients cannot be reduced together; "
-            "cast the model or its adapters to one, or freeze the others"
+            f"the trained parameters have several number formats, {found}, whose gradients cannot be reduced together",
+            "cast the model or its adapters to one, or freeze the others",
         )
 
 

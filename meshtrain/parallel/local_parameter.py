@@ -66,8 +66,8 @@ class LocalParameter(nn.Parameter):
             ModelError: always.
         """
         raise ModelError(
-            "an optimizer of a parallel model cannot be copied: its parameters are parts of the model's; make a new "
-            "optimizer, and load the state_dict of this one into it"
+            "an optimizer of a parallel model cannot be copied: its parameters are parts of the model's",
+            "make a new optimizer, and load the state_dict of this one into it",
         )
 
     @property
@@ -99,8 +99,8 @@ class LocalParameter(nn.Parameter):
         if isinstance(gradient, DTensor) or found != wanted:
             what = "DTensor" if isinstance(gradient, DTensor) else "tensor"
             raise ModelError(
-                f"the gradient of a local part must be a plain tensor: {wanted}; this is a {what}: {found}. Pass the "
-                "local part, or set the gradient of the model's parameter"
+                f"the gradient of a local part must be a plain tensor: {wanted}; this is a {what}: {found}",
+                "pass the local part, or set the gradient of the model's parameter",
             )
         self.full.grad = laid_out_as(gradient, self.full)
 

@@ -86,13 +86,15 @@ def find_formula(model: PreTrainedModel) -> RouterFormula | None:
         raise ModelError(
             "model.config.output_router_logits = True asks for the router's auxiliary loss, but "
             f"{type(model).__name__} has none that is known here (load_balancing_loss_func, with num_experts, "
-            "num_experts_per_tok and router_aux_loss_coef of the model); set it to false"
+            "num_experts_per_tok and router_aux_loss_coef of the model)",
+            "set it to false",
         )
     routers = list(find_routers(model, recorder))
     if not routers:
         raise ModelError(
             "model.config.output_router_logits = True asks for the router's auxiliary loss, but this "
-            f"{type(model).__name__} has no router; set it to false"
+            f"{type(model).__name__} has no router",
+            "set it to false",
         )
     return RouterFormula(function, num_experts, top_k, coefficient, recorder, len(routers))  # type: ignore[arg-type]
 

@@ -28,6 +28,7 @@ def check_tokens(pipeline: Pipeline, ids: object, *, what: str = "input_ids") ->
     known = int(pipeline.stages[0].model.config.get_text_config().vocab_size)
     if low < 0 or high >= known:
         raise DataError(
-            f"{what} has tokens from {low} to {high}, but the model knows 0 to {known - 1}; use the tokenizer of the "
-            "model, or add rows for new tokens (model.resize_token_embeddings) before meshtrain.parallelize"
+            f"{what} has tokens from {low} to {high}, but the model knows 0 to {known - 1}",
+            "use the tokenizer of the model, or add rows for new tokens (model.resize_token_embeddings) before "
+            "meshtrain.parallelize",
         )

@@ -71,8 +71,8 @@ def check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), local_world_size_from_environment()
     if torch.cuda.is_available() and processes > gpus:
         raise ConfigError(
-            f"{processes} processes are started on this machine, which has {gpus} GPUs; start at most as many, or set "
-            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+            f"{processes} processes are started on this machine, which has {gpus} GPUs",
+            "start at most as many, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
         )
 
 
@@ -164,8 +164,9 @@ def join_for_script() -> torch.device:
     kinds = device_types(dist.group.WORLD) if dist.group.WORLD is not None else set()
     if lacking := {"cpu", device.type} - kinds:
         raise ConfigError(
-            f"the process group has no backend for {' and '.join(sorted(lacking))}; join with "
-            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or leave it to meshtrain.parallelize'
+            f"the process group has no backend for {' and '.join(sorted(lacking))}",
+            'join with torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or leave it to '
+            "meshtrain.parallelize",
         )
     return device
 

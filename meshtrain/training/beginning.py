@@ -56,8 +56,9 @@ def check_beginning(config: RunConfig) -> int:
         checkpoint = saved if "://" in saved else shown_path(Path(saved))
         raise CheckpointError(
             f"{shown_path(path)} ends with step {last_step:,}, and {checkpoint} was saved, but "
-            f"{_what_is_missing(root)}; restore the checkpoint, or set checkpoint.directory to where "
-            f"it is. To start again at step 0, choose another run_directory or remove {shown_path(path)}"
+            f"{_what_is_missing(root)}",
+            "restore the checkpoint, or set checkpoint.directory to where it is. To start again at step 0, choose "
+            f"another run_directory or remove {shown_path(path)}",
         )
     return last_step
 

@@ -125,7 +125,7 @@ def _check_writable(directory: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "not a directory" if not existing.is_dir() else "not writable"
         raise ConfigError(
-            f"run_directory = {shown_path(directory)}: {shown_path(existing)} is {what}; choose another directory"
+            f"run_directory = {shown_path(directory)}: {shown_path(existing)} is {what}", "choose another directory"
         )
 
 

@@ -114,8 +114,8 @@ class StepHistory:
             return
         raise TrainingStopped(
             f"step {step + 1}: {fault}{found}; stopped before the optimizer step, so the parameters and the last "
-            f"checkpoint are as they were. Samples of this step: {name_samples(sample_ids)}. Look at them, lower "
-            f"optimizer.learning_rate, set optimizer.max_gradient_norm, or {way}"
+            f"checkpoint are as they were. Samples of this step: {name_samples(sample_ids)}",
+            f"look at them, lower optimizer.learning_rate, set optimizer.max_gradient_norm, or {way}",
         )
 
     def add(self, loss: float, norm: float, *, is_bad: bool, is_skipped: bool) -> None:

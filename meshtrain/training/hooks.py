@@ -208,7 +208,8 @@ def _check_methods(hook: Hook) -> None:
         if not _takes_state_and_metrics(getattr(hook, name)):
             raise ConfigError(
                 f"{name_of_hook}.{name} cannot be called with a state and metrics: it is "
-                f"{_written(getattr(hook, name))}; write def {name}(self, state, metrics)"
+                f"{_written(getattr(hook, name))}",
+                f"write def {name}(self, state, metrics)",
             )
 
 

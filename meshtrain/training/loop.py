@@ -288,7 +288,8 @@ def _evaluate(run: Run) -> float:
     if not math.isfinite(loss):
         raise TrainingStopped(
             f"step {run.state.step}: the evaluation loss is {loss}, so the parameters are broken; stopped before a "
-            "checkpoint of them was written. Lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
+            "checkpoint of them was written",
+            "lower optimizer.learning_rate, or set optimizer.max_gradient_norm",
         )
     of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}
     run.hooks.evaluation({"eval_loss": loss, **of_each, "evaluation_seconds": time.perf_counter() - begin})

@@ -112,9 +112,9 @@ def check_vocabulary(num_tokens: int, hf_config: PretrainedConfig) -> None:
     vocab_size = hf_config.get_text_config().vocab_size
     if num_tokens > vocab_size:
         raise DataError(
-            f"the tokenizer has {num_tokens:,} tokens, but the model's vocabulary has {vocab_size:,}; set "
-            f"model.config.vocab_size = {num_tokens} or more for a new model, model.enlarge_vocabulary = true for a "
-            "pretrained one, or use the tokenizer that belongs to it"
+            f"the tokenizer has {num_tokens:,} tokens, but the model's vocabulary has {vocab_size:,}",
+            f"set model.config.vocab_size = {num_tokens} or more for a new model, model.enlarge_vocabulary = true for "
+            "a pretrained one, or use the tokenizer that belongs to it",
         )
 
 
@@ -123,15 +123,16 @@ def _check_documents(config: RunConfig, model: PreTrainedModel) -> None:
         return
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
-            f"{type(model).__name__} does not accept position_ids, which keep documents apart; set data.documents = "
-            '"joined", or data.form = "padded"'
+            f"{type(model).__name__} does not accept position_ids, which keep documents apart",
+            'set data.documents = "joined", or data.form = "padded"',
         )
     constant = constant_length(model)
     if constant is not None and constant < config.data.sequence_length:
         raise ModelError(
             f'data.documents = "separate", but documents of more than {constant:,} tokens change the rotary '
             f"frequencies of this {type(model).__name__} for all others in their batch (rope_type in its "
-            f'rope_parameters); set data.sequence_length = {constant:,} or less, or data.documents = "joined"'
+            "rope_parameters)",
+            f'set data.sequence_length = {constant:,} or less, or data.documents = "joined"',
         )
 
 

@@ -104,11 +104,12 @@ def _num_steps(config: RunConfig, dataset: Dataset) -> int:
         return config.steps
     if dataset.order.steps_per_epoch is None:
         raise ConfigError(
-            f"`epochs` = {config.epochs}, but a mixture has no epochs, because each source has its own; set `steps`"
+            f"`epochs` = {config.epochs}, but a mixture has no epochs, because each source has its own", "set `steps`"
         )
     if dataset.streams:
         raise ConfigError(
-            f"`epochs` = {config.epochs}, but data.streaming: the end of a stream is not known in advance; set `steps`"
+            f"`epochs` = {config.epochs}, but data.streaming: the end of a stream is not known in advance",
+            "set `steps`",
         )
     return config.epochs * dataset.order.steps_per_epoch
 
@@ -145,8 +146,8 @@ def _write_resolved(run: Run) -> None:
                 write_resolved(run.config, run.identity.plan)
             except OSError as error:
                 raise ConfigError(
-                    f"cannot write into {run.config.run_directory}: {error.strerror}; free disk space, or set "
-                    "run_directory to another directory"
+                    f"cannot write into {run.config.run_directory}: {error.strerror}",
+                    "free disk space, or set run_directory to another directory",
                 ) from error
 
 

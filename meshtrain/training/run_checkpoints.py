@@ -131,8 +131,8 @@ def rewind(run: Run, bad: BadStep) -> None:
     if checkpoint is None:
         raise TrainingStopped(
             f"step {bad.step}: {bad.fault}; there is no checkpoint yet to go back to. Samples of this step: "
-            f"{name_samples(bad.sample_ids)}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
-            'bad_steps.policy to "skip"'
+            f"{name_samples(bad.sample_ids)}",
+            'look at them, lower optimizer.learning_rate or checkpoint.every, or set bad_steps.policy to "skip"',
         )
     try:
         run.dataset.check_steps(run.num_steps, len(left_out))
@@ -173,8 +173,8 @@ def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:
         return
     if enlarges:
         raise ModelError(
-            f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint; export it, and set "
-            "model.path to the exported directory"
+            f"model.enlarge_vocabulary = true, but {config.model.path} is a checkpoint",
+            "export it, and set model.path to the exported directory",
         )
     _restore_buffers(pipeline)
     load_weights_of(Path(config.model.path), pipeline)

@@ -134,7 +134,7 @@ def _check_alike(ranks: list[_RankOptimizer]) -> None:
     advice = "make the same optimizer on every process, with the same groups in the same order, empty ones included"
     for rank, one in enumerate(ranks):
         for mine, first in _optimizer_differences(one, ranks[0]):
-            raise CheckpointError(f"the optimizer of rank {rank} {mine}, that of rank 0 {first}; {advice}")
+            raise CheckpointError(f"the optimizer of rank {rank} {mine}, that of rank 0 {first}", advice)
     seen: dict[str, tuple[int, tuple[int | None, tuple[str, ...]]]] = {}
     for rank, one in enumerate(ranks):
         for fqn, *entry in one.parameters:
@@ -142,7 +142,8 @@ def _check_alike(ranks: list[_RankOptimizer]) -> None:
             if tuple(entry) != first_entry:
                 raise CheckpointError(
                     f"the optimizer of rank {other} has {fqn} {_shown(first_entry)}, that of rank {rank} "
-                    f"{_shown(tuple(entry))}; {advice}, and both ends of a tied weight in one group"  # type: ignore[arg-type]
+                    f"{_shown(tuple(entry))}",  # type: ignore[arg-type]
+                    f"{advice}, and both ends of a tied weight in one group",
                 )
 
 
@@ -167,7 +168,8 @@ def _merge(ranks: Iterable[_RankOptimizer]) -> SavedOptimizer:
             if kinds.setdefault(state, kind) != kind:
                 raise CheckpointError(
                     f"{one.name} keeps {state!r} as {KINDS[kinds[state]]} of one parameter and as {KINDS[kind]} of "
-                    "another; a checkpoint holds one kind"
+                    "another",
+                    "a checkpoint holds one kind",
                 )
         groups |= {fqn: group for fqn, group, _ in one.parameters if group is not None}
         name, options = one.name, one.options

@@ -92,8 +92,8 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         if missing_ok:
             return None
         raise CheckpointError(
-            f"{where} has no checkpoint: no step-N directory with a manifest; pass another directory, or "
-            "missing_ok=True"
+            f"{where} has no checkpoint: no step-N directory with a manifest",
+            "pass another directory, or missing_ok=True",
         )
     manifest = _read_manifest(checkpoint)
     check_same_model(checkpoint, manifest, pipeline.stages[0].model.config)
@@ -141,8 +141,8 @@ def _check_nothing_is_later(root: Location, step: int) -> None:
     for later in [path for path in agreed_checkpoints(root) if step_of(path) > step]:
         if not find_damage(later):
             raise CheckpointError(
-                f"step {step} is to be saved, but {later} is later, and a restart would continue from there; remove "
-                "later checkpoints, or save into another directory"
+                f"step {step} is to be saved, but {later} is later, and a restart would continue from there",
+                "remove later checkpoints, or save into another directory",
             )
 
 

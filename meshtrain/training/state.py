@@ -171,8 +171,8 @@ def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
         for what, first, other in zip(("step", "values"), answers[0], there, strict=True):
             if first != other:
                 raise CheckpointError(
-                    f"state.{what} is {other} on rank {rank} and {first} on rank 0; it is saved once, so it must be "
-                    "the same on all of them: gather values that differ"
+                    f"state.{what} is {other} on rank {rank} and {first} on rank 0",
+                    "it is saved once, so it must be the same on all of them: gather values that differ",
                 )
     return here
 
@@ -225,6 +225,6 @@ def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     found = sorted({name for answer in gather_objects(names) for name in answer})
     if found:
         raise TrainingStopped(
-            f"step {step}: not finite: {name_some(found, 3)}; stopped before a checkpoint of it was written. Resume "
-            "from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
+            f"step {step}: not finite: {name_some(found, 3)}; stopped before a checkpoint of it was written",
+            "resume from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm",
         )

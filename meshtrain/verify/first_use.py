@@ -74,8 +74,8 @@ def ensure_model_proven(model: PreTrainedModel, plan: ParallelPlan) -> None:
         return
     if not _is_stock(model_class) and not hasattr(config, "auto_map"):
         raise ModelError(
-            f"{model_class.__name__} is not a class of transformers, and no tiny copy of it can be built for a proof; "
-            f"{SWITCH_OF_PROGRAMS}"
+            f"{model_class.__name__} is not a class of transformers, and no tiny copy of it can be built for a proof",
+            SWITCH_OF_PROGRAMS,
         )
     choices = {
         "attention": attention_implementation(config) or "eager",
@@ -141,7 +141,7 @@ def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str
     name = case.architecture + (f" with {', '.join(flags)}" if flags else "")
     if multiprocessing.current_process().daemon:
         raise ModelError(
-            f"{name} is new here, and a daemonic process may not start the processes that a proof needs; {switch}"
+            f"{name} is new here, and a daemonic process may not start the processes that a proof needs", switch
         )
     what = "its documents apart" if case.rows == "separate" else "the plan"
     console.line(f"{name} is new here: proving {what} on a tiny copy of it")
@@ -151,8 +151,8 @@ def _prove(case: ProofCase, directory: Path, *, switch: str, flags: Sequence[str
         raise ModelError([*error.problems, switch]) from error
     if proof.difference is not None:
         raise ModelError(
-            f"{name} under this plan does not compute what one device computes: it differs in "
-            f"{proof.difference}; see `meshtrain verify`{_way_out(case)}, or {switch}"
+            f"{name} under this plan does not compute what one device computes: it differs in {proof.difference}",
+            f"see `meshtrain verify`{_way_out(case)}, or {switch}",
         )
     console.line(f"Proven: {proof.mesh.described()} computes what one device computes")
     write_json([proof], directory / PROOF_NAME)

@@ -208,8 +208,8 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
     wanted = {
         "copied": "a parallel model cannot be copied: its process groups and hooks belong to it alone; parallelize a "
         "stock model for each copy, or keep copies of the parameters that you need (parameter.detach().clone())",
-        "no labels": "the batch has no labels, it has input_ids; the ranks of a pipeline need input_ids and labels, "
-        "and compute the loss themselves",
+        "no labels": "the batch has no labels, it has input_ids; pass input_ids and labels: the ranks of a "
+        "pipeline compute the loss themselves",
         "rows": "a batch of 3 rows cannot be cut into microbatches of 2; change one of them",
         "few": "pipeline.schedule = 'Interleaved1F1B' runs microbatches in equal rounds of at least pp = 2; 5 "
         "cannot be divided in this way; use a multiple of 2",
@@ -273,7 +273,7 @@ def misuse_on_one_rank() -> list[str]:
 
 
 def test_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
-    takes = "the ranks of a pipeline need input_ids and labels, and compute the loss themselves"
+    takes = "pass input_ids and labels: the ranks of a pipeline compute the loss themselves"
     shorter = "pass shorter rows (truncation=True, max_length=... of the tokenizer)"
     for text in run_on_ranks(4, misuse_on_one_rank):
         assert text == [

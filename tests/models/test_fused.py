@@ -131,7 +131,7 @@ def test_wrong_fused_rules_are_refused() -> None:
         "'transformer.h.*.attn.c_attn'",
     )
     assert problems(stock_gpt2(), {"transformer.ln_f": ["a", "b"]}) == (
-        "tensor.fused: transformer.ln_f is a LayerNorm; only Linear and Conv1D have parts",
+        "tensor.fused: transformer.ln_f is a LayerNorm, but only Linear and Conv1D have parts",
     )
     assert problems(stock_gpt2(), {"transformer.h.*.attn.c_attn": ["a", "b", "c", "d"]}) == (
         "tensor.fused: transformer.h.0.attn.c_attn has 30 outputs, which 4 equal parts do not divide",

@@ -211,7 +211,7 @@ def test_head_on_another_stage_with_other_initialization_than_its_embedding_is_r
 
 
 def test_buffer_without_a_rule_is_refused() -> None:
-    message = "UnknownBuffer has no rule for its buffer table; it cannot be built on meta"
+    message = "UnknownBuffer has no rule for its buffer table, so it cannot be built on meta"
     assert refusal(UnknownBuffer) == message
     model = on_meta(UnknownBuffer)
     materialize(model, CPU, tied={})

@@ -648,7 +648,7 @@ def test_model_without_a_layer_list_is_refused() -> None:
     plan = make_plan(mesh={"dp_replicate": 3}, recompute={"mode": "full"})
     assert problems(plan, model) == (
         "global_batch_size = 8 is not a multiple of dp 3 x micro_batch_size 1 = 3; the nearest are 6 and 9",
-        "LlamaForCausalLM has no list of 9 decoder layers; it cannot be cut or sharded by layer",
+        "LlamaForCausalLM has no list of 9 decoder layers, so it cannot be cut or sharded by layer",
     )
 
 

@@ -497,7 +497,7 @@ def test_model_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(ModelError) as caught:
         find_layers(model)
     assert str(caught.value) == (
-        "LlamaForCausalLM has no list of 7 decoder layers; it cannot be cut or sharded by layer"
+        "LlamaForCausalLM has no list of 7 decoder layers, so it cannot be cut or sharded by layer"
     )
 
 

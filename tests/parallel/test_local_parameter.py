@@ -139,7 +139,7 @@ def compare_local_and_full_gradients() -> None:
         local.grad = torch.ones(5, 4)
     assert str(raised.value) == (
         f"the gradient of a local part must be a plain tensor: ({rows}, 4) float32 on cpu; this is a tensor: (5, 4) "
-        "float32 on cpu. Pass the local part, or set the gradient of the model's parameter"
+        "float32 on cpu; pass the local part, or set the gradient of the model's parameter"
     )
     with pytest.raises(ModelError, match=r"this is a DTensor: \(5, 4\)"):
         local.grad = torch.zeros_like(whole)

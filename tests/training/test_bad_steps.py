@@ -208,7 +208,7 @@ def test_rewinds_are_limited_and_need_a_checkpoint(undisturbed: tuple[RunConfig,
     assert message.startswith("step 2: the loss is ")
     assert message.endswith(
         f"the gradient norm nan; there is no checkpoint yet to go back to. Samples of this step: "
-        f"{', '.join(map(str, samples[1]))}. Look at them, lower optimizer.learning_rate or checkpoint.every, or set "
+        f"{', '.join(map(str, samples[1]))}; look at them, lower optimizer.learning_rate or checkpoint.every, or set "
         'bad_steps.policy to "skip"'
     )
 
@@ -348,7 +348,7 @@ def test_state_that_is_not_finite_is_never_saved(undisturbed: tuple[RunConfig, d
     assert first == second
     assert first == (
         "step 4: not finite: model.transformer.h.2.attn.c_attn.q.weight; stopped before a checkpoint of it was "
-        "written. Resume from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
+        "written; resume from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
     )
     assert [path.name for path in list_checkpoints(out(config) / CHECKPOINTS_NAME)] == ["step-2"]
 

@@ -342,7 +342,7 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "with the same groups in the same order, empty ones included, and both ends of a tied weight in one "
         "group",
         "step 1: not finite: optimizer.exp_avg.transformer.wte.weight; stopped before a checkpoint of it was "
-        "written. Resume from the last one with a lower optimizer.learning_rate, or a lower "
+        "written; resume from the last one with a lower optimizer.learning_rate, or a lower "
         "optimizer.max_gradient_norm",
         "ROOT/step-5: it holds no optimizer state, and the state to load has Adam; use the same optimizer, or load "
         "the weights alone with load_weights",

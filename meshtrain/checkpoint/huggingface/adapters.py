@@ -140,8 +140,8 @@ def save_adapters(
     """
     if adapted is None:
         raise ModelError(
-            "the adapters were put on the model by its own add_adapter, which cannot save them from several ranks; use "
-            "peft.get_peft_model(model, config), or meshtrain.save_pretrained(model, folder, merge_adapters=True)"
+            "the adapters were put on the model by its own add_adapter, which cannot save them from several ranks",
+            "use peft.get_peft_model(model, config), or meshtrain.save_pretrained(model, folder, merge_adapters=True)",
         )
     _check_nothing_else_trains(pipeline)
     tensors = gather_adapters(pipeline)
@@ -169,7 +169,7 @@ def _check_nothing_else_trains(pipeline: Pipeline) -> None:
     mine = [name for name, _ in pipeline.trainable_parameters() if not is_adapter_parameter(name)]
     if others := list(dict.fromkeys(name for names in gather_objects(mine) for name in names)):
         raise ModelError(
-            f"{name_some(others)} would not be saved: these parameters are trained, but are not adapters; write the "
-            "full model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
-            "requires_grad_(False) on it first"
+            f"{name_some(others)} would not be saved: these parameters are trained, but are not adapters",
+            "write the full model with meshtrain.save_pretrained(model, folder, merge_adapters=True), or call "
+            "requires_grad_(False) on it first",
         )

@@ -51,22 +51,22 @@ def convert(source: Location, target: Location, *, dtype: str = ORIGINAL) -> Non
     if isinstance(source, Path) and (source / "config.json").is_file():
         if dtype != ORIGINAL:
             raise CheckpointError(
-                f"--dtype {dtype} is for what is written as a Hugging Face folder, and {source} is one already; leave "
-                "it out"
+                f"--dtype {dtype} is for what is written as a Hugging Face folder, and {source} is one already",
+                "leave it out",
             )
         _import(source, target)
     elif isinstance(target, Path):
         export_checkpoint(source, target, dtype=dtype)
     else:
         raise CheckpointError(
-            f"{target} is a URL, but a Hugging Face folder is written to a local directory; use a local one"
+            f"{target} is a URL, but a Hugging Face folder is written to a local directory", "use a local one"
         )
 
 
 def _import(folder: Path, root: Location) -> None:
     checkpoint = checkpoint_directory(root, 0)
     if is_checkpoint(checkpoint):
-        raise CheckpointError(f"{checkpoint} exists; convert into another directory")
+        raise CheckpointError(f"{checkpoint} exists", "convert into another directory")
     hf_config = load_hf_config(ModelConfig(path=str(folder)))
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if hf_config.dtype == torch.bfloat16 else "float32"
     plan = with_family(

@@ -82,7 +82,8 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer, origin: Path) -> None:
     elif isinstance(tokenizer, str | Path):
         if not Path(tokenizer).is_dir() or not _copy_tokenizer(Path(tokenizer), directory):
             raise CheckpointError(
-                f"tokenizer = {str(tokenizer)!r} is not a directory with a tokenizer; pass one, or the tokenizer itself"
+                f"tokenizer = {str(tokenizer)!r} is not a directory with a tokenizer",
+                "pass one, or the tokenizer itself",
             )
     else:
         tokenizer.save_pretrained(str(directory))

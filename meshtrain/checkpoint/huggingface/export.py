@@ -87,7 +87,7 @@ def merge(source: Location, folder: Path, *, dtype: str = ORIGINAL, max_shard_si
     if not is_checkpoint(source):
         found = f"has no {MANIFEST_NAME}" if source.is_dir() else "is not a directory"
         raise CheckpointError(
-            f"{shown_location(source)} {found}; use a folder that save_parallelized wrote, or a step-N directory"
+            f"{shown_location(source)} {found}", "use a folder that save_parallelized wrote, or a step-N directory"
         )
     manifest = _write_folder(source, folder, dtype, max_shard_size)
     console.line(f"{folder} holds {manifest.architecture}")
@@ -105,8 +105,9 @@ def list_stock_tensors(source: Location, metadata: Metadata, manifest: Manifest)
     }
     if any(map(is_adapter_parameter, shapes)):
         raise CheckpointError(
-            f"{source} holds LoRA adapters, which are not part of a stock model; load it into the adapted model "
-            "(meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, folder, merge_adapters=True)"
+            f"{source} holds LoRA adapters, which are not part of a stock model",
+            "load it into the adapted model (meshtrain.load_checkpoint) and call meshtrain.save_pretrained(model, "
+            "folder, merge_adapters=True)",
         )
     if absent := sorted({part for entry in manifest.fused for part in entry.parts} - shapes.keys()):
         raise CheckpointError(
@@ -126,7 +127,7 @@ def _write_locked(source: Location, folder: Path, dtype: str, max_shard_size: in
         raise CheckpointError(replace(problem, advice=USE_ANOTHER) for problem in damage)
     manifest, metadata = read_manifest(source), read_metadata(source)
     if f"{HUGGINGFACE_NAME}/config.json" not in manifest.files:
-        raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json; put the model's configuration there")
+        raise CheckpointError(f"{source} has no {HUGGINGFACE_NAME}/config.json", "put the model's configuration there")
     tensors = list_stock_tensors(source, metadata, manifest)
     with local_path(source / HUGGINGFACE_NAME) as description:
         chosen = _chosen_dtype(dtype, description, manifest)

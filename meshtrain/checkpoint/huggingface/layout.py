@@ -200,8 +200,8 @@ def plan_files(layout: HubLayout, max_shard_size: int | str, pattern: str = WEIG
         )
     except ValueError as error:
         raise CheckpointError(
-            f"max_shard_size = {max_shard_size!r} is not a size ({error}); pass a number of bytes, or a string "
-            "such as '5GB'"
+            f"max_shard_size = {max_shard_size!r} is not a size ({error})",
+            "pass a number of bytes, or a string such as '5GB'",
         ) from error
     return FilePlan(dict(split.filename_to_tensors), dict(split.tensor_to_filename), split.metadata["total_size"])
 

@@ -62,7 +62,7 @@ def write_pretrained(
     chosen = dtype or original_dtype(pipeline)
     if chosen not in FLOATS.values():
         raise CheckpointError(
-            f"dtype = {chosen} is not a format that weights are saved in; pass torch.{', torch.'.join(FLOATS)}"
+            f"dtype = {chosen} is not a format that weights are saved in", f"pass torch.{', torch.'.join(FLOATS)}"
         )
     stock = stock_like(model, chosen)
     layout = layout_of(stock)

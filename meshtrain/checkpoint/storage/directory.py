@@ -90,7 +90,7 @@ def find_checkpoints(path: Location) -> list[Location]:
             return checkpoints
     found = f"has no {MANIFEST_NAME} and no step-N directory" if path.is_dir() else "is not a directory"
     raise CheckpointError(
-        f"{path} is not a checkpoint: it {found}; use a step-N directory or the run directory above it"
+        f"{path} is not a checkpoint: it {found}", "use a step-N directory or the run directory above it"
     )
 
 

@@ -35,7 +35,7 @@ def check_new(folder: Path) -> None:
         CheckpointError: if it is neither.
     """
     if folder.exists() and (not folder.is_dir() or _has_something(folder)):
-        raise CheckpointError(f"{folder} exists and is not empty; write into a new folder")
+        raise CheckpointError(f"{folder} exists and is not empty", "write into a new folder")
 
 
 def temporary_folder(folder: Path) -> Path:

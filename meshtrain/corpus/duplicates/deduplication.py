@@ -282,8 +282,9 @@ class RemoveDuplicates(DeduplicationBlock):
                     target.write(line)
             if position + 1 != num_documents:
                 raise DataError(
-                    f"{shard} holds {position + 1} documents, but held {num_documents} when they were compared; run "
-                    "the step again from the start (--redo deduplicate), and let nothing write to the shards meanwhile"
+                    f"{shard} holds {position + 1} documents, but held {num_documents} when they were compared",
+                    "run the step again from the start (--redo deduplicate), and let nothing write to the shards "
+                    "meanwhile",
                 )
         self.stat_update(StatHints.total, value=num_documents, unit="shard")
         self.stat_update(StatHints.forwarded, value=num_documents - len(reasons), unit="shard")

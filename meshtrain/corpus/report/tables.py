@@ -29,7 +29,7 @@ def report(config: CorpusConfig) -> None:
         if (counts := step_directory.counts()) is not None
     ]
     if not steps:
-        raise DataError(f"no step is complete in {directory}; run `meshtrain corpus run` first")
+        raise DataError(f"no step is complete in {directory}", "run `meshtrain corpus run` first")
     _show_counts(directory, steps)
     _show_dropped(steps)
     page = directory / "report.html"

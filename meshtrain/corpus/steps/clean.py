@@ -83,7 +83,7 @@ def check_cleaning(config: CleanConfig) -> None:
     """
     if config.languages and (unknown := sorted(set(config.languages) - set(_identifier().labels))):
         known = ", ".join(sorted(_identifier().labels))
-        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified; known are {known}")
+        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified", f"known are {known}")
     if config.tokenizer is not None:
         try:
             load_tokenizer(tokenizer_file(config.tokenizer))
@@ -126,7 +126,7 @@ def tokenizer_file(path: str) -> Path:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"there is no {file}; name a local tokenizer.json or the directory of one")
+        raise DataError(f"there is no {file}", "name a local tokenizer.json or the directory of one")
     return file
 
 

@@ -117,15 +117,15 @@ def run_pass(
             executor.run()
         except OSError as error:
             raise DataError(
-                f"{description}: {error.filename or logs}: {reason_of(error)}; fix it, then run the same "
-                "command again; finished tasks are not repeated"
+                f"{description}: {error.filename or logs}: {reason_of(error)}",
+                "fix it, then run the same command again; finished tasks are not repeated",
             ) from error
         if isinstance(executor, SlurmPipelineExecutor):
             _wait_for_slurm(executor)
     if lost := executor.get_incomplete_ranks(skip_completed=True):
         raise DataError(
-            f"{description}: {len(lost)} of {shard_pass.tasks} tasks did not end, the first is {lost[0]}; see {logs}, "
-            "then run the same command again; finished tasks are not repeated"
+            f"{description}: {len(lost)} of {shard_pass.tasks} tasks did not end, the first is {lost[0]}",
+            f"see {logs}, then run the same command again; finished tasks are not repeated",
         )
 
 
@@ -139,8 +139,8 @@ def build_executor(shard_pass: ShardPass, logs: Path, config: CorpusConfig) -> P
     if config.executor == "slurm":
         if which("sbatch") is None:
             raise UserError(
-                'executor = "slurm" needs the command sbatch, which is not on this machine; run it where jobs are '
-                "submitted"
+                'executor = "slurm" needs the command sbatch, which is not on this machine',
+                "run it where jobs are submitted",
             )
         assert config.slurm is not None
         settings = config.slurm.model_dump(exclude_none=True)
@@ -154,7 +154,7 @@ def build_executor(shard_pass: ShardPass, logs: Path, config: CorpusConfig) -> P
         )
     if config.executor == "ray":
         if find_spec("ray") is None:
-            raise UserError('executor = "ray" needs a package that is not installed; run pip install "ray[default]"')
+            raise UserError('executor = "ray" needs a package that is not installed', 'run pip install "ray[default]"')
         import_module("ray").init(address=config.ray.address, ignore_reinit_error=True)
         settings = config.ray.model_dump(exclude={"address"})
         return RayPipelineExecutor(

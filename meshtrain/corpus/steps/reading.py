@@ -106,6 +106,6 @@ class ReadSources(PipelineStep):
         # A few files of Python's library have other encodings, and the user cannot fix them.
         if self.config.on_bad_record == "fail" and file.kind != "python":
             raise DataError(
-                f"{record.where}: {record.reason}: {record.detail}; fix it, or drop such records with "
-                'on_bad_record = "skip"'
+                f"{record.where}: {record.reason}: {record.detail}",
+                'fix it, or drop such records with on_bad_record = "skip"',
             )

@@ -60,7 +60,7 @@ def read_text_lines(file: SourceFile) -> Iterator[str]:
             for line in lines:
                 yield line.decode("utf-8", "backslashreplace")
     except DamagedError as error:
-        raise DataError(f"cannot read {file.path}: {error}; write it again") from error
+        raise DataError(f"cannot read {file.path}: {error}", "write it again") from error
 
 
 def _text_file(file: SourceFile, name: str) -> Document | BadCorpusRecord:

@@ -49,7 +49,7 @@ def existing_shards(directory: Path) -> list[Path]:
     shards = list_shards(directory)
     if not shards:
         endings = ", ".join(f"*{suffix}" for suffix in SUFFIXES.values())
-        raise DataError(f"{directory}: there are no shards ({endings}); run the step before this one first")
+        raise DataError(f"{directory}: there are no shards ({endings})", "run the step before this one first")
     return shards
 
 
@@ -100,10 +100,10 @@ def parse_document(line: bytes, shard: Path, position: int) -> dict[str, Any]:
     where = f"{shard}, line {position + 1}"
     record = _parse_json(line, where)
     if not isinstance(record, dict):
-        raise DataError(f"{where}: not a JSON object; redo the step that wrote it (--redo)")
+        raise DataError(f"{where}: not a JSON object", "redo the step that wrote it (--redo)")
     for key in ("text", "id"):
         if not isinstance(record.get(key), str):
-            raise DataError(f'{where}: no text under the key "{key}"; every document needs one')
+            raise DataError(f'{where}: no text under the key "{key}"', "every document needs one")
     return record
 
 
@@ -115,7 +115,7 @@ def _parse_json(line: bytes, where: str) -> object:
         try:
             return json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}); redo the step that wrote it (--redo)") from None
+            raise DataError(f"{where}: not JSON ({error})", "redo the step that wrote it (--redo)") from None
 
 
 def _kind_of(path: Path) -> Kind:
@@ -133,7 +133,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         with open_source_file(SourceFile(path, _kind_of(path), 0, 0)) as (lines, _):
             yield from lines
     except DamagedError as error:
-        raise DataError(f"cannot read {path}: {error}; redo the step that wrote it (--redo)") from error
+        raise DataError(f"cannot read {path}: {error}", "redo the step that wrote it (--redo)") from error
 
 
 def read_shard(path: Path) -> Iterator[Document]:

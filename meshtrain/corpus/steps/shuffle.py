@@ -45,7 +45,8 @@ def shuffling_passes(
         least = math.ceil(num_bytes / BYTES_PER_MB / MAX_BUCKETS)
         raise DataError(
             f"shuffle.bucket_megabytes = {shuffle.bucket_megabytes:g} makes {num_buckets:,} buckets, more than "
-            f"{MAX_BUCKETS} files that one task may write at once; set it to {least} or more"
+            f"{MAX_BUCKETS} files that one task may write at once",
+            f"set it to {least} or more",
         )
     shards = list_shards(source)
     scatter = ScatterLines(shards, work, config.compression, shuffle.seed, num_buckets)

@@ -52,8 +52,8 @@ class Step:
         for file in self.files:
             if not file.is_unchanged():
                 raise DataError(
-                    f"{file.path} changed while it was read; when nothing writes to it any more, run again with "
-                    f"--redo {self.name}"
+                    f"{file.path} changed while it was read",
+                    f"when nothing writes to it any more, run again with --redo {self.name}",
                 )
 
 
@@ -133,8 +133,8 @@ class StepDirectory:
         now = json.loads(json.dumps(settings))
         if changed := [key for key in (*before, *(now.keys() - before)) if before.get(key) != now.get(key)]:
             raise DataError(
-                f"{step}: {self.path} was made with other settings: {_describe_changes(before, now, changed)}; add "
-                f"--redo {step} to remove it and the steps after it, or set directory to a new location"
+                f"{step}: {self.path} was made with other settings: {_describe_changes(before, now, changed)}",
+                f"add --redo {step} to remove it and the steps after it, or set directory to a new location",
             )
 
     def add_seconds(self, seconds: float) -> float:

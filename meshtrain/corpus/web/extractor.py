@@ -80,7 +80,7 @@ class Extractor:
             first = b""
         if first != READY:
             await self._end()
-            raise DataError(f"the process that extracts text does not start; see {self._log}")
+            raise DataError("the process that extracts text does not start", f"see {self._log}")
         return process
 
     async def _end(self) -> int | None:

@@ -98,7 +98,7 @@ def _read_list(file: str, key: str) -> frozenset[str]:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key}: cannot read {file}: {reason_of(error)}; fix it") from error
+        raise DataError(f"{key}: cannot read {file}: {reason_of(error)}", "fix it") from error
     entries = (line.partition("#")[0].strip().lower() for line in lines)
     return frozenset(entry for entry in entries if entry)
 

@@ -43,7 +43,7 @@ def link_passes(
     assert config.urls is not None
     for file in files:
         if not str(file.kind).startswith("txt"):
-            raise DataError(f"urls.lists: {file.path} is not a .txt file; give files with one link per line")
+            raise DataError(f"urls.lists: {file.path} is not a .txt file", "give files with one link per line")
     groups = group_files(files, config.shard_megabytes * BYTES_PER_MB)
     names = [f"sorted-{rank:05}" for rank in range(len(groups))]
     num_shards = (config.download or DownloadConfig()).shards

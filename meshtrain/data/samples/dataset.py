@@ -58,8 +58,8 @@ class Dataset:
         found = self.order.num_steps - num_left_out
         without = f" without the batches that rewinds leave out ({num_left_out:,})" if num_left_out else ""
         raise DataError(
-            f"data.sources: all sources end after {found:,} steps{without}, but the run has {num_steps:,}; set steps "
-            f"to {found:,} or less, or let one of them repeat with repeat = true"
+            f"data.sources: all sources end after {found:,} steps{without}, but the run has {num_steps:,}",
+            f"set steps to {found:,} or less, or let one of them repeat with repeat = true",
         )
 
 

@@ -184,7 +184,8 @@ def compute_quotas(weights: np.ndarray, names: Sequence[str]) -> np.ndarray:
     if (found := np.flatnonzero((shares > 0) & (shares * MAX_BLOCK_SAMPLES < 1))).size:
         raise DataError(
             f"data.sources.{names[found[0]]}.weight is {shares[found[0]]:.1e} of all weights, and a mixture supports "
-            f"shares of 1 in {MAX_BLOCK_SAMPLES:,} or more; raise it, or leave the source out"
+            f"shares of 1 in {MAX_BLOCK_SAMPLES:,} or more",
+            "raise it, or leave the source out",
         )
     sizes = np.arange(1, MAX_BLOCK_SAMPLES + 1)
     exact = shares[:, None] * sizes

@@ -45,7 +45,7 @@ def open_source_file(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         raw = file.path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {reason_of(error)}; fix it or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {reason_of(error)}", "fix it or leave it out") from error
     with raw:
         if file.kind.endswith(".gz"):
             _check_bgzf(raw)

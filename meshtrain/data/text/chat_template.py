@@ -56,8 +56,8 @@ def find_chat_template(tokenizer: TokenizerFiles) -> ChatTemplate:
     if source is None:
         raise DataError(
             f"the tokenizer {tokenizer.directory} has no chat template, which renders messages as text; looked for "
-            f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json; take the tokenizer of a chat model, or put '
-            f"a {TEMPLATE_NAME} there"
+            f'{TEMPLATE_NAME} and "chat_template" in tokenizer_config.json',
+            f"take the tokenizer of a chat model, or put a {TEMPLATE_NAME} there",
         )
     declared = {role: settings[role] for role in SPECIAL_TOKENS if role in settings}
     tokens = {role: token["content"] if isinstance(token, dict) else token for role, token in declared.items()}

@@ -71,7 +71,7 @@ class _FileReader:
             yield self._chunk("damage", f"{self._location()}: {damage}".encode())
         except OSError as error:
             where = self._file.path
-            raise DataError(f"cannot read {where}: {reason_of(error)}; fix it or leave it out") from error
+            raise DataError(f"cannot read {where}: {reason_of(error)}", "fix it or leave it out") from error
         end = self._chunk("end", b"", disk_bytes=self._file.num_bytes)
         yield end._replace(end=Position(end.end.file + 1))
 

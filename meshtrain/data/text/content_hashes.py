@@ -82,5 +82,5 @@ def _entry(file: SourceFile) -> list:
             while chunk := stream.read(CHUNK_BYTES):
                 state.update(chunk)
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror}; fix its permissions or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {error.strerror}", "fix its permissions or leave it out") from error
     return [file.num_bytes, file.modified_nanoseconds, state.hexdigest()]

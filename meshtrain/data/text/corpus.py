@@ -128,7 +128,7 @@ class Corpus:
         for file in self.files:
             if not file.is_unchanged():
                 raise DataError(
-                    f"{file.path} changed while it was read; start again when no other process writes to it"
+                    f"{file.path} changed while it was read", "start again when no other process writes to it"
                 )
 
     def refusal(self, problem: str) -> DataError:

@@ -70,7 +70,7 @@ def _read_batches(
     try:
         stream = file.path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {reason_of(error)}; fix it or leave it out") from error
+        raise DataError(f"cannot read {file.path}: {reason_of(error)}", "fix it or leave it out") from error
     with stream:
         try:
             table = arrow.parquet.ParquetFile(stream)

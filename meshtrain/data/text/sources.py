@@ -106,7 +106,7 @@ def find_python_files(root: str) -> list[SourceFile]:
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
     files = [file for path in sorted(paths) if (file := inspect_file(path, "python")).num_bytes]
     if not files:
-        raise DataError(f"{PYTHON_STDLIB}: this Python has no .py files in {root}; name your own files")
+        raise DataError(f"{PYTHON_STDLIB}: this Python has no .py files in {root}", "name your own files")
     return files
 
 
@@ -123,7 +123,7 @@ def _expand(source: str) -> list[SourceFile]:
         raise DataError(f'"{source}" does not exist{_nearest(path)}')
     file = inspect_file(path, _kind(path))
     if not file.num_bytes:
-        raise DataError(f'"{source}" is empty; leave it out, or write documents into it')
+        raise DataError(f'"{source}" is empty', "leave it out, or write documents into it")
     return [file]
 
 
@@ -138,8 +138,8 @@ def _expand_directory(root: Path) -> list[SourceFile]:
     files = [file for path in known if (file := inspect_file(path, _kind(path))).num_bytes]
     if not files:
         raise DataError(
-            f'"{root}" is a directory without a file of a known kind that holds anything; '
-            f"known are {_known_kinds(in_directory=True)}; {_contents(root)}"
+            f'"{root}" is a directory without a file of a known kind that holds anything; known are '
+            f"{_known_kinds(in_directory=True)}; {_contents(root)}"
         )
     return files
 
@@ -168,7 +168,7 @@ def _kind(path: Path) -> Kind:
         if path.name.endswith(suffix):
             return kind
     raise DataError(
-        f'"{path}" is not of a known kind; known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}'
+        f'"{path}" is not of a known kind', f"known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}"
     )
 
 
@@ -185,7 +185,7 @@ def inspect_file(path: Path, kind: Kind) -> SourceFile:
     """
     if not os.access(path, os.R_OK, effective_ids=True):
         _check_link(path)
-        raise DataError(f'"{path}" may not be read by this user; fix its permissions or leave it out')
+        raise DataError(f'"{path}" may not be read by this user', "fix its permissions or leave it out")
     status = path.stat()
     return SourceFile(path, kind, status.st_size, status.st_mtime_ns)
 
@@ -204,8 +204,8 @@ def _check_link(path: Path) -> None:
         # A target that this user may not inspect is not a broken link.
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise DataError(
-                f'"{path}" is a broken link: it points to "{path.readlink()}", and there is no such file; fix the '
-                "link, or leave it out"
+                f'"{path}" is a broken link: it points to "{path.readlink()}", and there is no such file',
+                "fix the link, or leave it out",
             ) from error
 
 

@@ -62,21 +62,21 @@ class MegatronIndex:
             DataError: if it is not an index, or of a kind that is not supported.
         """
         if not path.is_file():
-            raise DataError(f"{path} is missing, and without it {path.with_suffix('.bin')} cannot be read; {ADVICE}")
+            raise DataError(f"{path} is missing, and without it {path.with_suffix('.bin')} cannot be read", ADVICE)
         with path.open("rb") as stream:
             header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
-            raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}; {ADVICE}")
+            raise DataError(f"{path}, byte 0: {header[:9]!r} where an index begins with {MAGIC!r}", ADVICE)
         if len(header) < HEADER.size:
-            raise DataError(f"{path} ends after {len(header)} bytes, within its header; {ADVICE}")
+            raise DataError(f"{path} ends after {len(header)} bytes, within its header", ADVICE)
         _, index_version, code, num_sequences, num_borders = HEADER.unpack(header)
         if index_version != 1:
             raise DataError(
-                f"{path}, byte 9: version {index_version} of the index, and only version 1 is supported; {ADVICE}"
+                f"{path}, byte 9: version {index_version} of the index, and only version 1 is supported", ADVICE
             )
         if code not in TOKEN_TYPES:
             found = FLOAT_TYPES.get(code, "unknown")
-            raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}; {ADVICE}")
+            raise DataError(f"{path}, byte 17: the type {code} of its tokens is {found}", ADVICE)
         _check_length(path, num_sequences, num_borders)
         starts = HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences])
         arrays = [
@@ -131,7 +131,7 @@ class MegatronIndex:
             self._fail(byte + 8 * (len(self.borders) - 1), found)
 
     def _fail(self, byte: int, found: str) -> None:
-        raise DataError(f"{self.path}, byte {byte:,}: {found}; {ADVICE}")
+        raise DataError(f"{self.path}, byte {byte:,}: {found}", ADVICE)
 
     def offsets(self) -> np.ndarray:
         """Return the first token of each non-empty document, then the number of tokens."""
@@ -172,7 +172,7 @@ def open_megatron(path: Path, tokenizer: TokenizerFiles, cache: Cache) -> TokenF
     index = MegatronIndex.open(idx_path)
     check_size(bin_path, index.num_tokens * index.token_type.itemsize, stated_in=str(idx_path))
     if not index.num_tokens:
-        raise DataError(f"{bin_path} holds no tokens; leave it out")
+        raise DataError(f"{bin_path} holds no tokens", "leave it out")
     hashes = content_hashes([inspect_file(path, "tokens") for path in (idx_path, bin_path)], cache)
     _check_record(prefix, hashes[1], tokenizer)
     name = f"megatron/{compute_identity(READING_VERSION, hashes, tokenizer.identity)}"
@@ -245,8 +245,8 @@ def write_megatron_index(path: Path, offsets: np.ndarray, token_type: np.dtype) 
             if lengths.max() > np.iinfo(np.int32).max:
                 number = first + int(lengths.argmax())
                 raise DataError(
-                    f"document {number:,} has {lengths.max():,} tokens, more than {path.name} can hold; "
-                    "cut it into several, or take --format meshtrain"
+                    f"document {number:,} has {lengths.max():,} tokens, more than {path.name} can hold",
+                    "cut it into several, or take --format meshtrain",
                 )
             stream.write(lengths.astype("<i4").tobytes())
         for first in range(0, num_documents, ENTRIES_PER_READ):
@@ -261,12 +261,13 @@ def _check_length(path: Path, num_sequences: int, num_borders: int) -> None:
     found = path.stat().st_size
     if found == expected + num_sequences and num_sequences:
         raise DataError(
-            f"{path} is of a multimodal corpus (with images, for example), which is not supported; name another"
+            f"{path} is of a multimodal corpus (with images, for example), which is not supported", "name another"
         )
     if found != expected:
         raise DataError(
             f"{path} holds {found:,} bytes where its header, with {num_sequences:,} sequences and {num_borders - 1:,} "
-            f"documents, says {expected:,}; {ADVICE}"
+            f"documents, says {expected:,}",
+            ADVICE,
         )
 
 

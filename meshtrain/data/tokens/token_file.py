@@ -76,11 +76,11 @@ class TokenCounts:
         try:
             content: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read ({error}); tokenize again, or copy it again") from error
+            raise DataError(f"{path} cannot be read ({error})", "tokenize again, or copy it again") from error
         if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
             raise DataError(
-                f"{path} is not of the format {FORMAT_VERSION} that this version reads; "
-                "tokenize again with meshtrain tokenize"
+                f"{path} is not of the format {FORMAT_VERSION} that this version reads",
+                "tokenize again with meshtrain tokenize",
             )
         return cls(**content)
 
@@ -202,7 +202,8 @@ def open_checked(directory: Path, tokenizer: TokenizerFiles, cache: Cache) -> To
         if found != declared:
             raise DataError(
                 f"{directory / name} is damaged: its content is not what counts.json says (xxh3 {found}, not "
-                f"{declared}); copy it again, or tokenize again"
+                f"{declared})",
+                "copy it again, or tokenize again",
             )
     return file
 
@@ -215,8 +216,8 @@ def describe_other_tokenizer(path: Path, identity: str, tokenizer: TokenizerFile
         identity: the tokenizer that they were written with.
     """
     return Problem(
-        f"{path} was tokenized with another tokenizer (identity {identity[:12]}) than "
-        f"{tokenizer.directory} (identity {tokenizer.identity[:12]}): its tokens would mean other text",
+        f"{path} was tokenized with another tokenizer (identity {identity[:12]}) than {tokenizer.directory} (identity "
+        f"{tokenizer.identity[:12]}): its tokens would mean other text",
         f"name the tokenizer it was made with as {tokenizer.setting}, or tokenize again",
     )
 
@@ -232,12 +233,13 @@ def check_size(path: Path, size: int, *, stated_in: str) -> None:
         DataError: if it is missing or of another size.
     """
     if not path.is_file():
-        raise DataError(f"{path} is missing; copy it again, or tokenize again")
+        raise DataError(f"{path} is missing", "copy it again, or tokenize again")
     found = path.stat().st_size
     if found != size:
         trouble = "it was cut short" if found < size else "it belongs to something else"
         raise DataError(
-            f"{path} holds {found:,} bytes where {stated_in} says {size:,}: {trouble}; copy it again, or tokenize again"
+            f"{path} holds {found:,} bytes where {stated_in} says {size:,}: {trouble}",
+            "copy it again, or tokenize again",
         )
 
 

@@ -108,8 +108,8 @@ def _check_same(output: Path, name: str) -> None:
     record = output / RECORD
     if not record.is_file() or json.loads(record.read_text())["identity"] != name:
         raise DataError(
-            f"--output: {output} exists already, but does not hold the token files of this command; "
-            "remove it, or choose another directory"
+            f"--output: {output} exists already, but does not hold the token files of this command",
+            "remove it, or choose another directory",
         )
 
 

@@ -36,7 +36,7 @@ def open_token_file(source: str, tokenizer: TokenizerFiles, cache: Cache) -> Tok
         return open_checked(path, tokenizer, cache)
     if is_megatron(path):
         return open_megatron(path, tokenizer, cache)
-    raise DataError(f'{path} holds several token files; name one of them, such as "{path / TRAIN}"')
+    raise DataError(f"{path} holds several token files", f'name one of them, such as "{path / TRAIN}"')
 
 
 def holds_several(path: Path) -> bool:

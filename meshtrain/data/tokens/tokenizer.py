@@ -106,9 +106,9 @@ def find_tokenizer(path: str, cache: Cache, *, setting: str = TOKENIZER_KEY) -> 
     if end_token is None:
         raise DataError(
             f'the tokenizer {file.parent} has no end token, which separates documents: looked for "eos_token" in '
-            "tokenizer_config.json and special_tokens_map.json, "
-            f"and for {', '.join(KNOWN_END_TOKENS)} in its vocabulary; "
-            'name it as "eos_token" in tokenizer_config.json'
+            f"tokenizer_config.json and special_tokens_map.json, and for {', '.join(KNOWN_END_TOKENS)} in its "
+            "vocabulary",
+            'name it as "eos_token" in tokenizer_config.json',
         )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings, "eos_token": end_token}
     text = file.read_text(encoding="utf-8")
@@ -147,14 +147,14 @@ def _locate(path: str, setting: str) -> Path:
         return found
     if not found.is_dir():
         raise DataError(
-            f"{setting}: {path} does not exist; name a Hugging Face directory, a tokenizer.json or a hub id, "
-            f"or {TRAINING_ADVICE[setting]}"
+            f"{setting}: {path} does not exist",
+            f"name a Hugging Face directory, a tokenizer.json or a hub id, or {TRAINING_ADVICE[setting]}",
         )
     if not (found / "tokenizer.json").is_file():
         names = sorted(entry.name for entry in found.iterdir())
         raise DataError(
-            f"{setting}: {found} holds {name_some(names) or 'nothing'}, but no tokenizer.json; "
-            "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            f"{setting}: {found} holds {name_some(names) or 'nothing'}, but no tokenizer.json",
+            "write one with AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
     return found / "tokenizer.json"
 
@@ -173,8 +173,8 @@ def _hub_directory(hub_id: str, setting: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f'{setting}: "{hub_id}" does not exist as a path, is not in the local hub cache, '
-            f"and the hub does not provide it: {reason}"
+            f'{setting}: "{hub_id}" does not exist as a path, is not in the local hub cache, and the hub does not '
+            f"provide it: {reason}"
         ) from error
 
 
@@ -187,7 +187,7 @@ def _settings(directory: Path) -> dict[str, Any]:
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise DataError(f"{file} is not JSON ({error}); fetch or save the tokenizer again") from error
+                raise DataError(f"{file} is not JSON ({error})", "fetch or save the tokenizer again") from error
             settings |= {key: value for key, value in content.items() if value is not None}
     if (directory / "chat_template.jinja").is_file():
         settings["chat_template"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
@@ -203,7 +203,7 @@ def load_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower type
-        raise DataError(f"{file} is not a tokenizer ({error}); fetch or save it again") from error
+        raise DataError(f"{file} is not a tokenizer ({error})", "fetch or save it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -235,8 +235,8 @@ def _token_id(file: Path, tokenizer: Tokenizer, settings: dict[str, Any], role: 
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise DataError(
-            f'the {role} "{token}" of the tokenizer {file.parent} is not in its vocabulary; '
-            "correct tokenizer_config.json or take the tokenizer.json that belongs to it"
+            f'the {role} "{token}" of the tokenizer {file.parent} is not in its vocabulary',
+            "correct tokenizer_config.json or take the tokenizer.json that belongs to it",
         )
     return int(token_id)
 

@@ -188,7 +188,8 @@ def _check_not_empty(corpus: Corpus, progress: Progress, parts: list[PartState])
     empty_documents = progress.empty_documents + sum(part.empty_documents for part in parts)
     raise DataError(
         f"{where}: no text found, but {empty_documents:,} empty documents and {progress.skipped_records:,} skipped "
-        f"records; check the files and {corpus.keys_in_words}"
+        "records",
+        f"check the files and {corpus.keys_in_words}",
     )
 
 

@@ -126,8 +126,8 @@ def _workers(task: Task, count: int) -> Iterator[Callable[[Block], EncodedBlock]
             return pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise DataError(
-                f"a tokenizing process ended (exit code {process.wait()}); if this machine was short of memory, "
-                "use fewer (--workers); start again: finished work is kept"
+                f"a tokenizing process ended (exit code {process.wait()})",
+                "if this machine was short of memory, use fewer (--workers); start again: finished work is kept",
             ) from error
         finally:
             idle.put((process, connection))

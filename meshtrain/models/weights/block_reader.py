@@ -114,9 +114,9 @@ class BlockReader:
             try:
                 read = os.preadv(self._descriptor(tensor.path), [memory[done:]], start + done)
             except OSError as error:
-                raise ModelError(f"{tensor.path} cannot be read ({error.strerror}); check its disk") from error
+                raise ModelError(f"{tensor.path} cannot be read ({error.strerror})", "check its disk") from error
             if read == 0:
-                raise ModelError(f"{tensor.path} became shorter while it was read; do not change it, and start again")
+                raise ModelError(f"{tensor.path} became shorter while it was read", "do not change it, and start again")
             done += read
 
     def _descriptor(self, path: Path) -> int:

@@ -65,7 +65,7 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
         ModelError: if files are missing, broken, or of an unsupported kind.
     """
     if not source.is_dir():
-        raise ModelError(f"{source} is not a directory; use a local Hugging Face directory with {SINGLE_NAME}")
+        raise ModelError(f"{source} is not a directory", f"use a local Hugging Face directory with {SINGLE_NAME}")
     # If both exist, one of them is a leftover. `from_pretrained` uses the same order.
     if (source / SINGLE_NAME).is_file():
         return read_header(source / SINGLE_NAME)
@@ -73,15 +73,15 @@ def find_tensors(source: Path) -> dict[str, FileTensor]:
         return _find_by_index(source / INDEX_NAME)
     if any(source.glob("pytorch_model*.bin")):
         raise ModelError(
-            f"{source} has its weights in pytorch_model.bin, a pickle; convert it: "
-            f'AutoModelForCausalLM.from_pretrained("{source}").save_pretrained(...)'
+            f"{source} has its weights in pytorch_model.bin, a pickle",
+            f'convert it: AutoModelForCausalLM.from_pretrained("{source}").save_pretrained(...)',
         )
     if linked := [name for name in (SINGLE_NAME, INDEX_NAME) if (source / name).is_symlink()]:
         raise ModelError(
-            f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which does not exist; download the "
-            "model again"
+            f"{source / linked[0]} is a link to {(source / linked[0]).readlink()}, which does not exist",
+            "download the model again",
         )
-    raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}; use a directory that holds the weights")
+    raise ModelError(f"{source} has neither {SINGLE_NAME} nor {INDEX_NAME}", "use a directory that holds the weights")
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
@@ -97,14 +97,16 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             file.seek(0)
             beginning = file.read(8)
             if beginning == b"version ":
-                raise ModelError(f"{path} is a git-lfs pointer instead of weights; run `git lfs pull` in its directory")
+                raise ModelError(
+                    f"{path} is a git-lfs pointer instead of weights", "run `git lfs pull` in its directory"
+                )
             length = int.from_bytes(beginning, "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
                 raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
             header = json.loads(file.read(length))
         return _parse(path, _checked(header), 8 + length, size)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); it may be truncated, so download it again") from error
+        raise ModelError(f"{path} cannot be read ({error})", "it may be truncated, so download it again") from error
 
 
 def _checked(header: Any) -> dict[str, dict[str, Any]]:
@@ -155,24 +157,28 @@ def _dtype(path: Path, name: str, code: str) -> torch.dtype:
         return DTYPE_OF_CODE[code]
     if _QUANTIZED.fullmatch(code):
         raise ModelError(
-            f"{path} holds {name} in {code}: quantized weights, which need their scales; dequantize the model first, "
-            "or use its bfloat16 version"
+            f"{path} holds {name} in {code}: quantized weights, which need their scales",
+            "dequantize the model first, or use its bfloat16 version",
         )
-    raise ModelError(f"{path} holds {name} in {code}, which is not supported; supported are {', '.join(DTYPE_OF_CODE)}")
+    raise ModelError(
+        f"{path} holds {name} in {code}, which is not supported", f"supported are {', '.join(DTYPE_OF_CODE)}"
+    )
 
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:
     try:
         files = _weight_map(json.loads(index.read_text()))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{index} is not an index of safetensors files ({error}); download the model again") from error
+        raise ModelError(
+            f"{index} is not an index of safetensors files ({error})", "download the model again"
+        ) from error
     paths = {name: index.parent / file for name, file in files.items()}
     if absent := sorted({path.name for path in paths.values() if not path.is_file()}):
-        raise ModelError(f"{index} names files that are not there: {name_some(absent)}; download the model again")
+        raise ModelError(f"{index} names files that are not there: {name_some(absent)}", "download the model again")
     headers = {path: read_header(path) for path in dict.fromkeys(paths.values())}
     for name, path in paths.items():
         if name not in headers[path]:
-            raise ModelError(f"{path} lacks {name}, which its index lists; download the model again")
+            raise ModelError(f"{path} lacks {name}, which its index lists", "download the model again")
     return {name: headers[path][name] for name, path in paths.items()}
 
 

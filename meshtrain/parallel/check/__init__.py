@@ -41,7 +41,7 @@ def resolve_plan(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape, 
     """
     mesh = plan.mesh.resolve(world_size)
     plan = plan.model_copy(update={"mesh": mesh})
-    problems: list[str | Problem] = []
+    problems: list[Problem] = []
     try:
         plan = with_shared_heads(with_derived_rules(plan, model), model)
     except PlanError as error:
@@ -69,14 +69,16 @@ def _check_model(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) 
     model_type = model.config.model_type
     if plan.model_types and model_type not in plan.model_types:
         known = ", ".join(plan.model_types)
-        yield f"model_types: this plan is for {known}, but the model is a {model_type}; use another plan"
+        yield Problem(f"model_types: this plan is for {known}, but the model is a {model_type}", "use another plan")
     try:
         find_formula(model)
     except ModelError as error:
         yield from error.problems
     for name in ("layerdrop", "decoder_layerdrop"):
         if chance := getattr(model.config.get_text_config(), name, None):
-            yield f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient; set it to 0"
+            yield Problem(
+                f"model.config.{name} = {chance}: a layer that is left out at random gets no gradient", "set it to 0"
+            )
 
 
 def _check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -90,9 +92,9 @@ def _check_recompute(plan: ParallelPlan, model: PreTrainedModel, batch: BatchSha
         # The check of the pipeline reports this.
         return
     if not isinstance(layer, GradientCheckpointingLayer):
-        yield (
-            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not support recomputation; "
-            "set it to 'none'"
+        yield Problem(
+            f"recompute.mode = {plan.recompute.mode!r}: {type(layer).__name__} does not support recomputation",
+            "set it to 'none'",
         )
 
 
@@ -103,23 +105,23 @@ def _check_rotary(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape)
         # The check of the pipeline reports this.
         return
     if inside := [name for name in length_dependent(model) if name.startswith(f"{layers}.")]:
-        yield (
+        yield Problem(
             f"the rotary frequencies of {inside[0]}, which is inside a layer, depend on the sequence length, so a "
-            "recomputation or another microbatch could use those of another length; choose another rope_type in "
-            "rope_parameters (not longrope, not dynamic)"
+            "recomputation or another microbatch could use those of another length",
+            "choose another rope_type in rope_parameters (not longrope, not dynamic)",
         )
 
 
 def _check_selective(plan: ParallelPlan) -> Problems:
     if plan.compile.enabled and plan.mesh.tp > 1:
-        yield (
+        yield Problem(
             "recompute.mode = 'selective' with compile.enabled and mesh.tp > 1: attention and MLP are then compiled "
-            "separately, and torch cannot select the results to keep inside them; set recompute.mode = 'full', or "
-            "compile.enabled = false"
+            "separately, and torch cannot select the results to keep inside them",
+            "set recompute.mode = 'full', or compile.enabled = false",
         )
     if plan.mesh.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward:
-        yield (
-            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule runs back "
-            "through a layer twice, but torch returns what selective recomputation has kept only once; set "
-            "recompute.mode = 'full', or use another schedule"
+        yield Problem(
+            f"recompute.mode = 'selective' with pipeline.schedule = {plan.pipeline.schedule!r}: the schedule runs "
+            "back through a layer twice, but torch returns what selective recomputation has kept only once",
+            "set recompute.mode = 'full', or use another schedule",
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
+from meshtrain.errors import Problem
 from meshtrain.models.rotary import most_positions
 from meshtrain.parallel.tensor.rules import Problems
 
@@ -36,9 +37,10 @@ def check_batch(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -
     data_degree = plan.mesh.data_degree
     unit = data_degree * batch.micro_batch_size
     if batch.global_batch_size % unit:
-        yield (
+        yield Problem(
             f"global_batch_size = {batch.global_batch_size} is not a multiple of dp {data_degree} x micro_batch_size "
-            f"{batch.micro_batch_size} = {unit}; {_nearest_multiples(batch.global_batch_size, unit)}"
+            f"{batch.micro_batch_size} = {unit}",
+            _nearest_multiples(batch.global_batch_size, unit),
         )
 
 
@@ -48,21 +50,23 @@ def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         # The name of the key in this configuration: GPT-2 has `n_positions`.
         name = "max_position_embeddings"
         key = model.config.get_text_config().attribute_map.get(name, name)
-        yield (
-            f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model; "
-            f"shorten it, or raise {key} of a new model"
+        yield Problem(
+            f"data.sequence_length = {batch.sequence_length} is longer than the {positions} positions of the model",
+            f"shorten it, or raise {key} of a new model",
         )
     tp = plan.mesh.tp
     if plan.tensor.sequence_parallel and batch.sequence_length % tp:
-        yield (
+        yield Problem(
             f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide data.sequence_length "
-            f"= {batch.sequence_length}; {_nearest_multiples(batch.sequence_length, tp)}"
+            f"= {batch.sequence_length}",
+            _nearest_multiples(batch.sequence_length, tp),
         )
     multiple = batch.width_multiple
     if plan.tensor.sequence_parallel and multiple is not None and multiple % tp:
-        yield (
+        yield Problem(
             f"tensor.sequence_parallel splits every batch over tp = {tp}, which does not divide "
-            f"data.pad_to_multiple_of = {multiple}; {_nearest_multiples(multiple, tp)}"
+            f"data.pad_to_multiple_of = {multiple}",
+            _nearest_multiples(multiple, tp),
         )
 
 

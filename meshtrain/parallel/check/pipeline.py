@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.schedules import SCHEDULES
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.models.flops import flops_of_layers
 from meshtrain.parallel.account import flops_around_layers
 from meshtrain.parallel.check.batch import BatchShape, num_microbatches
@@ -22,16 +22,18 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
     stages = pp * pipeline.stages_per_rank
     yield from _check_schedule(plan, batch)
     if pp > 1 and model.get_output_embeddings() is None:
-        yield (
+        yield Problem(
             f"mesh.pp = {pp}, but {type(model).__name__} has no language modeling head, and only causal language "
-            "models can be cut into stages; use pp = 1"
+            "models can be cut into stages",
+            "use pp = 1",
         )
         return
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
     if pp > 1 and shared:
-        yield (
+        yield Problem(
             f"mesh.pp = {pp}, but the last {shared} layers of {type(model).__name__} attend to keys and values of "
-            "earlier layers (num_kv_shared_layers), which may be on another stage; use pp = 1"
+            "earlier layers (num_kv_shared_layers), which may be on another stage",
+            "use pp = 1",
         )
         return
     try:
@@ -43,11 +45,14 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
         return
     # The last stage may hold only the head, but `split_at` cannot name a cut after the last layer.
     if len(layers) + (pipeline.split_at is None) < stages:
-        yield (
-            f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers; use fewer"
+        yield Problem(
+            f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers",
+            "use fewer",
         )
     elif pipeline.split_at is not None and pipeline.layers_per_stage != "balanced":
-        yield f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both set; leave one out"
+        yield Problem(
+            f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both set", "leave one out"
+        )
     elif pipeline.split_at is not None:
         yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
     elif isinstance(pipeline.layers_per_stage, list):
@@ -59,13 +64,15 @@ def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:
     schedule = SCHEDULES[name]
     if pp == 1:
         if per_rank > 1:
-            yield f"pipeline.stages_per_rank = {per_rank} needs mesh.pp > 1, found mesh.pp = 1; change one of them"
+            yield Problem(
+                f"pipeline.stages_per_rank = {per_rank} needs mesh.pp > 1, found mesh.pp = 1", "change one of them"
+            )
         return
     if schedule.stages_per_rank not in (None, per_rank):
         others = ", ".join(other for other, facts in SCHEDULES.items() if facts.stages_per_rank in (None, per_rank))
-        yield (
-            f"pipeline.schedule = {name!r} needs stages_per_rank = {schedule.stages_per_rank}, found {per_rank}; set "
-            f"it to that, or use a schedule for {per_rank}: {others}"
+        yield Problem(
+            f"pipeline.schedule = {name!r} needs stages_per_rank = {schedule.stages_per_rank}, found {per_rank}",
+            f"set it to that, or use a schedule for {per_rank}: {others}",
         )
     else:
         yield from check_microbatches(plan, batch)
@@ -83,54 +90,59 @@ def check_microbatches(plan: ParallelPlan, batch: BatchShape) -> Problems:
         return
     needs = SCHEDULES[name].microbatches
     if needs == "one per stage" and microbatches < stages:
-        yield (
+        yield Problem(
             f"pipeline.schedule = {name!r} needs at least as many microbatches as stages: there are {microbatches} "
-            f"microbatches and {stages} stages; raise global_batch_size to {stages * unit} or lower micro_batch_size"
+            f"microbatches and {stages} stages",
+            f"raise global_batch_size to {stages * unit} or lower micro_batch_size",
         )
     if needs == "equal rounds" and microbatches % max(1, microbatches // pp):
-        yield (
-            f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; "
-            f"{microbatches} cannot be divided in this way; use a multiple of {pp}"
+        yield Problem(
+            f"pipeline.schedule = {name!r} runs microbatches in equal rounds of at least pp = {pp}; {microbatches} "
+            "cannot be divided in this way",
+            f"use a multiple of {pp}",
         )
 
 
 def _check_split_backward(plan: ParallelPlan) -> Problems:
     name = plan.pipeline.schedule
     if plan.shard.reshard_after_forward == "always" and needs_fsdp(plan):
-        yield (
+        yield Problem(
             f"pipeline.schedule = {name!r} computes the gradients of the weights separately, and torch loses them "
-            "without an error where parameters are freed in between (shard.reshard_after_forward = 'always'); set it "
-            "to 'never'"
+            "without an error where parameters are freed in between (shard.reshard_after_forward = 'always')",
+            "set it to 'never'",
         )
     if plan.compile.enabled:
-        yield (
+        yield Problem(
             f"pipeline.schedule = {name!r} computes the gradients of the weights separately, which torch cannot do "
-            "with compiled layers; set compile.enabled = false, or use 1F1B or Interleaved1F1B"
+            "with compiled layers",
+            "set compile.enabled = false, or use 1F1B or Interleaved1F1B",
         )
 
 
 def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Problems:
     what = f"pipeline.layers_per_stage = {list(layers)}"
     if len(layers) != stages:
-        yield f"{what} names {len(layers)} stages, but mesh.pp x stages_per_rank makes {stages}; set {stages} numbers"
+        yield Problem(
+            f"{what} names {len(layers)} stages, but mesh.pp x stages_per_rank makes {stages}", f"set {stages} numbers"
+        )
     elif sum(layers) != num_layers:
-        yield f"{what} adds up to {sum(layers)} layers, but the model has {num_layers}; make them add up"
+        yield Problem(f"{what} adds up to {sum(layers)} layers, but the model has {num_layers}", "make them add up")
     elif 0 in layers[:-1]:
-        yield f"{what}: only the last stage may have no layer (it still has the head)"
+        yield Problem(f"{what}: only the last stage may have no layer (it still has the head)")
 
 
 def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: int) -> Problems:
     allowed = [f"{layers}.{index}" for index in range(1, num_layers)]
     unknown = [name for name in names if name not in allowed]
     if len(names) != stages - 1:
-        yield f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}"
+        yield Problem(f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}")
     elif unknown:
-        yield (
-            f"pipeline.split_at: {unknown[0]!r} is not a layer where this model can be cut; those are {allowed[0]} to "
-            f"{allowed[-1]}"
+        yield Problem(
+            f"pipeline.split_at: {unknown[0]!r} is not a layer where this model can be cut",
+            f"those are {allowed[0]} to {allowed[-1]}",
         )
     elif [allowed.index(name) for name in names] != sorted({allowed.index(name) for name in names}):
-        yield f"pipeline.split_at: the cuts {list(names)} are not in the order of the model"
+        yield Problem(f"pipeline.split_at: the cuts {list(names)} are not in the order of the model")
 
 
 def resolve_layers(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> list[int]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.compat.transformers import router_recorder
 from meshtrain.config.plan import ParallelPlan, Style
-from meshtrain.errors import UserError
+from meshtrain.errors import Problem, UserError
 from meshtrain.models.fused import unfuse
 from meshtrain.models.layer_config import values_in_layers
 from meshtrain.models.patterns import as_pattern
@@ -87,8 +87,9 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
             continue
         for count in values_in_layers(model.config, name):
             if isinstance(count, int) and count % tp:
-                yield (
-                    f"mesh.tp = {tp} does not divide the model's {count} {what} ({name}); tp can be {_divisors(count)}"
+                yield Problem(
+                    f"mesh.tp = {tp} does not divide the model's {count} {what} ({name})",
+                    f"tp can be {_divisors(count)}",
                 )
 
 
@@ -113,9 +114,9 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
             rows = model.get_parameter(f"{name}.weight").shape[0]
             if -(-rows // tp) * (tp - 1) >= rows and rows not in seen:
                 seen.add(rows)
-                yield (
-                    f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}; use a smaller tp or a "
-                    "larger vocabulary"
+                yield Problem(
+                    f"mesh.tp = {tp} leaves a process without any of the {rows} rows of {name}",
+                    "use a smaller tp or a larger vocabulary",
                 )
         if row.may_be_uneven or row.shards not in ("outputs", "inputs") or (skip_attention and "attn" in name):
             continue
@@ -123,7 +124,9 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
         width = model.get_parameter(f"{name}.weight").shape[sharded_dims(style, module)["weight"]]
         if width % tp and width not in seen:
             seen.add(width)
-            yield f"mesh.tp = {tp} does not divide the width {width} of {name} ({style}); tp can be {_divisors(width)}"
+            yield Problem(
+                f"mesh.tp = {tp} does not divide the width {width} of {name} ({style})", f"tp can be {_divisors(width)}"
+            )
 
 
 def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) -> Problems:
@@ -131,9 +134,10 @@ def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) 
         return
     heads = model.config.get_text_config().num_attention_heads
     if 4 % tp or heads % (4 * tp):
-        yield (
+        yield Problem(
             f"mesh.tp = {tp} does not divide the four blocks of {heads} attention heads that {type(model).__name__} "
-            f"computes by; tp can be {', '.join(str(way) for way in (1, 2, 4) if heads % (4 * way) == 0) or 1}"
+            "computes by",
+            f"tp can be {', '.join(str(way) for way in (1, 2, 4) if heads % (4 * way) == 0) or 1}",
         )
 
 
@@ -144,7 +148,9 @@ def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
         if parameter.dim() > 2 and parameter.shape[dim] % tp and parameter.shape not in seen:
             seen.add(parameter.shape)
             size = parameter.shape[dim]
-            yield f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}; tp can be {_divisors(size)}"
+            yield Problem(
+                f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}", f"tp can be {_divisors(size)}"
+            )
 
 
 def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Problems:
@@ -157,10 +163,10 @@ def _check_routers(styles: Mapping[str, Style], model: PreTrainedModel) -> Probl
             is_same = row.kind == "replica" and row.gradients == "full"
             if not is_same and as_pattern(owner) not in seen:
                 seen.add(as_pattern(owner))
-                yield (
+                yield Problem(
                     f"tensor.styles: {as_pattern(owner)} is {styles[owner]!r}, but for the router's auxiliary loss "
-                    "(model.config.output_router_logits = True) every process needs the logits of whole microbatches; "
-                    "make it 'replicate', or set output_router_logits to false"
+                    "(model.config.output_router_logits = True) every process needs the logits of whole microbatches",
+                    "make it 'replicate', or set output_router_logits to false",
                 )
 
 
@@ -172,7 +178,9 @@ def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Modul
             what = f"{attribute!r} of {as_pattern(name)}"
             if local_count(attribute, value, tp) is None and what not in seen:
                 seen.add(what)
-                yield f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides"
+                yield Problem(
+                    f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides"
+                )
 
 
 def _check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems:
@@ -199,19 +207,20 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
             if name != HIDDEN_STATES:
                 style = rules.styles.get(name)
                 rule = "" if style is None else f" is {style!r}, but it"
-                yield f"tensor.styles: {as_pattern(name)}{rule} {problem}"
+                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}")
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:
     if HIDDEN_STATES in flow.partial:
-        yield (
+        yield Problem(
             f"tensor.styles: inside the layers of {architecture} a full tensor is combined with the heads, or the "
-            "width, of one process, so its gradient would be partial; add the missing rule, or set mesh.tp = 1"
+            "width, of one process, so its gradient would be partial",
+            "add the missing rule, or set mesh.tp = 1",
         )
     elif flow.failure is not None:
-        yield (
-            f"tensor.styles: the layers of {architecture} do not run with the heads of one process ({flow.failure}); "
-            "write other rules, or set mesh.tp = 1"
+        yield Problem(
+            f"tensor.styles: the layers of {architecture} do not run with the heads of one process ({flow.failure})",
+            "write other rules, or set mesh.tp = 1",
         )
 
 

@@ -74,7 +74,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     ]
     if not candidates:
         raise ModelError(
-            f"{type(model).__name__} has no list of {expected} decoder layers; it cannot be cut or sharded by layer"
+            f"{type(model).__name__} has no list of {expected} decoder layers, so it cannot be cut or sharded by layer"
         )
     return min(candidates, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters())))
 
@@ -121,7 +121,7 @@ def no_router_logits(model: PreTrainedModel) -> dict[str, bool]:
 
 def cannot_be_cut(model: PreTrainedModel, reason: str) -> ModelError:
     """Return the error for a model that runs on one stage only."""
-    return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}; use pp = 1")
+    return ModelError(f"{type(model).__name__} cannot be cut into stages: {reason}", "use pp = 1")
 
 
 class _Probe:

@@ -90,7 +90,7 @@ def with_derived_rules(plan: ParallelPlan, model: PreTrainedModel) -> ParallelPl
         and plan.tensor.sequence_parallel
         and (reason := NO_SEQUENCE_PARALLEL.get(model.config.model_type))
     ):
-        raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}; set it to false")
+        raise PlanError(f"tensor.sequence_parallel: not for a {model.config.model_type}: {reason}", "set it to false")
     source = _own_rules(plan.tensor) if plan.tensor.auto else _find_source(model, plan)
     names = rule_names(model)
     fused = {pattern: parts for pattern, parts in source.fused.items() if _matches(pattern, names)}
@@ -131,13 +131,15 @@ def _find_source(model: PreTrainedModel, plan: ParallelPlan) -> _Source:
     ends = {name_of(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     if tp > 1 and not words.keys() - ends:
         raise PlanError(
-            f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped family "
-            "plan knows it, and transformers has no plan for it; write the rules, or set mesh.tp = 1"
+            f"tensor.styles: mesh.tp = {tp}, but there are no rules for a {model.config.model_type}: no shipped "
+            "family plan knows it, and transformers has no plan for it",
+            "write the rules, or set mesh.tp = 1",
         )
     if tp > 1 and (reason := _why_unusable(model)):
         raise PlanError(
             f"tensor.styles: mesh.tp = {tp}, but the plan of transformers for a {model.config.model_type} cannot be "
-            f"used: {reason}; write the rules, or set mesh.tp = 1"
+            f"used: {reason}",
+            "write the rules, or set mesh.tp = 1",
         )
     return _translate({pattern: word for pattern, word in words.items() if pattern not in ends}, plan)
 
@@ -170,8 +172,8 @@ def _translate(words: Mapping[str, str], plan: ParallelPlan) -> _Source:
             source.styles[pattern] = style
         elif plan.mesh.tp > 1:
             raise PlanError(
-                f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here; "
-                "write the rules, or set mesh.tp = 1"
+                f"tensor.styles: the model's own plan says {word!r} for {pattern}, which has no meaning here",
+                "write the rules, or set mesh.tp = 1",
             )
     return source
 
@@ -222,7 +224,8 @@ def _on_heads(model: PreTrainedModel, styles: Mapping[str, Style], plan: TensorP
     if not flow.ran:
         raise PlanError(
             f"tensor.styles: mesh.tp = {tp}, but the layers of {type(model).__name__} do not run without values "
-            f"({flow.failure}), so nothing tells which parameters see all heads; write the rules, or set mesh.tp = 1"
+            f"({flow.failure}), so nothing tells which parameters see all heads",
+            "write the rules, or set mesh.tp = 1",
         )
     names = rule_names(model)
     found: dict[str, Style] = {}

@@ -18,7 +18,7 @@ from meshtrain.parallel.cut.probe import find_layers
 from meshtrain.parallel.tensor.style_row import Kind
 from meshtrain.parallel.tensor.styles import STYLES
 
-Problems = Iterator[str | Problem]
+Problems = Iterator[Problem]
 
 
 @dataclass(frozen=True)
@@ -164,19 +164,19 @@ def _bare_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         if owner not in styles or STYLES[styles[owner]].kind == "shared input":
-            yield f"tensor.styles: no rule places the parameters of {as_pattern(owner)}; add one"
+            yield Problem(f"tensor.styles: no rule places the parameters of {as_pattern(owner)}", "add one")
 
 
 def _misplaced_head(head: str | None, styles: Mapping[str, Style]) -> Problems:
     if head is not None and not STYLES[styles[head]].is_for_head:
         possible = " or ".join(repr(name) for name, row in STYLES.items() if row.is_for_head)
-        yield f"tensor.styles: the head {head} is {styles[head]!r}; it can be {possible}"
+        yield Problem(f"tensor.styles: the head {head} is {styles[head]!r}", f"it can be {possible}")
 
 
 def _misplaced_styles(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     for name, style in styles.items():
         for reason in STYLES[style].requires(model, name):
-            yield f"tensor.styles: {as_pattern(name)} is {style!r}{reason}"
+            yield Problem(f"tensor.styles: {as_pattern(name)} is {style!r}{reason}")
 
 
 def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapping[str, Style]) -> Problems:
@@ -185,9 +185,9 @@ def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapp
     for name, style in of_parameters.items():
         what, owner = f"tensor.styles: {as_pattern(name)} is {style!r}", name.rpartition(".")[0]
         if styles.get(owner) not in owners:
-            yield f"{what}, but a rule for a parameter needs its module to be one of {', '.join(owners)}"
+            yield Problem(f"{what}, but a rule for a parameter needs its module to be one of {', '.join(owners)}")
         elif not STYLES[style].is_for_parameters:
-            yield f"{what}; a parameter can be {', '.join(possible[:-1])} or {possible[-1]}"
+            yield Problem(what, f"a parameter can be {', '.join(possible[:-1])} or {possible[-1]}")
 
 
 def local_count(attribute: str, count: object, tp: int) -> int | None:
@@ -219,9 +219,10 @@ def _inconsistent_ties(model: PreTrainedModel, styles: Mapping[str, Style]) -> P
     for ends in model.all_tied_weights_keys.items():
         head, embedding = (name.rpartition(".")[0] for name in ends)
         if (STYLES[styles[head]].gives == "gathered") != (STYLES[styles[embedding]].shards == "rows"):
-            yield (
-                f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are one "
-                "weight; make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'"
+            yield Problem(
+                f"tensor.styles: {head} is {styles[head]!r} and {embedding} is {styles[embedding]!r}, but they are "
+                "one weight",
+                "make them 'colwise_gather_output' and 'embedding_rowwise', or both 'replicate'",
             )
 
 
@@ -236,16 +237,18 @@ def _unsummed_replicas(model: PreTrainedModel, styles: Mapping[str, Style], plan
         block = next(blocks_of(name, styles, "shared input"), None)
         is_split = plan.sequence_parallel and name.startswith(f"{layers}.")
         if block is not None and row.kind == "replica" and row.gradients != "partial":
-            yield (
+            yield Problem(
                 f"{what}, but inside of {as_pattern(block)} ('shared_input') each process works for its shards only, "
-                "so its gradient must be summed; make it 'replicated_with_grad_allreduce'"
+                "so its gradient must be summed",
+                "make it 'replicated_with_grad_allreduce'",
             )
         elif is_split and row.needs_full_sequence and not any(blocks_of(name, styles, "full sequence")):
             alone = row.kind == "replica" and not any(True for _ in model.get_submodule(name).children())
             advice = "make it 'sequence_parallel'" if alone else "set tensor.sequence_parallel = false"
-            yield (
+            yield Problem(
                 f"{what}, which needs the full sequence, but with tensor.sequence_parallel each process has a part of "
-                f"it; {advice}"
+                "it",
+                advice,
             )
 
 

@@ -78,6 +78,6 @@ def check_divisible(length: int, tp: int) -> None:
     """
     if length % tp:
         raise DataError(
-            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide its {length} tokens; "
-            f"pad the batch (pad_to_multiple_of = {tp} of a tokenizer), or set tensor.sequence_parallel = false"
+            f"tensor.sequence_parallel splits the sequence over tp = {tp}, which does not divide its {length} tokens",
+            f"pad the batch (pad_to_multiple_of = {tp} of a tokenizer), or set tensor.sequence_parallel = false",
         )
