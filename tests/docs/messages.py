@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
+from meshtrain import errors
 from tests.docs.blocks import ROOT
 
 GAP = "\0"
@@ -37,7 +38,7 @@ def _template(node: ast.AST) -> str:
             return "".join(_template(part) for part in parts)
         case ast.BinOp(left=left, right=right):
             return _template(left) + _template(right)
-        case ast.Call(func=ast.Name(id="Problem"), args=[found, advice]):
+        case ast.Call(func=ast.Name(id=name), args=[found, advice]) if hasattr(errors, name):
             return f"{_template(found)}; {_template(advice)}"
     return GAP
 
