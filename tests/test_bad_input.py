@@ -424,7 +424,7 @@ def test_user_error_of_one_process_is_one_line_with_exit_code_2(
     assert "broken.jsonl, line 61: not JSON" in shown["line"][1][0]
     assert shown["another run"][1] == [
         "error: half/run.toml: seed is 0 there and 5 here",
-        "error: half holds another run: choose another run_directory, resume that run unchanged, or, to continue it "
+        "error: half holds another run; choose another run_directory, resume that run unchanged, or, to continue it "
         "with other settings, change half/run.toml too",
     ]
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,9 @@ class Cache:
             try:
                 build_directory(directory, fill, keeps=(OSError, KeyboardInterrupt) if keeps_partial else ())
             except UserError as error:
-                write_atomically(note, json.dumps([type(error).__name__, error.lines]))
+                # Without the note, the other ranks try for themselves. The disk may be full.
+                with suppress(OSError):
+                    write_atomically(note, json.dumps([type(error).__name__, error.lines]))
                 raise
             note.unlink(missing_ok=True)
         return True

@@ -9,6 +9,7 @@ initialize: random initialization that is the same on every mesh.
 layer_config: the configuration of a single layer.
 layout: the part of a global tensor that a process holds.
 patterns: module patterns of a plan.
+probe_inputs: the inputs of a forward pass that finds out what a model does.
 rotary: rotary modules whose frequencies depend on the sequence length.
 ties: a check of tied weights.
 tiles: random numbers for a sharded tensor.

@@ -34,6 +34,7 @@ from meshtrain.compat.transformers import attention_implementation, build, suppo
 from meshtrain.config.problems import dotted, shortened
 from meshtrain.config.run import ModelConfig
 from meshtrain.errors import ModelError
+from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids
 from meshtrain.models.rotary import probed
 from meshtrain.models.undeclared import changes_others, names_used
 from meshtrain.models.values import value_problems
@@ -44,15 +45,10 @@ REFUSALS = (ValueError, TypeError, KeyError, AssertionError, StrictDataclassErro
 FAILURES = (ArithmeticError, LookupError, RuntimeError)
 MOST_MODULES, LONGEST_REASON = 500_000, 600
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-PROBE_LENGTH = 3
 
 
-def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> PretrainedConfig:
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     """Return the Hugging Face configuration that a run file describes.
-
-    Args:
-        model: from the run file.
-        end_id: the token that ends a document, for a new model whose configuration sets none.
 
     Raises:
         ModelError: for an unknown type, a directory without a model, or a value that the model does
@@ -60,9 +56,8 @@ def load_hf_config(model: ModelConfig, *, end_id: int | None = None) -> Pretrain
     """
     if model.type is not None:
         build = partial(_config_of_type, model.type)
-        ends = {} if end_id is None else {"bos_token_id": end_id, "eos_token_id": end_id}
         _check_values(build({}), model, lambda name: changes_others(build, name, model.config[name]))
-        config = build({**ends, **model.config})
+        config = build(model.config)
     else:
         config = _config_at(model)
         _check_values(config, model, lambda name: False)
@@ -268,7 +263,7 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
 
 def _operators_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
     """Return the operators that a forward pass on meta runs, each with its numbers as arguments."""
-    ids = torch.ones(1, PROBE_LENGTH, dtype=torch.long, device="meta")
+    ids = probe_ids(torch.device("meta"))
     with _Operators() as operators, torch.no_grad(), probed(model.eval(), PROBE_LENGTH):
         model(input_ids=ids, use_cache=False)
     return operators.found

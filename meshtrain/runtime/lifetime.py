@@ -51,11 +51,11 @@ def started_at(pid: int) -> str | None:
     number.
 
     Returns:
-        None if the process has ended, or without /proc.
+        None if the process has ended, if it is hidden from this user, or without /proc.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name of the program is in parentheses and may contain any character.
     state, *fields = status.rpartition(") ")[2].split()

@@ -26,7 +26,7 @@ from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.toml import dump_toml
 from meshtrain.data.cache import write_atomically
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, Problem, reason_of
 from meshtrain.runtime.location import Location
 
 RUN_NAME, PLAN_NAME, METRICS_NAME = "run.toml", "plan.toml", "metrics.jsonl"
@@ -69,13 +69,16 @@ def check_directory(config: RunConfig) -> None:
     path = directory / RUN_NAME
     if not path.exists() or not _holds_work(config):
         return
-    there, here = decisive(tomllib.loads(path.read_text())), decisive(tomllib.loads(dump_toml(config)))
+    there, here = decisive(_read_resolved(path)), decisive(tomllib.loads(dump_toml(config)))
     if different := differences(there, here):
         raise ConfigError(
             [
                 *(f"{shown_path(path)}: {difference}" for difference in different),
-                f"{shown_path(directory)} holds another run: choose another run_directory, resume that run unchanged, "
-                f"or, to continue it with other settings, change {shown_path(path)} too",
+                Problem(
+                    f"{shown_path(directory)} holds another run",
+                    "choose another run_directory, resume that run unchanged, or, to continue it with other settings, "
+                    f"change {shown_path(path)} too",
+                ),
             ]
         )
 
@@ -109,14 +112,27 @@ def checkpoints_root(config: RunConfig) -> Location:
 def changed_length(config: RunConfig) -> str | None:
     """Return how the length of the run has changed since its last start; None if it has not."""
     path = Path(config.run_directory) / RUN_NAME
-    there = tomllib.loads(path.read_text()) if path.exists() else {}
+    there = _read_resolved(path) if path.exists() else {}
     here = config.model_dump()
-    changes = [
-        f"{name} was {there[name]:,} and is {here[name]:,}"
-        for name in ("steps", "epochs")
-        if there.get(name) is not None and here[name] is not None and there[name] != here[name]
-    ]
-    return changes[0] if changes else None
+    for name in ("steps", "epochs"):
+        before, now = there.get(name), here[name]
+        if isinstance(before, int) and now is not None and before != now:
+            return f"{name} was {before:,} and is {now:,}"
+    return None
+
+
+def _read_resolved(path: Path) -> dict[str, Any]:
+    """Read the run file of a run directory, which a user may have edited.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"{shown_path(path)} cannot be read: {reason_of(error)}", "correct it, or choose another run_directory"
+        ) from error
 
 
 def _check_writable(directory: Path) -> None:

@@ -16,7 +16,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.reading import shown_path
 from meshtrain.config.run import ModelConfig, RunConfig
 from meshtrain.data.prepare import PreparedData
-from meshtrain.errors import CheckpointError, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.models.build import load_hf_config
 from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
@@ -100,9 +100,11 @@ class Identity:
         if problems:
             raise CheckpointError(
                 [
-                    *(f"{shown_location(checkpoint)}: {problem}" for problem in problems),
-                    f"{shown_path(Path(self.config.run_directory))} holds another run: choose another run_directory, "
-                    "or restore the settings that this one started with",
+                    *(Problem(problem, about=shown_location(checkpoint)) for problem in problems),
+                    Problem(
+                        f"{shown_path(Path(self.config.run_directory))} holds another run",
+                        "choose another run_directory, or restore the settings that this one started with",
+                    ),
                 ]
             )
         return manifest

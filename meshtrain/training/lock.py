@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME
 from meshtrain.checkpoint.storage.location import shown_location
 from meshtrain.config.run import RunConfig
 from meshtrain.errors import ConfigError, TrainingStopped
@@ -51,18 +50,21 @@ def locked_run(config: RunConfig) -> Iterator[RunLock]:
     with ExitStack() as stack:
         folders = _folders(config) if rank_from_environment() == 0 else {}
         locks = []
-        for folder, key in folders.items():
-            what, advice = f"{key} = {shown_location(folder)}", f"choose another {key}"
-            locks.append(stack.enter_context(locked(folder, what, advice, ConfigError)))
+        for folder, (key, what) in folders.items():
+            locks.append(stack.enter_context(locked(folder, what, f"choose another {key}", ConfigError)))
         yield RunLock(tuple(locks))
 
 
-def _folders(config: RunConfig) -> Mapping[Location, str]:
-    """Return folder -> key that names it, for the folders that a run writes into."""
-    folders: dict[Location, str] = {Path(config.run_directory).absolute(): "run_directory"}
-    root = checkpoints_root(config)
-    if isinstance(root, Path):
-        # The checkpoints may belong to another run. Then the directory of that run is locked.
-        root = root.parent.absolute() if root.name == CHECKPOINTS_NAME else root.absolute()
-    folders.setdefault(root, "checkpoint.directory")
+def _folders(config: RunConfig) -> Mapping[Location, tuple[str, str]]:
+    """Return folder -> (key, key with its value), for the folders that a run writes into.
+
+    The folder of the checkpoints has a lock of its own, because another run or a program may write
+    its checkpoints there too.
+    """
+    named = {"run_directory": Path(config.run_directory), "checkpoint.directory": checkpoints_root(config)}
+    folders: dict[Location, tuple[str, str]] = {}
+    for key, folder in named.items():
+        # Two paths to one folder, such as a link and its target, must not be locked twice.
+        resolved = folder.resolve() if isinstance(folder, Path) else folder
+        folders.setdefault(resolved, (key, f"{key} = {shown_location(folder)}"))
     return folders

@@ -4,6 +4,7 @@
 """
 
 import inspect
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +49,13 @@ class ResolvedRun:
         """Return the Hugging Face configuration that an exported model has.
 
         Args:
-            end_id: token that ends a document, for a new model whose configuration does not set it.
+            end_id: token that ends a document, for a new model if `model.config` does not set it.
         """
-        return _load_config(self.config, end_id=end_id)
+        exported = deepcopy(self.hf_config)
+        if self.config.model.type is not None:
+            for name in {"bos_token_id", "eos_token_id"} - self.config.model.config.keys():
+                setattr(exported, name, end_id)
+        return exported
 
 
 def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun:
@@ -63,7 +68,8 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     Raises:
         UserError: with every contradiction.
     """
-    # Checked before anything is prepared: what a schedule refuses, it refuses for every length.
+    # The schedule is checked before anything is prepared. Whether it accepts its arguments does not
+    # depend on the number of steps.
     build_learning_rate(config.learning_rate, config.optimizer.learning_rate, config.steps or ANY_NUMBER)
     hf_config = _load_config(config)
     if config.data.tokenizer.vocab_size is not None:
@@ -82,7 +88,7 @@ def resolve_run(config: RunConfig, world_size: int | None = None) -> ResolvedRun
     return ResolvedRun(config, hf_config, model, plan, batch)
 
 
-def _load_config(config: RunConfig, *, end_id: int | None = None) -> PretrainedConfig:
+def _load_config(config: RunConfig) -> PretrainedConfig:
     """Return the Hugging Face configuration of a run's model.
 
     If the run asks for it, the vocabulary is enlarged to hold every token.
@@ -90,7 +96,7 @@ def _load_config(config: RunConfig, *, end_id: int | None = None) -> PretrainedC
     Raises:
         UserError: if there is no such model, or no such tokenizer.
     """
-    hf_config = load_hf_config(config.model, end_id=end_id)
+    hf_config = load_hf_config(config.model)
     if config.model.enlarge_vocabulary:
         cache = Cache(Path(config.data.cache_directory), leads=rank_from_environment() == 0)
         text_config = hf_config.get_text_config()

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig
 from meshtrain.compat.autograd import OperatorMode, map_tensors, memory_of
 from meshtrain.errors import UserError
 from meshtrain.models.build import build_meta_model
+from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
-from meshtrain.parallel.cut.probe import MISFITS, PROBE_LENGTH, no_router_logits, probe_ids, probe_mask
+from meshtrain.parallel.cut.probe import MISFITS, no_router_logits
 from meshtrain.verify.tiny import KEY_VALUE_HEADS, default_config, shrink
 
 Values = Mapping[str, Any]

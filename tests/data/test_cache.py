@@ -1,5 +1,6 @@
 """The cache with real processes: one builds, the others wait, and a kill leaves nothing wrong."""
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshtrain.data import cache
 from meshtrain.data.cache import Cache
 from meshtrain.errors import DataError, ModelError, UserError
 from tests.data.corpora import without_privileges
@@ -171,6 +173,18 @@ def test_full_disk_is_reported(tmp_path):
         f"cannot write {tmp_path}/thing: File too large; make room, or set data.cache_directory to another directory",
     )
     assert not {"thing", "thing.partial"} & names_in(tmp_path)
+
+
+def test_note_of_a_failure_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch):
+    def write(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    # Only a disk that stays full lets both writes fail, and the kernel has no limit for a file that
+    # is this small.
+    monkeypatch.setattr(cache, "write_atomically", write)
+    with pytest.raises(ModelError, match=r"^a\.jsonl, line 3: not JSON"):
+        Cache(tmp_path, leads=True).build("thing", fail)
+    assert names_in(tmp_path) == {"attempts", "thing.lock"}
 
 
 def test_unwritable_cache_is_reported(tmp_path):

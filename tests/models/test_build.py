@@ -64,20 +64,12 @@ def test_config_values_override_those_of_a_directory(tmp_path: Path) -> None:
     assert model.transformer.wte.weight.dtype == torch.float32, "a bfloat16 file trains with float32 parameters"
 
 
-def test_new_model_adopts_the_end_token(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
-    config = load_hf_config(ModelConfig(type="gpt2", config=TINY), end_id=63)
-    assert (config.bos_token_id, config.eos_token_id) == (63, 63)
-    config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, "eos_token_id": 7}), end_id=63)
-    assert (config.bos_token_id, config.eos_token_id) == (63, 7), "what the file says wins"
+def test_transformers_prints_nothing(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    config = load_hf_config(ModelConfig(type="gpt2", config={**TINY, "eos_token_id": 7}))
     build_meta_model(config, dtype=torch.float32)
     load_hf_config(ModelConfig(type="llama", config={"vocab_size": 64, "num_hidden_layers": 1}))
-    assert capfd.readouterr() == ("", ""), "transformers prints nothing"
+    assert capfd.readouterr() == ("", "")
     assert [str(warning.message) for warning in recwarn] == []
-
-
-def test_end_token_of_an_existing_model_is_kept(tmp_path: Path) -> None:
-    file = write_config(tmp_path, json.dumps({"model_type": "gpt2", **TINY, **IDS}))
-    assert load_hf_config(ModelConfig(path=file), end_id=63).eos_token_id == 2
 
 
 def test_unknown_type_is_refused() -> None:

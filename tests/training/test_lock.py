@@ -10,9 +10,10 @@ import pytest
 from upath import UPath
 
 from meshtrain.checkpoint.storage.directory import CHECKPOINTS_NAME, list_checkpoints
+from meshtrain.checkpoint.storage.named_folder import locked_folder
 from meshtrain.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from meshtrain.config.toml import dump_toml
-from meshtrain.errors import ConfigError, TrainingStopped
+from meshtrain.errors import CheckpointError, ConfigError, TrainingStopped
 from meshtrain.runtime.claims import list_claims
 from meshtrain.training.hooks import Hook, Metrics, RunState
 from meshtrain.training.lock import locked_run
@@ -73,13 +74,31 @@ def test_two_runs_with_one_checkpoint_directory_are_refused(tmp_path: Path, wher
     second = config_of(tmp_path, "second", checkpoint=saving)
     with locked_run(first), pytest.raises(ConfigError) as caught, locked_run(second):
         pass
-    home = place.removesuffix("/checkpoints")
-    assert str(caught.value).startswith(f"checkpoint.directory = {home} is in use by process {os.getpid()} on ")
+    assert str(caught.value).startswith(f"checkpoint.directory = {place} is in use by process {os.getpid()} on ")
     assert str(caught.value).endswith("; wait until it ends, end it, or choose another checkpoint.directory")
     with locked_run(second):
         pass
     assert list_claims(UPath("memory://shared")) == []
     assert not (tmp_path / "second").exists()
+
+
+def test_run_whose_folders_are_one_through_a_link_is_not_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    config = config_of(tmp_path / "link", checkpoint=CheckpointConfig(directory=str(tmp_path / "real" / "out")))
+    with locked_run(config) as lock:
+        assert len(lock.locks) == 1
+
+
+def test_program_that_saves_into_a_run_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "out" / "checkpoints"
+    held = f"^{root} is in use by process {os.getpid()} on "
+    with locked_run(config_of(tmp_path)), pytest.raises(CheckpointError, match=held), locked_folder(root):
+        pass
+    with locked_folder(root), pytest.raises(ConfigError) as caught, locked_run(config_of(tmp_path)):
+        pass
+    assert str(caught.value).startswith(f"checkpoint.directory = {root} is in use by process {os.getpid()} on ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_ranks_hold_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
         "out/run.toml: model.config.n_inner is not set there and 8 here",
         "out/run.toml: optimizer.learning_rate is 0.01 there and 0.5 here",
         "out/run.toml: seed is 0 there and 7 here",
-        "out holds another run: choose another run_directory, resume that run unchanged, or, to continue it with "
+        "out holds another run; choose another run_directory, resume that run unchanged, or, to continue it with "
         "other settings, change out/run.toml too",
     ]
 
@@ -246,7 +246,7 @@ def test_directory_without_progress_may_be_reused(stopped: RunConfig) -> None:
 def test_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     (Path(stopped.run_directory) / "run.toml").unlink()
     checkpoint = "out/checkpoints/step-1"
-    last = "out holds another run: choose another run_directory, or restore the settings that this one started with"
+    last = "out holds another run; choose another run_directory, or restore the settings that this one started with"
 
     wider = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_inner": 64}})
     message = refusal(stopped.model_copy(update={"model": wider}))
@@ -274,7 +274,7 @@ def test_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig
     write_text(Path("text.jsonl"), seed=1)
     assert refusal(stopped) == [
         "out/checkpoints/step-1: the data is not what it was trained on: text, tokenizer, form or length has changed",
-        "out holds another run: choose another run_directory, or restore the settings that this one started with",
+        "out holds another run; choose another run_directory, or restore the settings that this one started with",
     ]
     write_text(Path("text.jsonl"))
     (Path(stopped.run_directory) / "run.toml").unlink()

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from meshtrain.compat.autograd import tensors_in, times_changed
 from meshtrain.compat.nn import forwards_replaced
 from meshtrain.errors import ModelError
+from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.dataflow import DerivedTensors
 from meshtrain.parallel.cut.hooks import hooks_disabled
 
-PROBE_LENGTH = 3
 # Errors of a forward pass when a model is built in another way than a probe expects.
 MISFITS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, AssertionError)
 
@@ -234,20 +234,6 @@ def _positions(parameter: str, structure: ModelStructure) -> list[str]:
     return [
         position for position, names in modules.items() if parameter.startswith(tuple(f"{name}." for name in names))
     ]
-
-
-def probe_ids(device: torch.device) -> Tensor:
-    """Return the tokens of a probe, (1, `PROBE_LENGTH`)."""
-    return torch.ones(1, PROBE_LENGTH, dtype=torch.long, device=device)
-
-
-def probe_mask(device: torch.device, *, with_mask: bool) -> dict[str, Tensor]:
-    """Return the attention mask of a probe as keyword arguments, none without a mask.
-
-    The mask is 4-D: transformers reads the values of a 2-D mask, and meta tensors have none.
-    """
-    shape = (1, 1, PROBE_LENGTH, PROBE_LENGTH)
-    return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=device)} if with_mask else {}
 
 
 def _siblings(model: nn.Module, layers: str) -> list[str]:

@@ -18,17 +18,15 @@ from transformers import PreTrainedModel
 from meshtrain.compat.autograd import memory_of
 from meshtrain.compat.nn import set_forward
 from meshtrain.models.adapters import stock_name
+from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_disabled
 from meshtrain.parallel.cut.probe import (
     MISFITS,
-    PROBE_LENGTH,
     ModelStructure,
     cannot_be_cut,
     find_layers,
     no_router_logits,
-    probe_ids,
-    probe_mask,
     probe_structure,
 )
 from meshtrain.parallel.cut.stubs import (

@@ -23,16 +23,14 @@ from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_
 from meshtrain.compat.nn import parameter_table, set_forward
 from meshtrain.compat.transformers import attention_implementation, set_attention_implementation
 from meshtrain.config.plan import Style
+from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.dataflow import SHAPE_ONLY, tensors_in
 from meshtrain.parallel.cut.hooks import hooks_disabled
 from meshtrain.parallel.cut.probe import (
     MISFITS,
-    PROBE_LENGTH,
     find_layers,
     no_router_logits,
-    probe_ids,
-    probe_mask,
 )
 from meshtrain.parallel.tensor.behavior import behavior_on_heads
 from meshtrain.parallel.tensor.heads import apply_local_heads
