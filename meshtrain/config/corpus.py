@@ -199,7 +199,7 @@ class CorpusConfig(Settings):
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
         if bool(self.sources) == (self.urls is not None):
-            found = ("both" if self.sources else "neither") + " of `sources` and `urls` are set"
+            found = "`sources` and `urls` are both set" if self.sources else "neither `sources` nor `urls` is set"
             raise ConfigError(found, "set one: existing documents, or links")
         return self
 

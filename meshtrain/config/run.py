@@ -72,7 +72,7 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.path is None) == (self.type is None):
-            found = ("neither" if self.path is None else "both") + " of `path` and `type` are set"
+            found = "neither `path` nor `type` is set" if self.path is None else "`path` and `type` are both set"
             raise ConfigError(found, "set one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
             raise ConfigError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
@@ -232,7 +232,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            found = ("neither" if self.steps is None else "both") + " of `steps` and `epochs` are set"
+            found = "neither `steps` nor `epochs` is set" if self.steps is None else "`steps` and `epochs` are both set"
             raise ConfigError(found, "set one")
         return self
 

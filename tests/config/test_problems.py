@@ -116,12 +116,12 @@ def test_misspelled_key_is_not_also_reported_as_missing(write):
 
 def test_contradiction_is_attributed_to_the_files_that_set_the_keys(write):
     assert problems_of(write, "", "epochs=1", "run_directory=x") == (
-        "run.toml, command line: both of `steps` and `epochs` are set; set one",
+        "run.toml, command line: `steps` and `epochs` are both set; set one",
     )
     assert problems_of(write, "", "model.path=gpt2") == (
-        "run.toml, command line: model: both of `path` and `type` are set; set one: where the model is, or its type",
+        "run.toml, command line: model: `path` and `type` are both set; set one: where the model is, or its type",
     )
-    assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` are set; set one",)
+    assert problems_of(write, "", "steps=") == ("command line: neither `steps` nor `epochs` is set; set one",)
 
 
 def test_what_was_found_is_kept_apart_from_the_advice(write):
@@ -142,7 +142,7 @@ def test_what_was_found_is_kept_apart_from_the_advice(write):
     )
     with pytest.raises(ConfigError) as caught:
         load_run(write(), ["epochs=1"])
-    assert caught.value.problems == (Problem("both of `steps` and `epochs` are set", "set one", "run.toml, command line"),)
+    assert caught.value.problems == (Problem("`steps` and `epochs` are both set", "set one", "run.toml, command line"),)
 
 
 def test_contradictions_within_a_table_are_refused(write):
@@ -162,5 +162,5 @@ def test_contradictions_within_a_table_are_refused(write):
         "it to a local directory",
     )
     assert problems_of(write, "", "model.type=") == (
-        "command line: model: neither of `path` and `type` are set; set one: where the model is, or its type",
+        "command line: model: neither `path` nor `type` is set; set one: where the model is, or its type",
     )
