@@ -72,8 +72,11 @@ class UserError(MeshtrainError):
         return type(self), (self.problems,)
 
 
-class ConfigError(UserError):
-    """A run file, a plan file or an override is wrong."""
+class ConfigError(UserError, ValueError):
+    """A run file, a plan file or an override is wrong.
+
+    It is a ValueError too, because pydantic collects those from the checks of settings.
+    """
 
 
 class PlanError(UserError):

@@ -163,7 +163,7 @@ def without_stock_keywords(given: Mapping[str, Any], own: Collection[str] = ()) 
         if name in STOCK_KEYWORDS:
             _check_stock_keyword(name, value)
         elif name not in own:
-            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}{did_you_mean(name, [*own], 'it takes')}")
+            raise CheckpointError(f"save_pretrained: unknown keyword {name!r}", did_you_mean(name, [*own], "it takes"))
     return {name: value for name, value in given.items() if name not in STOCK_KEYWORDS}
 
 

@@ -15,7 +15,7 @@ from meshtrain.errors import ConfigError, UserError
 
 def wrong(asked: str, given: object, wanted: str, kind: type[UserError] = ConfigError) -> UserError:
     """Return the error that names what was passed, and what to pass instead."""
-    return kind(f"{asked} is {described(given)}; pass {wanted}")
+    return kind(f"{asked} is {described(given)}", f"pass {wanted}")
 
 
 def described(given: object) -> str:

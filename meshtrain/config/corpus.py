@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.settings import Count, Fraction, NotNegative, Positive, Seconds, Settings
+from meshtrain.errors import ConfigError
 
 STEPS = ("urls", "download", "clean", "deduplicate", "shuffle", "split")
 """The steps in the order of the chain."""
@@ -120,7 +121,7 @@ class SplitConfig(Settings):
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
         if self.validation + self.test >= 1:
-            raise ValueError(f"`validation` + `test` is {self.validation + self.test:g}; nothing is left to train on")
+            raise ConfigError(f"`validation` + `test` is {self.validation + self.test:g}; nothing is left to train on")
         return self
 
 
@@ -198,26 +199,28 @@ class CorpusConfig(Settings):
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
         if bool(self.sources) == (self.urls is not None):
-            found = "both" if self.sources else "neither"
-            raise ValueError(f"{found} of `sources` and `urls` are set; set one: existing documents, or links")
+            found = "`sources` and `urls` are both set" if self.sources else "neither `sources` nor `urls` is set"
+            raise ConfigError(found, "set one: existing documents, or links")
         return self
 
     @model_validator(mode="after")
     def _links_become_text(self) -> Self:
         if self.download is not None and self.urls is None:
-            raise ValueError("`download` fetches the links of `urls`; add a table [urls] with their `lists`")
+            raise ConfigError("`download` fetches the links of `urls`", "add a table [urls] with their `lists`")
         if self.urls is not None and self.download is None and self.steps != ("urls",):
-            raise ValueError("`urls` makes links and no text; add a table [download], or leave out the steps after it")
+            raise ConfigError(
+                "`urls` makes links and no text", "add a table [download], or leave out the steps after it"
+            )
         return self
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
         if not self.steps:
-            raise ValueError(f"no step is set; add a table for each: [{'], ['.join(STEPS)}]")
+            raise ConfigError("no step is set", f"add a table for each: [{'], ['.join(STEPS)}]")
         return self
 
     @model_validator(mode="after")
     def _known_cluster(self) -> Self:
         if self.executor == "slurm" and self.slurm is None:
-            raise ValueError('`executor` = "slurm" needs a table [slurm] with `time` and `partition`')
+            raise ConfigError('`executor` = "slurm" needs a table [slurm] with `time` and `partition`')
         return self

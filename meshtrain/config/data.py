@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.settings import LARGEST, Count, Fraction, Positive, Settings
+from meshtrain.errors import ConfigError
 
 
 class TokenizerConfig(Settings):
@@ -27,11 +28,11 @@ class TokenizerConfig(Settings):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.path is not None and self.vocab_size is not None:
-            raise ValueError(
-                "both `path` and `vocab_size` are set; set one: an existing tokenizer, or the size of a new one"
+            raise ConfigError(
+                "both `path` and `vocab_size` are set", "set one: an existing tokenizer, or the size of a new one"
             )
         if self.special_tokens and self.path is None:
-            raise ValueError("`special_tokens` are added to an existing tokenizer; set its `path`")
+            raise ConfigError("`special_tokens` are added to an existing tokenizer", "set its `path`")
         return self
 
 
@@ -63,8 +64,8 @@ class SourceConfig(Settings):
     @model_validator(mode="after")
     def _two_keys(self) -> Self:
         if self.format == "completion" and self.prompt_key == self.completion_key:
-            raise ValueError(
-                f'`prompt_key` and `completion_key` are both "{self.prompt_key}"; name the two keys of a record'
+            raise ConfigError(
+                f'`prompt_key` and `completion_key` are both "{self.prompt_key}"', "name the two keys of a record"
             )
         return self
 
@@ -124,7 +125,9 @@ class DataConfig(SourceConfig):
     @classmethod
     def _local_cache(cls, path: str) -> str:
         if "://" in path:
-            raise ValueError(f"{path!r} is a URL, but token files are mapped into memory; set it to a local directory")
+            raise ConfigError(
+                f"{path!r} is a URL, but token files are mapped into memory", "set it to a local directory"
+            )
         return path
 
     @property
@@ -144,25 +147,26 @@ class DataConfig(SourceConfig):
         fields = SourceConfig.model_fields
         both = [name for name in fields if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
         if self.sources and both:
-            raise ValueError(
-                f"both `sources` and `{both[0]}` are set; with several sources each has its own: "
-                f"`sources.{next(iter(self.sources))}.{both[0]}`"
+            raise ConfigError(
+                f"both `sources` and `{both[0]}` are set",
+                f"with several sources each has its own: `sources.{next(iter(self.sources))}.{both[0]}`",
             )
         return self
 
     @model_validator(mode="after")
     def _keys_of_the_form(self) -> Self:
         if self.form == "padded" and self.documents == "separate":
-            raise ValueError(
+            raise ConfigError(
                 '`documents` = "separate" is for `form` = "packed"; a padded sample is one document anyway'
             )
         for key in ("pad_to_multiple_of", "group_by_length"):
             if self.form == "packed" and getattr(self, key) is not None:
-                raise ValueError(f'`{key}` is for `form` = "padded"; packed samples are all of one length')
+                raise ConfigError(f'`{key}` is for `form` = "padded"; packed samples are all of one length')
         if self.group_by_length is not None and self.pad_to_multiple_of is None:
-            raise ValueError(
+            raise ConfigError(
                 "`group_by_length` has no effect without `pad_to_multiple_of`: all batches are as wide as "
-                "`sequence_length`; set it, to 64 for instance"
+                "`sequence_length`",
+                "set it, to 64 for instance",
             )
         return self
 
@@ -172,9 +176,10 @@ class DataConfig(SourceConfig):
             source.repeat and not source.streaming for source in self.named_sources.values()
         )
         if not self.drop_last and not has_epochs:
-            raise ValueError(
+            raise ConfigError(
                 "`drop_last` = false fills up the last batch of an epoch, and several sources, or one that is streamed "
-                "or does not repeat, have no epochs; leave it out"
+                "or does not repeat, have no epochs",
+                "leave it out",
             )
         return self
 
@@ -185,16 +190,16 @@ class DataConfig(SourceConfig):
                 continue
             key = self.key_of(name, "streaming").removeprefix("data.")
             if self.tokenizer.path is None:
-                raise ValueError(
+                raise ConfigError(
                     f"`{key}` needs `tokenizer.path`: a tokenizer cannot be trained on what is only read once"
                 )
             if isinstance(source.validation, float) and source.validation:
-                raise ValueError(f"`{key}` cannot keep documents aside; set `validation` to files of its own")
+                raise ConfigError(f"`{key}` cannot keep documents aside", "set `validation` to files of its own")
             if not source.repeat:
-                raise ValueError(
-                    f"`{key}` and `repeat` = false: the end of a stream is not known in advance; leave `repeat` out, "
-                    "`steps` ends the run"
+                raise ConfigError(
+                    f"`{key}` and `repeat` = false: the end of a stream is not known in advance",
+                    "leave `repeat` out, `steps` ends the run",
                 )
             if self.group_by_length is not None:
-                raise ValueError(f"`group_by_length` needs the lengths of all samples, which `{key}` does not have")
+                raise ConfigError(f"`group_by_length` needs the lengths of all samples, which `{key}` does not have")
         return self

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from meshtrain.config.settings import Settings
-from meshtrain.errors import PlanError
+from meshtrain.errors import ConfigError, PlanError
 
 LARGEST_DEGREE = 10**6
 Degree = Annotated[int, Field(ge=1, le=LARGEST_DEGREE)]
@@ -74,7 +74,7 @@ class MeshPlan(Settings):
     @classmethod
     def _is_a_degree(cls, dp_shard: int) -> int:
         if dp_shard != -1 and dp_shard < 1:
-            raise ValueError(f"expected -1 (whatever is left) or a whole number from 1, found {dp_shard}")
+            raise ConfigError(f"expected -1 (whatever is left) or a whole number from 1, found {dp_shard}")
         return dp_shard
 
     @property

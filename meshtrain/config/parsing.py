@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.config.tables import Key
+from meshtrain.errors import ConfigError, Problem
 
 DEEPEST = 30
 _BITS_64 = range(-(2**63), 2**63)
-_TOO_DEEP = f"tables and lists are nested more than {DEEPEST} deep; write fewer levels"
+_TOO_DEEP = Problem(f"tables and lists are nested more than {DEEPEST} deep", "write fewer levels")
 _ENDLESS_NUMBER = re.compile(r"[0-9][0-9_]{4300,}")
 
 
@@ -18,14 +19,15 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Return the values of a TOML text.
 
     Raises:
-        TOMLDecodeError: if the text is not TOML, or Python cannot read its contents.
+        TOMLDecodeError: if the text is not TOML.
+        ConfigError: if Python cannot read its contents.
     """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
     except (RecursionError, ValueError) as error:
-        raise tomllib.TOMLDecodeError(_reason(text, error)) from None
+        raise ConfigError(_reason(text, error)) from None
 
 
 def parse_json(text: str) -> dict[str, Any]:
@@ -33,29 +35,29 @@ def parse_json(text: str) -> dict[str, Any]:
 
     Raises:
         JSONDecodeError: if the text is not JSON.
-        ValueError: if Python cannot read its contents, or it holds no object.
+        ConfigError: if Python cannot read its contents, or it holds no object.
     """
     try:
         values = json.loads(text)
     except json.JSONDecodeError:
         raise
     except (RecursionError, ValueError) as error:
-        raise ValueError(_reason(text, error)) from None
+        raise ConfigError(_reason(text, error)) from None
     if not isinstance(values, dict):
-        raise ValueError(f"holds a {type(values).__name__} and not an object; write {{...}}")
+        raise ConfigError(f"holds a {type(values).__name__} and not an object", "write {...}")
     return values
 
 
-def _reason(text: str, error: RecursionError | ValueError) -> str:
+def _reason(text: str, error: RecursionError | ValueError) -> Problem:
     if isinstance(error, RecursionError):
         return _TOO_DEEP
     number = _ENDLESS_NUMBER.search(text)
     line = f"line {text[: number.start()].count(chr(10)) + 1}: " if number else ""
-    return f"{line}a number has thousands of digits; integers have at most 64 bits"
+    return Problem(f"{line}a number has thousands of digits", "integers have at most 64 bits")
 
 
-def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Yield the keys whose values no configuration can hold, each with the message about it.
+def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, Problem]]:
+    """Yield the keys whose values no configuration can hold, each with what is wrong.
 
     Args:
         value: of the key: a table, a list or a single value.
@@ -66,7 +68,7 @@ def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
     elif isinstance(value, dict):
         for name, below in value.items():
             if not _is_text(name):
-                yield key, f"the key {name!r} is not UTF-8 text; fix it"
+                yield key, Problem(f"the key {name!r} is not UTF-8 text", "fix it")
             else:
                 yield from unusable_values(below, (*key, name))
     elif isinstance(value, list):
@@ -79,13 +81,14 @@ def unusable_values(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
         yield from _unusable(value, key)
 
 
-def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+def _unusable(value: Any, key: Key) -> Iterator[tuple[Key, Problem]]:
     if isinstance(value, dict):
-        yield from ((key, message) for _, message in unusable_values(value))
+        yield from ((key, problem) for _, problem in unusable_values(value))
     elif isinstance(value, int) and value not in _BITS_64:
-        yield key, f"a whole number of {value.bit_length():,} bits, and TOML has at most 64; use a smaller one"
+        found = f"a whole number of {value.bit_length():,} bits, and TOML has at most 64"
+        yield key, Problem(found, "use a smaller one")
     elif isinstance(value, str) and not _is_text(value):
-        yield key, f"{value[:40]!r} is not UTF-8 text; fix it"
+        yield key, Problem(f"{value[:40]!r} is not UTF-8 text", "fix it")
 
 
 def _depth(value: Any) -> int:

@@ -6,29 +6,33 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from meshtrain.errors import ConfigError, Problem
+
 # In bytes, on every file system of Linux and macOS.
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 _FEW = 40
 
 
-def path_problem(path: str) -> str | None:
-    """Return what is wrong with the text of a path or URL, and what to do; None if it is valid."""
+def path_problem(path: str) -> Problem | None:
+    """Return what is wrong with the text of a path or URL; None if it is valid."""
     for letter in path:
         # A lone surrogate stands for a byte that is not UTF-8, which no configuration can hold.
         if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
-            return f"{_few(path)} has the character {letter!r}, which no path should have; remove it"
+            return Problem(f"{_few(path)} has the character {letter!r}, which no path should have", "remove it")
     if "://" in path:
         return _scheme_problem(path)
     longest = max(path.split("/"), key=lambda name: len(name.encode()))
     if len(longest.encode()) > LONGEST_NAME:
         size = len(longest.encode())
-        return f"{_few(longest)} has {size:,} bytes, and a file name has at most {LONGEST_NAME}; choose a shorter one"
+        found = f"{_few(longest)} has {size:,} bytes, and a file name has at most {LONGEST_NAME}"
+        return Problem(found, "choose a shorter one")
     if len(path.encode()) >= LONGEST_PATH:
-        return f"{_few(path)} has {len(path.encode()):,} bytes, and a path has less than {LONGEST_PATH:,}; shorten it"
+        found = f"{_few(path)} has {len(path.encode()):,} bytes, and a path has less than {LONGEST_PATH:,}"
+        return Problem(found, "shorten it")
     return None
 
 
-def _scheme_problem(url: str) -> str | None:
+def _scheme_problem(url: str) -> Problem | None:
     from upath.registry import available_implementations  # noqa: PLC0415 - few runs name a URL
 
     known = sorted(available_implementations(fallback=True))
@@ -37,7 +41,7 @@ def _scheme_problem(url: str) -> str | None:
         if scheme not in known:
             near = get_close_matches(scheme.lower(), known, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}://'?" if near else "use one that it has, such as 's3://', or a directory"
-            return f"{_few(url)}: fsspec knows no file system {_few(scheme + '://')}; {hint}"
+            return Problem(f"{_few(url)}: fsspec knows no file system {_few(scheme + '://')}", hint)
     return None
 
 
@@ -46,8 +50,8 @@ def _few(text: str) -> str:
 
 
 def _checked(path: str) -> str:
-    if message := path_problem(path):
-        raise ValueError(message)
+    if problem := path_problem(path):
+        raise ConfigError(problem)
     return path
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from meshtrain.config.mesh import Degree, MeshPlan
 from meshtrain.config.schedules import ScheduleName
 from meshtrain.config.settings import LARGEST, Count, NotNegative, Settings
+from meshtrain.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -125,7 +126,9 @@ class LossScalePlan(Settings):
     @model_validator(mode="after")
     def _starts_in_its_range(self) -> Self:
         if self.initial < self.minimum:
-            raise ValueError(f"`initial` = {self.initial} is below `minimum` = {self.minimum}; raise one or lower it")
+            raise ConfigError(
+                f"`initial` = {self.initial} is below `minimum` = {self.minimum}", "raise one or lower it"
+            )
         return self
 
 
@@ -150,14 +153,15 @@ class PrecisionPlan(Settings):
                 f"{parameters}, {compute}, {' or '.join(reduce)}"
                 for (parameters, compute), reduce in PRECISIONS.items()
             )
-            raise ValueError(
+            raise ConfigError(
                 f"`parameters` = {self.parameters!r}, `compute` = {self.compute!r} and `reduce` = {self.reduce!r} do "
-                f"not fit together; in this order, possible values are: {possible}"
+                "not fit together",
+                f"in this order, possible values are: {possible}",
             )
         if self.compute != "float16" and self.loss_scale != LossScalePlan():
-            raise ValueError(
-                f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}; leave it out, or compute in "
-                "float16"
+            raise ConfigError(
+                f"`loss_scale` is for `compute` = 'float16', found {self.compute!r}",
+                "leave it out, or compute in float16",
             )
         return self
 

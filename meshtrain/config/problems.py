@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from meshtrain.config.schema import Schema, choices, expectation, keys_of, subschema
 from meshtrain.config.tables import Key, Setting, SettingSource, Table, leaves, walk
-from meshtrain.errors import printable
+from meshtrain.errors import ConfigError, Problem, printable
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 LONGEST_VALUE, LONGEST_NAME = 60, 200
@@ -27,10 +27,15 @@ def _quoted(name: str) -> str:
     return f'"{shortened(printable(name), LONGEST_NAME)}"'
 
 
-def problem(source: SettingSource, key: Key, message: str) -> str:
-    """Return one line: the file that set the key, the key as in that file, and what is wrong."""
+def problem(source: SettingSource, key: Key, found: str, advice: str = "") -> Problem:
+    """Return a problem with a key that this source has set."""
+    return Problem(found, advice, place(source, key))
+
+
+def place(source: SettingSource, key: Key) -> str:
+    """Return the file that set the key, and the key as in that file."""
     own_key = key[len(source.inside) :] if is_inside(key, source.inside) else key
-    return f"{source.label}: {dotted(own_key)}: {message}" if own_key else f"{source.label}: {message}"
+    return f"{source.label}: {dotted(own_key)}" if own_key else source.label
 
 
 def is_inside(key: Key, table: Key) -> bool:
@@ -40,8 +45,8 @@ def is_inside(key: Key, table: Key) -> bool:
 
 def syntax_problem(error: tomllib.TOMLDecodeError) -> str:
     """Return the message of a syntax error with the position before the reason."""
-    reason, is_there, place = str(error).removesuffix(")").rpartition(" (at ")
-    return f"{place}: {reason[:1].lower()}{reason[1:]}" if is_there else str(error)
+    reason, is_there, position = str(error).removesuffix(")").rpartition(" (at ")
+    return f"{position}: {reason[:1].lower()}{reason[1:]}" if is_there else str(error)
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -53,7 +58,7 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, options: Sequence[str], others: str, *, ending: str = "") -> str:
-    """Return the end of a message about a wrong word: the nearest option, or else all of them.
+    """Return the advice about a wrong word: the nearest option, or else all of them.
 
     Args:
         word: the wrong word.
@@ -62,8 +67,8 @@ def did_you_mean(word: str, options: Sequence[str], others: str, *, ending: str 
         ending: common ending of all options; it would make any two look similar.
     """
     if near := nearest(word, options):
-        return f"; did you mean {near + ending!r}?"
-    return f"; {others}: {', '.join(option + ending for option in options)}" if options else ""
+        return f"did you mean {near + ending!r}?"
+    return f"{others}: {', '.join(option + ending for option in options)}" if options else ""
 
 
 class Explainer:
@@ -82,9 +87,9 @@ class Explainer:
         self._asked = asked
         self._is_whole = is_whole
 
-    def explain(self, error: ValidationError) -> list[str]:
-        """Return one line for each wrong key."""
-        lines: dict[Key, str] = {}
+    def explain(self, error: ValidationError) -> list[Problem]:
+        """Return one problem for each wrong key."""
+        problems: dict[Key, Problem] = {}
         missing: list[Key] = []
         misspelt: set[Key] = set()
         for detail in error.errors(include_url=False):
@@ -95,49 +100,56 @@ class Explainer:
             if detail["type"] == "missing":
                 missing.append(location)
             elif detail["type"] == "value_error":
-                lines[key] = self._contradiction(key, node, str(detail["ctx"]["error"]))
+                problems[key] = self._contradiction(key, node, detail["ctx"]["error"])
             elif (part := subschema(self._schema, key)) is None:
-                lines[key] = self._unknown_key(key, node)
+                problems[key] = self._unknown_key(key, node)
                 misspelt.add((*key[:-1], nearest(key[-1], self._names_beside(key)) or ""))
             else:
-                lines[key] = problem(self._source(node), key, _unexpected(part, node))
+                problems[key] = self._unexpected(key, node, part)
         if self._is_whole:
-            lines |= {key: self._missing(key) for key in missing if key not in misspelt}
-        return list(lines.values())
+            problems |= {key: self._missing(key) for key in missing if key not in misspelt}
+        return list(problems.values())
 
-    def explain_removals(self) -> list[str]:
-        """Return one line for each removed key that does not exist: pydantic never sees it."""
+    def explain_removals(self) -> list[Problem]:
+        """Return one problem for each removed key that does not exist: pydantic never sees it."""
         removed = [(key, node) for key, node in leaves(self._table) if node.value is None]
         return [self._unknown_key(key, node) for key, node in removed if subschema(self._schema, key) is None]
 
-    def _missing(self, key: Key) -> str:
+    def _missing(self, key: Key) -> Problem:
         part = subschema(self._schema, key)
         assert part is not None
-        return problem(self._asked, key, f"missing; expected {expectation(part)}")
+        return problem(self._asked, key, "missing", f"expected {expectation(part)}")
 
-    def _unknown_key(self, key: Key, node: Table | Setting) -> str:
+    def _unknown_key(self, key: Key, node: Table | Setting) -> Problem:
         source = self._source(node)
         namesakes = [
             other for other in keys_of(self._schema) if other[-1] == key[-1] and is_inside(other, source.inside)
         ]
         if namesakes:
             places = " or ".join(repr(dotted(other[len(source.inside) :])) for other in namesakes)
-            return problem(source, key, f"unknown key; did you mean {places}?")
-        hint = did_you_mean(key[-1], self._names_beside(key), "the keys here are")
-        return problem(source, key, f"unknown key{hint}")
+            return problem(source, key, "unknown key", f"did you mean {places}?")
+        return problem(source, key, "unknown key", did_you_mean(key[-1], self._names_beside(key), "the keys here are"))
 
     def _names_beside(self, key: Key) -> list[str]:
         above = subschema(self._schema, key[:-1])
         return list(above.get("properties", ())) if above else []
 
-    def _contradiction(self, key: Key, node: Table | Setting, message: str) -> str:
-        """Return a message for the sources of the keys that it names in backticks."""
+    def _unexpected(self, key: Key, node: Table | Setting, part: Schema) -> Problem:
+        value = None if isinstance(node, dict) else node.value
+        near = nearest(value, choices(part)) if isinstance(value, str) else None
+        hint = f"did you mean {near!r}?" if near else ""
+        found = f"expected {expectation(part, value)}, found {_found(node)}"
+        return problem(self._source(node), key, found, hint)
+
+    def _contradiction(self, key: Key, node: Table | Setting, error: ConfigError) -> Problem:
+        """Return the problem for the sources of the keys that it names in backticks."""
+        (refused,) = error.problems
         if isinstance(node, Setting):
-            return problem(node.source, key, message)
-        named = [below for name, below in node.items() if f"`{name}`" in message]
+            return refused.concerning(place(node.source, key))
+        named = [below for name, below in node.items() if f"`{name}`" in str(refused)]
         sources = list(dict.fromkeys(source for below in named for source in _sources(below))) or [self._asked]
         together = replace(sources[0], label=", ".join(source.label for source in sources))
-        return problem(together, key, message)
+        return refused.concerning(place(together, key))
 
     def _source(self, node: Table | Setting) -> SettingSource:
         return next(_sources(node), self._asked)
@@ -148,13 +160,6 @@ def _sources(node: Table | Setting) -> Iterator[SettingSource]:
         yield node.source
     else:
         yield from (setting.source for _, setting in leaves(node))
-
-
-def _unexpected(part: Schema, node: Table | Setting) -> str:
-    value = None if isinstance(node, dict) else node.value
-    near = nearest(value, choices(part)) if isinstance(value, str) else None
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"expected {expectation(part, value)}, found {_found(node)}{hint}"
 
 
 def _found(node: Table | Setting) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from meshtrain.config.parsing import parse_json, parse_toml, unusable_values
 from meshtrain.config.path_rules import path_problem
-from meshtrain.config.problems import did_you_mean, problem, syntax_problem
+from meshtrain.config.problems import did_you_mean, place, syntax_problem
 from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge_tables
+from meshtrain.errors import ConfigError, Problem
 
 PLAN: Key = ("plan",)
 
@@ -52,13 +53,13 @@ class Reader:
     """Reads files on top of what they extend, and collects all problems."""
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self._open: list[Path] = []
 
     def read_root(self, name: str, path: Path, read: Callable[[Path], Table]) -> Table:
         """Read the file that the user named, with the reader of its kind."""
-        if message := path_problem(name) or _missing(name, path):
-            self.problems.append(message)
+        if refused := path_problem(name) or _missing(name, path):
+            self.problems.append(refused)
             return {}
         return read(path)
 
@@ -114,18 +115,20 @@ class Reader:
     def _follow(
         self, name: Setting, key: Key, find: Callable[[str, Path], Path], read: Callable[[Path], Table]
     ) -> Table:
-        if message := path_problem(name.value):
-            self.problems.append(problem(name.source, key, message))
-            return {}
-        path = find(name.value, name.source.directory)
-        if message := _missing(name.value, path):
-            self.problems.append(problem(name.source, key, message))
-            return {}
-        if path.resolve() in self._open:
-            circle = " -> ".join(shown_path(file) for file in [*self._open, path.resolve()])
-            self.problems.append(problem(name.source, key, f"goes in a circle: {circle}; leave out one `extends`"))
+        refused = path_problem(name.value)
+        if not refused:
+            path = find(name.value, name.source.directory)
+            refused = _missing(name.value, path) or self._circle(path)
+        if refused:
+            self.problems.append(refused.concerning(place(name.source, key)))
             return {}
         return read(path)
+
+    def _circle(self, path: Path) -> Problem | None:
+        if path.resolve() not in self._open:
+            return None
+        circle = " -> ".join(shown_path(file) for file in [*self._open, path.resolve()])
+        return Problem(f"goes in a circle: {circle}", "leave out one `extends`")
 
     @contextmanager
     def _opened(self, path: Path, inside: Key) -> Iterator[Table]:
@@ -139,25 +142,25 @@ class Reader:
             text = path.read_bytes().decode()
             values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
         except json.JSONDecodeError as error:
-            message = f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
+            found = Problem(f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
         except tomllib.TOMLDecodeError as error:
-            message = syntax_problem(error)
+            found = Problem(syntax_problem(error))
         except UnicodeDecodeError as error:
-            message = f"not a TOML file: byte {error.start} is not UTF-8 text"
-        except ValueError as error:
-            message = str(error)
+            found = Problem(f"not a TOML file: byte {error.start} is not UTF-8 text")
+        except ConfigError as error:
+            (found,) = error.problems
         except OSError as error:
-            message = f"cannot be read: {error.strerror}"
+            found = Problem(f"cannot be read: {error.strerror}")
         else:
-            unusable = [problem(source, key, message) for key, message in unusable_values(values)]
+            unusable = [found.concerning(place(source, key)) for key, found in unusable_values(values)]
             self.problems += unusable
             return {} if unusable else values
-        self.problems.append(problem(source, (), message))
+        self.problems.append(found.concerning(place(source, ())))
         return {}
 
 
-def _missing(name: str, path: Path) -> str | None:
-    """Return the message that a file is missing, or None.
+def _missing(name: str, path: Path) -> Problem | None:
+    """Return the problem that a file is missing, or None.
 
     None is also returned if the file cannot be inspected: reading it will raise the error.
     """
@@ -169,20 +172,21 @@ def _missing(name: str, path: Path) -> str | None:
         return None
     # A device may have no end. A pipe is accepted: a shell passes one in place of <(command).
     if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-        return f"{str(path)!r} is a device and not a file; name a .toml or .json file"
+        return Problem(f"{str(path)!r} is a device and not a file", "name a .toml or .json file")
     return None
 
 
-def _no_file(name: str, path: Path) -> str:
-    """Return the message that a file does not exist, and which ones do."""
+def _no_file(name: str, path: Path) -> Problem:
+    """Return the problem that a file does not exist, and which ones do."""
     root = shipped_plans()
     if path.is_relative_to(root) and not name.endswith(".toml"):
         shipped = sorted(file.relative_to(root).with_suffix("").as_posix() for file in root.rglob("*.toml"))
-        return f"no shipped plan {name!r}{did_you_mean(name, shipped, 'shipped are')}"
+        return Problem(f"no shipped plan {name!r}", did_you_mean(name, shipped, "shipped are"))
     if not path.parent.is_dir():
-        return f"no file {path.name!r}: there is no directory {path.parent}"
+        return Problem(f"no file {path.name!r}: there is no directory {path.parent}")
     neighbors = sorted(file.stem for file in path.parent.glob("*.toml"))
-    return f"no file {path.name!r} in {path.parent}{did_you_mean(path.stem, neighbors, 'there is', ending='.toml')}"
+    hint = did_you_mean(path.stem, neighbors, "there is", ending=".toml")
+    return Problem(f"no file {path.name!r} in {path.parent}", hint)
 
 
 def _taken(table: Table, name: str) -> Setting | None:

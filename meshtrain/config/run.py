@@ -9,6 +9,7 @@ from meshtrain.config.data import DataConfig
 from meshtrain.config.path_rules import PathText
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.settings import LARGEST, Count, Fraction, NotNegative, Positive, Seconds, Settings
+from meshtrain.errors import ConfigError
 
 ScheduleName = Literal[
     "constant",
@@ -28,11 +29,11 @@ def duration_seconds(text: str) -> int:
     """Read a duration such as `3h30m`, `90m` or `45s`.
 
     Raises:
-        ValueError: if it is none.
+        ConfigError: if it is none.
     """
     match = _DURATION.fullmatch(text)
     if match is None or not text:
-        raise ValueError(f'expected a duration such as "3h30m", "90m" or "45s", found {text[:60]!r}')
+        raise ConfigError(f'expected a duration such as "3h30m", "90m" or "45s", found {text[:60]!r}')
     hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return hours * 3600 + minutes * 60 + seconds
 
@@ -71,17 +72,19 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.path is None) == (self.type is None):
-            found = "neither" if self.path is None else "both"
-            raise ValueError(f"{found} of `path` and `type` are set; set one: where the model is, or its type")
+            found = "neither `path` nor `type` is set" if self.path is None else "`path` and `type` are both set"
+            raise ConfigError(found, "set one: where the model is, or its type")
         if self.weights == "pretrained" and self.path is None:
-            raise ValueError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
+            raise ConfigError('`weights` = "pretrained" needs `path`, the directory or hub id that holds them')
         if self.enlarge_vocabulary and self.weights != "pretrained":
-            raise ValueError(
-                '`enlarge_vocabulary` = true adds rows to pretrained weights; set `weights` = "pretrained", or for a '
-                "new model `config` = { vocab_size = ... }"
+            raise ConfigError(
+                "`enlarge_vocabulary` = true adds rows to pretrained weights",
+                'set `weights` = "pretrained", or for a new model `config` = { vocab_size = ... }',
             )
         if self.path is not None and "://" in self.path:
-            raise ValueError(f"`path` = {self.path!r} is a URL; copy the model to a directory, and set `path` to that")
+            raise ConfigError(
+                f"`path` = {self.path!r} is a URL", "copy the model to a directory, and set `path` to that"
+            )
         return self
 
 
@@ -229,34 +232,36 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            found = "neither" if self.steps is None else "both"
-            raise ValueError(f"{found} of `steps` and `epochs` are set; set one")
+            found = "neither `steps` nor `epochs` is set" if self.steps is None else "`steps` and `epochs` are both set"
+            raise ConfigError(found, "set one")
         return self
 
     @model_validator(mode="after")
     def _local_run_directory(self) -> Self:
         if "://" in self.run_directory:
-            raise ValueError(
-                f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line; set "
-                "it to a local directory, and `checkpoint.directory` to the URL"
+            raise ConfigError(
+                f"`run_directory` = {self.run_directory!r} is a URL, but metrics are added to it line by line",
+                "set it to a local directory, and `checkpoint.directory` to the URL",
             )
         return self
 
     @model_validator(mode="after")
     def _tokens_to_enlarge_by(self) -> Self:
         if self.model.enlarge_vocabulary and self.data.tokenizer.path is None:
-            raise ValueError(
+            raise ConfigError(
                 "`model.enlarge_vocabulary` = true, but `data.tokenizer.path`, which defines the number of "
-                "tokens, is not set; name the tokenizer of the model"
+                "tokens, is not set",
+                "name the tokenizer of the model",
             )
         return self
 
     @model_validator(mode="after")
     def _rewind_to_something(self) -> Self:
         if self.bad_steps.policy == "rewind" and self.checkpoint.every is None:
-            raise ValueError(
+            raise ConfigError(
                 '`bad_steps.policy` = "rewind" goes back to a checkpoint, and without `checkpoint.every` none is '
-                "saved before the end; set it"
+                "saved before the end",
+                "set it",
             )
         return self
 
@@ -264,9 +269,9 @@ class RunConfig(Settings):
     def _best_of_evaluated(self) -> Self:
         saved, evaluated = self.checkpoint.every, self.evaluation.every
         if self.checkpoint.keep_best and (saved is None or evaluated is None or saved % evaluated):
-            raise ValueError(
+            raise ConfigError(
                 f"`checkpoint.keep_best` = {self.checkpoint.keep_best} needs an evaluation at every checkpoint, but "
-                f"`checkpoint.every` is {saved or 'not set'} and `evaluation.every` {evaluated or 'not set'}; set "
-                "both, the first to a multiple of the second"
+                f"`checkpoint.every` is {saved or 'not set'} and `evaluation.every` {evaluated or 'not set'}",
+                "set both, the first to a multiple of the second",
             )
         return self

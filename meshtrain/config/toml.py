@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -16,13 +15,13 @@ from meshtrain.config.corpus import CorpusConfig
 from meshtrain.config.parsing import parse_toml, unusable_values
 from meshtrain.config.paths import CORPUS_PATHS, PATHS, with_absolute_paths
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.config.problems import Explainer, problem, shortened
+from meshtrain.config.problems import Explainer, place, problem, shortened
 from meshtrain.config.reading import Reader, absolute_path, names_plan, plan_path, shown_path
 from meshtrain.config.run import RunConfig
 from meshtrain.config.schema import json_schema
 from meshtrain.config.settings import Settings
 from meshtrain.config.tables import Key, Setting, SettingSource, Table, as_table, merge_tables, plain
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, Problem
 
 W = TypeVar("W", bound=Settings)
 FORM = "expected key=value, as in plan.mesh.tp=4"
@@ -108,7 +107,7 @@ def _as_written(value: Any, source: SettingSource, above: Key = ()) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise ConfigError(problem(source, above, f"a key is {described(name)}; use strings for keys"))
+                raise ConfigError(problem(source, above, f"a key is {described(name)}", "use strings for keys"))
         return {name: _as_written(below, source, (*above, name)) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [_as_written(entry, source, above) for entry in value]
@@ -137,7 +136,7 @@ def _overridden(
     table: Table,
     file: Path,
     overrides: Sequence[str],
-    problems: list[str],
+    problems: list[Problem],
 ) -> W:
     for top in read_overrides(overrides, problems):
         merge_tables(table, top)
@@ -145,7 +144,7 @@ def _overridden(
 
 
 def _checked(
-    settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[str]
+    settings_type: type[W], kind: Literal["run", "plan", "corpus"], table: Table, file: Path, problems: list[Problem]
 ) -> W:
     explainer = Explainer(
         table, json_schema(kind), asked=SettingSource(shown_path(file), file.parent), is_whole=not problems
@@ -161,7 +160,7 @@ def _checked(
     return settings
 
 
-def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
+def read_overrides(lines: Sequence[str], problems: list[Problem]) -> list[Table]:
     """Return a table for each override; those that cannot be read are added to `problems`.
 
     A value that is not TOML is taken as a string (`run_directory=out`). An empty value removes the
@@ -176,17 +175,17 @@ def read_overrides(lines: Sequence[str], problems: list[str]) -> list[Table]:
     for line in lines:
         try:
             values = _parsed_override(line)
-        except tomllib.TOMLDecodeError:
-            found = shortened(repr(line))
-            problems.append(problem(source, (), f"cannot read {found}; {QUOTING if _is_compound(line) else FORM}"))
+        except ValueError:
+            advice = QUOTING if _is_compound(line) else FORM
+            problems.append(problem(source, (), f"cannot read {shortened(repr(line))}", advice))
             continue
-        unusable = [problem(source, key, message) for key, message in unusable_values(values)]
+        unusable = [found.concerning(place(source, key)) for key, found in unusable_values(values)]
         if unusable:
             problems += unusable
             continue
         table = as_table(values, source)
         if isinstance(table.get("extends"), Setting):
-            problems.append(problem(source, ("extends",), "only a file can extend another; name that file instead"))
+            problems.append(problem(source, ("extends",), "only a file can extend another", "name that file instead"))
             continue
         tables.append(table)
     return tables
@@ -196,10 +195,10 @@ def _parsed_override(line: str) -> dict[str, Any]:
     key, equals, value = line.partition("=")
     # A line break would allow several settings in one override.
     if not equals or "\n" in key or key.lstrip().startswith(("#", "[")):
-        raise tomllib.TOMLDecodeError
+        raise ValueError
     try:
         return parse_toml(line)
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         if _is_compound(line):
             raise
         return _with_leaf(parse_toml(f"{key} = 0"), value.strip() or None)

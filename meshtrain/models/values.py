@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from meshtrain.config.problems import dotted, shortened
+from meshtrain.errors import Problem
 
 LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 10**9, 1e12, 10_000
 # Names that all configurations share. The attribute map of a class links them to its own names.
@@ -30,8 +31,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST_EPSILON, LARGEST_DEVIATION = 0.1, 100.0
 
 
-def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each number that cannot be intended.
+def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield one problem for each number that cannot be intended.
 
     Args:
         config: has the defaults that the values replace.
@@ -45,26 +46,26 @@ def value_problems(config: PretrainedConfig, values: Mapping[str, Any]) -> Itera
         yield from _problems(dotted(("model", "config", name)), standard.get(name, name), value, default)
 
 
-def _contradictions(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
     all_values = {**defaults, **values}
     for name in ("dtype", "torch_dtype"):
         if (dtype := values.get(name)) is not None and not _is_dtype(dtype):
-            found = shortened(repr(dtype))
-            yield f"model.config.{name} = {found}: set it to the name of a dtype of torch, such as 'bfloat16'"
+            found = f"model.config.{name} = {shortened(repr(dtype))}"
+            yield Problem(found, "set it to the name of a dtype of torch, such as 'bfloat16'")
     vocabulary = all_values.get("vocab_size")
     for name in _TOKENS:
         # Some classes have default tokens outside of their default vocabulary.
         ids = values.get(name) if values.get(name) != defaults.get(name) else None
         for token in ids if isinstance(ids, list) else [ids]:
             if isinstance(token, int) and isinstance(vocabulary, int) and not -1 <= token < vocabulary:
-                found = shortened(repr(ids))
-                yield f"model.config.{name} = {found}: set it to a token below vocab_size = {vocabulary:,}"
+                found = f"model.config.{name} = {shortened(repr(ids))}"
+                yield Problem(found, f"set it to a token below vocab_size = {vocabulary:,}")
     chosen = all_values.get("num_experts_per_tok")
     for name in _EXPERTS:
         there = all_values.get(name)
         is_given = not values.keys().isdisjoint((name, "num_experts_per_tok"))
         if is_given and isinstance(there, int) and isinstance(chosen, int) and 0 < there < chosen:
-            yield f"model.config.num_experts_per_tok = {chosen}: set it to at most {name} = {there}"
+            yield Problem(f"model.config.num_experts_per_tok = {chosen}", f"set it to at most {name} = {there}")
 
 
 def _is_dtype(value: Any) -> bool:
@@ -77,7 +78,7 @@ def _integer_names(kind: type[PretrainedConfig]) -> set[str]:
     return {name for name, hint in hints.items() if int in hint and float not in hint}
 
 
-def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
+def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[Problem]:
     if isinstance(value, dict):
         for part, below in value.items():
             yield from _problems(
@@ -92,7 +93,7 @@ def _problems(key: str, name: str, value: Any, default: Any) -> Iterator[str]:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         wanted = _wanted(name, value, default)
         if wanted is not None:
-            yield f"{key} = {shortened(repr(value))}: set it to {wanted}"
+            yield Problem(f"{key} = {shortened(repr(value))}", f"set it to {wanted}")
 
 
 def _wanted(name: str, value: float, default: Any) -> str | None:

@@ -203,7 +203,7 @@ def _check_methods(hook: Hook) -> None:
     for name in sorted(own):
         if name.startswith("on_") and name not in MOMENTS:
             hint = did_you_mean(name, MOMENTS, "there are")
-            raise ConfigError(f"{name_of_hook}.{name} would never be called, because a hook has no such method{hint}")
+            raise ConfigError(f"{name_of_hook}.{name} would never be called, because a hook has no such method", hint)
     for name in MOMENTS:
         if not _takes_state_and_metrics(getattr(hook, name)):
             raise ConfigError(

@@ -52,8 +52,8 @@ def test_dumped_corpus_loads_back_equal(write):
 
 
 MISTAKES = {
-    ("sources=",): "neither of `sources` and `urls` are set; set one: existing documents, or links",
-    ('urls.lists=["a.txt"]',): "both of `sources` and `urls` are set; set one: existing documents, or links",
+    ("sources=",): "neither `sources` nor `urls` is set; set one: existing documents, or links",
+    ('urls.lists=["a.txt"]',): "`sources` and `urls` are both set; set one: existing documents, or links",
     ("download={}",): "`download` fetches the links of `urls`; add a table [urls] with their `lists`",
     ("sources=", 'urls.lists=["a.txt"]'): (
         "`urls` makes links and no text; add a table [download], or leave out the steps after it"

@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.config.toml import load_run
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, Problem
 
 
 def problems_of(write, text: str, *overrides: str, whole: bool = True) -> tuple[str, ...]:
@@ -116,12 +116,33 @@ def test_misspelled_key_is_not_also_reported_as_missing(write):
 
 def test_contradiction_is_attributed_to_the_files_that_set_the_keys(write):
     assert problems_of(write, "", "epochs=1", "run_directory=x") == (
-        "run.toml, command line: both of `steps` and `epochs` are set; set one",
+        "run.toml, command line: `steps` and `epochs` are both set; set one",
     )
     assert problems_of(write, "", "model.path=gpt2") == (
-        "run.toml, command line: model: both of `path` and `type` are set; set one: where the model is, or its type",
+        "run.toml, command line: model: `path` and `type` are both set; set one: where the model is, or its type",
     )
-    assert problems_of(write, "", "steps=") == ("command line: neither of `steps` and `epochs` are set; set one",)
+    assert problems_of(write, "", "steps=") == ("command line: neither `steps` nor `epochs` is set; set one",)
+
+
+def test_what_was_found_is_kept_apart_from_the_advice(write):
+    write("plan.toml", "mesh.tq = 2", whole=False)
+    overrides = ("steps", "epochs=1", f"run_directory={'x' * 300}", "plan=plan.toml", "seed=18446744073709551616")
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(), overrides)
+
+    assert caught.value.problems == (
+        Problem("cannot read 'steps'", "expected key=value, as in plan.mesh.tp=4", "command line"),
+        Problem("a whole number of 65 bits, and TOML has at most 64", "use a smaller one", "command line: seed"),
+        Problem(
+            f"'{'x' * 37}...' has 300 bytes, and a file name has at most 255",
+            "choose a shorter one",
+            "command line: run_directory",
+        ),
+        Problem("unknown key", "did you mean 'tp'?", "plan.toml: mesh.tq"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(), ["epochs=1"])
+    assert caught.value.problems == (Problem("`steps` and `epochs` are both set", "set one", "run.toml, command line"),)
 
 
 def test_contradictions_within_a_table_are_refused(write):
@@ -141,5 +162,5 @@ def test_contradictions_within_a_table_are_refused(write):
         "it to a local directory",
     )
     assert problems_of(write, "", "model.type=") == (
-        "command line: model: neither of `path` and `type` are set; set one: where the model is, or its type",
+        "command line: model: neither `path` nor `type` is set; set one: where the model is, or its type",
     )

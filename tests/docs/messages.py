@@ -38,7 +38,9 @@ def _template(node: ast.AST) -> str:
             return "".join(_template(part) for part in parts)
         case ast.BinOp(left=left, right=right):
             return _template(left) + _template(right)
-        case ast.Call(func=ast.Name(id=name), args=[found, advice]) if hasattr(errors, name):
+        case ast.Call(func=ast.Name(id=name), args=[found, advice]) if name == "kind" or hasattr(errors, name):
+            return f"{_template(found)}; {_template(advice)}"
+        case ast.Call(func=ast.Name(id="problem"), args=[_, _, found, advice]):
             return f"{_template(found)}; {_template(advice)}"
     return GAP
 

@@ -134,7 +134,7 @@ def test_contradicting_values_are_refused() -> None:
     (problem,) = problems(type="gpt2", config={**TINY, **IDS, "n_embd": 30})
     assert problem.startswith("transformers cannot build a gpt2 model from this configuration: `embed_dim` must be ")
     assert problems(type="llama", config={"vocab_size": 10, "num_hidden_layers": 1, "pad_token_id": 77}) == (
-        "model.config.pad_token_id = 77: set it to a token below vocab_size = 10",
+        "model.config.pad_token_id = 77; set it to a token below vocab_size = 10",
     )
 
 

@@ -50,13 +50,13 @@ def problems_of(model_type: str, **values: Any) -> tuple[str, ...]:
     ],
 )
 def test_number_out_of_range_is_refused(model_type, name, value, wanted):
-    assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}: set it to {wanted}",)
+    assert problems_of(model_type, **{name: value}) == (f"model.config.{name} = {value!r}; set it to {wanted}",)
 
 
 @pytest.mark.parametrize("dtype", ["nosuch", 5e-324, ["a"], "manual_seed"])
 def test_unknown_dtype_is_refused(dtype):
     (problem,) = problems_of("gpt2", dtype=dtype)
-    assert problem == f"model.config.dtype = {dtype!r}: set it to the name of a dtype of torch, such as 'bfloat16'"
+    assert problem == f"model.config.dtype = {dtype!r}; set it to the name of a dtype of torch, such as 'bfloat16'"
     assert load_hf_config(ModelConfig(type="gpt2", config={"dtype": "bfloat16"}))
 
 
@@ -69,16 +69,16 @@ def test_long_value_is_shortened_in_the_message():
 
 def test_experts_of_a_token_are_among_all():
     (problem,) = problems_of("glm4_moe", n_routed_experts=4)
-    assert problem == "model.config.num_experts_per_tok = 8: set it to at most n_routed_experts = 4"
+    assert problem == "model.config.num_experts_per_tok = 8; set it to at most n_routed_experts = 4"
 
 
 def test_numbers_in_tables_and_lists_are_checked():
     rope = {"rope_type": "default", "rope_theta": NAN}
     assert problems_of("llama", rope_parameters=rope) == (
-        "model.config.rope_parameters.rope_theta = nan: set it to a finite number",
+        "model.config.rope_parameters.rope_theta = nan; set it to a finite number",
     )
     assert problems_of("gpt2", id2label={"a": [1, INF]}) == (
-        "model.config.id2label.a = inf: set it to a finite number",
+        "model.config.id2label.a = inf; set it to a finite number",
     )
 
 
