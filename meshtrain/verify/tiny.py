@@ -100,7 +100,7 @@ def default_config(model_type: str, changes: Mapping[str, Any] = MappingProxyTyp
     """
     try:
         config = AutoConfig.for_model(model_type, **changes)
-    except REFUSALS as error:
+    except (*REFUSALS, NotImplementedError) as error:
         raise ModelError(f"{model_type!r} has no defaults: {refusal_reason(error)}") from error
     config = _language_model(config)
     values = config.to_dict()
