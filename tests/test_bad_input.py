@@ -95,15 +95,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "attention heads": (
         ["run.toml", "plan.mesh.tp=2", "model.config.n_head=1"],
-        ["mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1"],
+        ["mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); set mesh.tp to 1"],
     ),
     "key-value heads": (
         ["llama.toml", "plan.mesh.tp=2", "model.config.num_key_value_heads=3", "model.config.num_attention_heads=6"],
-        ["mesh.tp = 2 does not divide the model's 3 key-value heads (num_key_value_heads); tp can be 1, 3"],
+        ["mesh.tp = 2 does not divide the model's 3 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 3"],
     ),
     "the width of the MLP": (
         ["llama.toml", "plan.mesh.tp=2", "model.config.intermediate_size=49"],
-        ["mesh.tp = 2 does not divide the width 49 of model.layers.0.mlp.gate_proj (colwise); tp can be 1, 7, 49"],
+        [
+            "mesh.tp = 2 does not divide the width 49 of model.layers.0.mlp.gate_proj (colwise); set mesh.tp to one "
+            "of 1, 7, 49"
+        ],
     ),
     "fewer layers than stages": (
         ["run.toml", "plan.mesh.pp=2", *INTERLEAVED, "model.config.n_layer=2"],
@@ -119,7 +122,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a global batch that cannot be divided": (
         ["run.toml", "global_batch_size=9"],
         [
-            "global_batch_size = 9 is not a multiple of dp 2 x micro_batch_size 1 = 2; the nearest are 8 and 10",
+            "global_batch_size = 9 is not a multiple of dp 2 x micro_batch_size 1 = 2; set it to 8 or 10",
         ],
     ),
     "a sequence longer than the model": (
@@ -132,10 +135,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "several contradictions at once": (
         ["run.toml", "data.sequence_length=33", "plan.mesh.tp=2", "model.config.n_head=1", "micro_batch_size=3"],
         [
-            "global_batch_size = 8 is not a multiple of dp 1 x micro_batch_size 3 = 3; the nearest are 6 and 9",
+            "global_batch_size = 8 is not a multiple of dp 1 x micro_batch_size 3 = 3; set it to 6 or 9",
             "data.sequence_length = 33 is longer than the 32 positions of the model; shorten it, or raise "
             "n_positions of a new model",
-            "mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); tp can be 1",
+            "mesh.tp = 2 does not divide the model's 1 attention heads (num_attention_heads); set mesh.tp to 1",
         ],
     ),
     "a tokenizer larger than the vocabulary": (
@@ -162,8 +165,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.toml", 'data.train=["folder.jsonl"]'],
         [
             'data.train: "{here}/folder.jsonl" is a directory without a file of a known kind that holds anything; '
-            "known are .jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet; "
-            "{here}/folder.jsonl holds nothing"
+            "{here}/folder.jsonl holds nothing; use one of .jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, "
+            ".txt.gz, .txt.zst, .parquet"
         ],
     ),
     "unreadable text": (
@@ -279,7 +282,7 @@ def test_full_disk_during_a_save_keeps_the_earlier_checkpoint(here: Path, saving
     assert [code for code, _, _ in answers] == [2, 2]
     assert "steps was 2 and is 6; the learning rate follows its schedule over the new length\n" in answers[0][1]
     assert answers[0][2] == (
-        f"error: ranks 0, 1 cannot write {here}/out/checkpoints/step-4.tmp: File too large; step 4 is not saved and "
+        f"error: ranks 0, 1 cannot write {here}/out/checkpoints/step-4.tmp: File too large; step 4 is not saved, and "
         "earlier checkpoints are untouched; make room, then resume\n"
     )
     assert [path.name for path in (here / "out" / "checkpoints").iterdir()] == ["step-2"]
@@ -295,8 +298,8 @@ def test_unwritable_metrics_stop_all_ranks(here: Path) -> None:
     answers = on_ranks(2, "train", "run.toml", "steps=40", "checkpoint.every=100", size_limit=5_000)
     assert [code for code, _, _ in answers] == [2, 2]
     assert answers[0][2] == (
-        "error: cannot write metrics into out: File too large; training stopped; free disk space, then restart: it "
-        "resumes from its newest checkpoint\n"
+        "error: cannot write metrics into out: File too large, so training stopped; free disk space, then start the "
+        "run again; it resumes from its newest checkpoint\n"
     )
     # There is space again; the incomplete line has been removed.
     assert on_ranks(1, "train", "run.toml", "steps=3")[0][0] == 0
@@ -361,8 +364,8 @@ def test_evaluation_that_is_not_finite_stops_before_the_checkpoint(here: Path) -
     ((code, _, error),) = run_on_ranks(1, break_the_evaluation, here, command, joins=False)
     assert (code, error) == (
         2,
-        "error: step 2: the evaluation loss is inf, so the parameters are broken; stopped before a checkpoint of them "
-        "was written; lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n",
+        "error: step 2: the evaluation loss is inf, so the parameters are broken; training stopped before a "
+        "checkpoint was written; lower optimizer.learning_rate, or set optimizer.max_gradient_norm\n",
     )
     assert list_checkpoints(here / "out" / "checkpoints") == []
 
@@ -423,7 +426,7 @@ def test_user_error_of_one_process_is_one_line_with_exit_code_2(
     assert "3 is not a multiple of 2; start a multiple of 2" in shown["check"][1][0]
     assert "broken.jsonl, line 61: not JSON" in shown["line"][1][0]
     assert shown["another run"][1] == [
-        "error: half/run.toml: seed is 0 there and 5 here",
+        "error: half/run.toml: seed is 0 in that file and 5 in this run",
         "error: half holds another run; choose another run_directory, resume that run unchanged, or, to continue it "
         "with other settings, change half/run.toml too",
     ]

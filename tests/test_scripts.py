@@ -132,7 +132,7 @@ def test_quickstart_refuses_the_directory_of_another_unfinished_run(repository: 
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     shown = quickstart(repository, f"run_directory={out}")
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert "error: other/run.toml: seed is 3 there and 0 here" in shown.stderr.splitlines()
+    assert "error: other/run.toml: seed is 3 in that file and 0 in this run" in shown.stderr.splitlines()
 
 
 def local(repository: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshtrain.config.mesh import MODEL_AXES
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.digest import tensor_digest
 from meshtrain.runtime.mesh import all_reduce_over, axis_size
@@ -29,7 +29,7 @@ def check_same_batch(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
         return
     is_same, _ = compare_batches(pipeline, batch)
     if not is_same:
-        raise DataError(different_batch_message(batch))
+        raise DataError(different_batch(batch))
 
 
 def compare_batches(pipeline: Pipeline, batch: Mapping[str, Any], *further: int) -> tuple[bool, list[int]]:
@@ -74,13 +74,14 @@ def mask_without_cache(config: PretrainedConfig, given: Mapping[str, Any]) -> Te
     return torch.ones_like(rows, dtype=torch.int64)
 
 
-def different_batch_message(batch: Mapping[str, Any]) -> str:
-    """Return the error message for a rank whose batch differs from the others of its model."""
+def different_batch(batch: Mapping[str, Any]) -> Problem:
+    """Return the problem of a rank whose batch differs from the others of its model."""
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in _tensors(batch))
-    return (
+    return Problem(
         f"rank {dist.get_rank()} received a different batch from a rank that shares its model over tp or pp (here: "
-        f"{shapes}); pass the same rows in the same order to all of these ranks: call torch.manual_seed(0) before the "
-        "DataLoader shuffles, or use a sampler over the data ranks only"
+        f"{shapes})",
+        "pass the same rows in the same order to all of these ranks: call torch.manual_seed(0) before the DataLoader "
+        "shuffles, or use a sampler over the data ranks only",
     )
 
 

@@ -18,9 +18,9 @@ def save_checkpoint(directory: str | Path, state: TrainState, *, keep: int = 3) 
 
     The checkpoint is published completely or not at all, and its files are hashed. Every rank
     writes its own shards of parameters and optimizer states, under the names of the stock model, so
-    any mesh can load it. It also holds the options of the optimizer's groups (such as the learning
-    rate), `state.values`, the configuration of the model, and its tokenizer if there is one in the
-    directory that the model came from. `meshtrain export` turns it into an ordinary model.
+    any mesh can load it. It holds the options of the optimizer's groups, such as the learning rate.
+    It also holds `state.values`, the configuration of the model, and the tokenizer of the directory
+    that the model came from, if there is one. `meshtrain export` turns it into an ordinary model.
 
     Args:
         directory: a directory that every machine sees, or a URL that fsspec knows.

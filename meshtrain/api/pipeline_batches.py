@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from meshtrain.api.batches import compare_batches, different_batch_message, mask_without_cache
+from meshtrain.api.batches import compare_batches, different_batch, mask_without_cache
 from meshtrain.config.mesh import DATA_AXES
 from meshtrain.data.samples.rows import IGNORE_INDEX
 from meshtrain.errors import DataError, Problem
@@ -94,7 +94,7 @@ class BatchChecker:
         message = torch.stack([counted, torch.tensor(int(is_wrong or not is_same))])
         num_tokens, num_wrong = all_reduce_over(message, self._pipeline.mesh, DATA_AXES)
         if num_wrong:
-            _raise_first(problems, None if is_same else different_batch_message(inputs))
+            _raise_first(problems, None if is_same else different_batch(inputs))
         inputs |= {"input_ids": inputs["input_ids"].long(), "labels": labels}
         # torch's stages expect the strides of a contiguous tensor, which a slice of columns does
         # not have.
@@ -217,7 +217,7 @@ def _shifted(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], dim=1).long()
 
 
-def _raise_first(problems: tuple[Problem, ...], other: str | None) -> NoReturn:
+def _raise_first(problems: tuple[Problem, ...], other: Problem | None) -> NoReturn:
     """Raise the problem of the first rank that has found one. Collective over all ranks.
 
     A rank whose batch is intact only knows that another rank of its model has a different one.

@@ -15,31 +15,37 @@ from meshtrain.api.handle import ATTRIBUTE, Handle
 from meshtrain.api.pipeline_batches import BatchChecker, CheckedBatch
 from meshtrain.api.saving import save_parallelized, save_pretrained, without_stock_keywords
 from meshtrain.config.mesh import DATA_AXES, PP, TOKEN_AXES
-from meshtrain.errors import MissingAttribute, ModelError, UserError
+from meshtrain.errors import MissingAttribute, ModelError, Problem, UserError
 from meshtrain.inference.generation import generate_on_mesh
 from meshtrain.parallel.pipeline import NOTHING_TRAINS
 from meshtrain.runtime.mesh import all_reduce_over, axis_size, data_rank
 from meshtrain.training.gradients import complete_gradients
 from meshtrain.training.loss import build_loss
 
-TRAIN = "loss = model.forward_backward(batch) trains on a complete batch, model.evaluate(batch) computes its loss alone"
+TRAIN = "call loss = model.forward_backward(batch) to train on a complete batch, or model.evaluate(batch) for its loss"
+# Why something is refused, and what to do instead.
 MOVE = (
-    "every rank keeps its stages on its own device; leave the call out, and choose number formats with model.to(...) "
-    "before meshtrain.parallelize or in [precision] of the plan"
+    "every rank keeps its stages on its own device",
+    "leave the call out, and choose number formats with model.to(...) before meshtrain.parallelize or in [precision] "
+    "of the plan",
 )
-MODULES = "a rank holds its stages only; use the stock model for this, before meshtrain.parallelize"
+MODULES = "a rank holds its stages only", "use the stock model for this, before meshtrain.parallelize"
+RECOMPUTE = "", 'set {"recompute": {"mode": "full"}} in the plan, or "none"'
 ALTERNATIVES = {
-    **dict.fromkeys(("forward", "loss", "loss_function"), TRAIN),
+    **dict.fromkeys(("forward", "loss", "loss_function"), ("", TRAIN)),
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), MOVE),
-    "state_dict": "call meshtrain.save_checkpoint(directory, state), or model.save_pretrained(folder)",
-    "load_state_dict": "call meshtrain.load_checkpoint(directory, state), or meshtrain.load_weights(model, folder)",
-    "requires_grad_": "freeze with parameter.requires_grad_(False) for name, parameter in model.named_parameters()",
-    **dict.fromkeys(
-        ("gradient_checkpointing_enable", "gradient_checkpointing_disable"),
-        'set {"recompute": {"mode": "full"}} in the plan, or "none"',
+    "state_dict": ("", "call meshtrain.save_checkpoint(directory, state), or model.save_pretrained(folder)"),
+    "load_state_dict": (
+        "",
+        "call meshtrain.load_checkpoint(directory, state), or meshtrain.load_weights(model, folder)",
     ),
-    "compile": 'set {"compile": {"enabled": true}} in the plan',
-    "resize_token_embeddings": "call it on the stock model before meshtrain.parallelize",
+    "requires_grad_": (
+        "",
+        "freeze with parameter.requires_grad_(False) for name, parameter in model.named_parameters()",
+    ),
+    **dict.fromkeys(("gradient_checkpointing_enable", "gradient_checkpointing_disable"), RECOMPUTE),
+    "compile": ("", 'set {"compile": {"enabled": true}} in the plan'),
+    "resize_token_embeddings": ("", "call it on the stock model before meshtrain.parallelize"),
 }
 
 
@@ -202,14 +208,14 @@ class PipelinedModel:
         save_parallelized(self, save_directory, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ModelError(f"a model over pp cannot be called, because no rank has all of it: {TRAIN}")
+        raise ModelError("a model over pp cannot be called, because no rank has all of it", TRAIN)
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this for missing attributes only. Python itself and libraries probe names
         # with an underscore.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise MissingAttribute(f"a model over pp has no {name}: {ALTERNATIVES.get(name, MODULES)}")
+        raise MissingAttribute(_refused(f"a model over pp has no {name}", name))
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute that may be set, or one that a program adds.
@@ -220,7 +226,7 @@ class PipelinedModel:
         is_own = name.startswith("_") or name in (ATTRIBUTE, "generation_config")
         stock = None if is_own else self._pipeline.stages[0].model
         if not is_own and (name in ALTERNATIVES or hasattr(type(self), name) or hasattr(stock, name)):
-            raise ModelError(f"{name} of a model over pp cannot be set: {ALTERNATIVES.get(name, MODULES)}")
+            raise ModelError(_refused(f"{name} of a model over pp cannot be set", name))
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -271,3 +277,8 @@ class PipelinedModel:
 
     def _summed(self, local: Tensor) -> Tensor:
         return all_reduce_over(local.detach().clone(), self._pipeline.mesh, (PP, *TOKEN_AXES))
+
+
+def _refused(found: str, name: str) -> Problem:
+    reason, advice = ALTERNATIVES.get(name, MODULES)
+    return Problem(f"{found}: {reason}" if reason else found, advice)

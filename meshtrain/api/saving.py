@@ -51,8 +51,8 @@ def save_pretrained(
     files, config.json, generation_config.json and the tokenizer. (Only the shards of a model with
     experts may be split between other tensors.) It appears when it is complete. Tensors are
     gathered one by one, on the rank that writes them. The first rank of every pipeline stage needs
-    host memory for the largest tensor (for experts, which the hub stores separately, twice that),
-    the others for their own part of one.
+    host memory for the largest tensor. Experts need twice that, because the hub stores them
+    separately. The other ranks need memory for their own part of one tensor.
 
     Of a model with LoRA adapters only these are written, as peft writes them:
     `PeftModel.from_pretrained` loads them.

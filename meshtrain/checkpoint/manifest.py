@@ -150,8 +150,10 @@ def read_manifest(checkpoint: Location) -> Manifest:
         raise CheckpointError(Problem(f"{path} is broken ({error})", USE_ANOTHER)) from error
     if version != FORMAT_VERSION:
         raise FormatError(
-            f"{path} has format version {version}, but this meshtrain reads {FORMAT_VERSION}; "
-            "use the meshtrain that saved it"
+            Problem(
+                f"{path} has format version {version}, but this meshtrain reads {FORMAT_VERSION}",
+                "use the meshtrain that saved it",
+            )
         )
     try:
         manifest = Manifest.model_validate_json(text)

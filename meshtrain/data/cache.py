@@ -180,8 +180,7 @@ def build_directory(
     except BaseException as error:
         is_kept = isinstance(error, keeps)
         if isinstance(error, OSError):
-            problem = f"cannot write {directory}: {error.strerror}; make room, or {advice}"
-            raise DataError(problem) from error
+            raise DataError(f"cannot write {directory}: {error.strerror}", f"make room, or {advice}") from error
         raise
     finally:
         if not is_kept:

@@ -137,7 +137,7 @@ class _StageCaches:
         if full is None:
             if use_cache:
                 kind = type(self.stages[0].model).__name__
-                raise ModelError(f"generate: {_refusal(kind, 'a cache of its own')}")
+                raise _refusal(kind, "a cache of its own")
             return [None] * len(self.stages)
         if full is not self.full:
             self.full, self.parts = full, self._split(full)
@@ -149,7 +149,7 @@ class _StageCaches:
             full.layers += [full.layer_class_to_replicate() for _ in range(num_layers - len(full.layers))]
         others = sorted({type(layer).__name__ for layer in full.layers if type(layer) not in KEYS_AND_VALUES})
         if others:
-            raise ModelError(f"generate: {_refusal(type(self.stages[0].model).__name__, name_some(others))}")
+            raise _refusal(type(self.stages[0].model).__name__, name_some(others))
         if len(full.layers) == num_layers:
             empty = copy.deepcopy(full.layers)
             for _ in self.stages[1:]:
@@ -171,10 +171,11 @@ def _empty_cache(model: Any) -> Cache | None:
     return DynamicCache(config=model.config.get_text_config()) if keeps_keys_and_values(model) else None
 
 
-def _refusal(model: str, what: str) -> str:
-    return (
-        f"{model} keeps {what}, and only keys and values (of all positions or of a window) can be kept on several "
-        "stages; pass use_cache=False, or use a mesh with pp = 1"
+def _refusal(model: str, what: str) -> ModelError:
+    return ModelError(
+        f"generate: {model} keeps {what}, and only keys and values (of all positions or of a window) can be kept on "
+        "several stages",
+        "pass use_cache=False, or use a mesh with pp = 1",
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshtrain.compat.peft import replace_methods, set_unload
-from meshtrain.errors import ModelError, name_some
+from meshtrain.errors import ModelError, Problem, name_some
 from meshtrain.models.fused import FusedParameter, UnfusedProjection, split_projection
 from meshtrain.models.patterns import as_pattern
 from meshtrain.models.tiles import fill_tiles
@@ -207,31 +207,33 @@ def _fill_down(weight: nn.Parameter, kind: Any, key: str, name: str) -> None:
 
 def _check_supported(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None:
     inside = {id(part) for layer in adapted.values() for name, part in layer.named_modules() if not _is_base(name)}
-    problems: dict[str, None] = {}
+    problems: dict[Problem, None] = {}
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft.") and id(module) not in inside:
             kind = type(module).__name__
             advice = MODULES_ADVICE if kind == "ModulesToSaveWrapper" else ADVICE
-            problems[f"{_shown(name)} is peft's {kind}, which cannot be made parallel; {advice}"] = None
+            problems[Problem(f"{_shown(name)} is peft's {kind}, which cannot be made parallel", advice)] = None
     tied = {owner.rpartition(".")[0] for pair in _ties(model) for owner in pair}
     for name, layer in adapted.items():
-        if problem := _problem_of(layer, name in tied):
-            problems[f"{_shown(name)} {problem}"] = None
+        if problem := _problem_of(_shown(name), layer, name in tied):
+            problems[problem] = None
     if problems:
         raise ModelError(problems)
 
 
-def _problem_of(layer: nn.Module, is_tied: bool) -> str | None:
+def _problem_of(name: str, layer: nn.Module, is_tied: bool) -> Problem | None:
     base, kind = getattr(layer, BASE), type(layer).__name__
     if is_adapted(base) or kind != "Linear":
-        return f"has peft's {kind} around a {type(base).__name__}, which cannot be made parallel; {ADVICE}"
+        found = f"{name} has peft's {kind} around a {type(base).__name__}, which cannot be made parallel"
+        return Problem(found, ADVICE)
     if variants := getattr(layer, "lora_variant", None):
         names = name_some(sorted({type(variant).__name__ for variant in variants.values()}))
-        return f"has a variant of LoRA ({names}), which cannot be made parallel; {ADVICE}"
+        return Problem(f"{name} has a variant of LoRA ({names}), which cannot be made parallel", ADVICE)
     if getattr(layer, "merged_adapters", None):
-        return "has an adapter that is merged into its weight; call unmerge_adapter() first"
+        return Problem(f"{name} has an adapter that is merged into its weight", "call unmerge_adapter() first")
     if is_tied:
-        return "has an adapter, but is tied to another module, which would not have one; leave it out of target_modules"
+        found = f"{name} has an adapter, but is tied to another module, which would not have one"
+        return Problem(found, "leave it out of target_modules")
     return None
 
 

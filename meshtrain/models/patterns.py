@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from meshtrain.errors import PlanError
+from meshtrain.errors import PlanError, Problem
 
 Rule = TypeVar("Rule")
 
@@ -34,13 +34,13 @@ def match_names(names: Iterable[str], rules: Mapping[str, Rule], key: str) -> di
     compiled = {pattern: compile_pattern(pattern) for pattern in rules}
     matches = {name: [pattern for pattern, regex in compiled.items() if regex.fullmatch(name)] for name in names}
     problems = [
-        f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}; remove one"
+        Problem(f"{key}: {name} is matched by two rules, {found[0]!r} and {found[1]!r}", "remove one")
         for name, found in matches.items()
         if len(found) > 1
     ]
     used = {pattern for found in matches.values() for pattern in found}
     problems += [
-        f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}"
+        Problem(f"{key}: {pattern!r} matches no module of the model{_nearest(pattern, names)}")
         for pattern in rules
         if pattern not in used
     ]

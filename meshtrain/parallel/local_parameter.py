@@ -16,22 +16,26 @@ from torch.optim import Optimizer
 
 from meshtrain.compat.autograd import tensor_over
 from meshtrain.compat.dtensor import local_part, tensor_like
-from meshtrain.errors import ModelError
+from meshtrain.errors import ModelError, Problem
 from meshtrain.models.dtypes import dtype_name
 from meshtrain.models.layout import local_tensor
 
 # Functions and classes of torch that need all gradients, but would see only those of this process:
-# module -> name, advice.
+# module -> name, problem.
 _SEES_A_PART = {
     "torch.nn.utils.clip_grad": (
         "clip_grad_norm_",
-        "torch's clip_grad_norm_ would return the norm of the local parts, which differs between ranks; call "
-        "meshtrain.clip_grad_norm(model, max_norm)",
+        Problem(
+            "torch's clip_grad_norm_ would return the norm of the local parts, which differs between ranks",
+            "call meshtrain.clip_grad_norm(model, max_norm)",
+        ),
     ),
     "torch.amp.grad_scaler": (
         "GradScaler",
-        "torch's GradScaler would skip a step only on the ranks whose part of the gradients is not finite; use "
-        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before its step",
+        Problem(
+            "torch's GradScaler would skip a step only on the ranks whose part of the gradients is not finite",
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before its step",
+        ),
     ),
 }
 
@@ -111,9 +115,9 @@ class LocalParameter(nn.Parameter):
 
 def _check_reader(frame: FrameType) -> None:
     # Nothing else would show this mistake, because what torch computes from parts looks valid.
-    reader, advice = _SEES_A_PART.get(frame.f_globals.get("__name__", ""), ("", ""))
-    if reader and frame.f_code.co_qualname.startswith(reader):
-        raise ModelError(advice)
+    reader, problem = _SEES_A_PART.get(frame.f_globals.get("__name__", ""), (None, None))
+    if reader is not None and problem is not None and frame.f_code.co_qualname.startswith(reader):
+        raise ModelError(problem)
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:

@@ -17,7 +17,7 @@ from meshtrain.compat.distributed import Schedule, StaticStage
 from meshtrain.compat.nn import saved_buffers
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
-from meshtrain.errors import ModelError
+from meshtrain.errors import ModelError, Problem
 from meshtrain.models.fused import FusedParameter
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
@@ -32,7 +32,7 @@ from meshtrain.parallel.tied import TiedCopies
 from meshtrain.runtime.activity import Activity
 from meshtrain.runtime.mesh import axis_size
 
-NOTHING_TRAINS = "every parameter is frozen, so there is nothing to train; set requires_grad_(True) on some"
+NOTHING_TRAINS = Problem("every parameter is frozen, so there is nothing to train", "set requires_grad_(True) on some")
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Maps the logits and the labels (batch, seq) of a microbatch to a () loss.
 
@@ -61,9 +61,8 @@ class Pipeline:
         router_loss: the auxiliary loss of routers, if the model has one.
         rotary_length: the longest sequence of a batch, if rotary frequencies depend on it.
         peers: the processes of this pipeline, for the messages between stages; None without a
-            pipeline. It is a separate group from that of the pp axis, because the collectives of
-            that axis must not queue behind messages between two processes, nor be counted with
-            them.
+            pipeline. It is not the group of the pp axis. Collectives of that axis must not queue
+            behind messages between two processes, and must not be counted with them.
         activity: what this process computes at present, for readers outside the pipeline.
     """
 

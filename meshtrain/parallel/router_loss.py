@@ -3,9 +3,9 @@
 The Hugging Face configuration enables it by `output_router_logits = True`. The loss is multiplied
 by `router_aux_loss_coef`.
 
-Definition: for every router (one per layer of experts) and every microbatch, the loss is
+Definition: every router (one per layer of experts) and every microbatch has one loss. It is
 `load_balancing_loss_func` of the model's own modeling module, applied to the logits of that router
-alone without padding. The result is the mean over all routers, microbatches and data ranks.
+alone, without padding. The result is the mean over all routers, microbatches and data ranks.
 
 transformers itself combines the layers of a batch before it multiplies the shares of tokens and of
 probability. That would need the logits of all stages on one process, and it lets layers compensate

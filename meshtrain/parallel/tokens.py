@@ -11,8 +11,8 @@ from meshtrain.runtime.mesh import axis_size
 def check_tokens(pipeline: Pipeline, ids: object, *, what: str = "input_ids") -> None:
     """Check that the model knows all tokens, if neither its embedding nor its loss would fail.
 
-    An embedding that is split over tp returns zeros for a token without a row on any process, and a
-    loss uses 0 as the logit of such a label. Under pp the other stages would wait.
+    An embedding that is split over tp returns zeros for a token without a row. The loss takes 0 as
+    the logit of such a label. Under pp the other stages would wait.
 
     Args:
         pipeline: the pipeline that will compute.

@@ -81,8 +81,9 @@ def check_alike(
             if value != first:
                 first, value = _differing_parts(first, value)
                 raise kind(
-                    f"{call}: {name} is {first} on rank 0 and {value} on rank {rank}; all ranks make this "
-                    "call together; pass the same on all of them"
+                    f"{call}: {name} is {first} on rank 0 and {value} on rank {rank}; all ranks make this call "
+                    "together",
+                    "pass the same on all of them",
                 )
 
 

@@ -1,6 +1,6 @@
 """When one process fails, all processes stop within seconds and report the same cause.
 
-A thread in every process polls the store twice a second, through its own connection, because the
+A thread in every process polls the store twice a second. It has its own connection, because the
 main thread may be blocked in a collective or in the store. If the store holds a reason to stop, the
 process stops; the first reason that is written counts. The thread also writes that its process is
 alive, and checks that its neighbor does the same. When its own main thread takes too long, it asks
@@ -225,7 +225,9 @@ class Guard:
 
     def _store_silent(self) -> Failure:
         host = os.environ.get("MASTER_ADDR", self._host)
-        return Failure("gone", 0, host, "does not answer, nor does the store there: its machine or the network is down")
+        return Failure(
+            "gone", 0, host, "and the store on its machine do not answer: the machine or the network is down"
+        )
 
     def _watch(self) -> None:
         before = time.monotonic()

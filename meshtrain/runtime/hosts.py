@@ -13,13 +13,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from meshtrain.errors import HostError, reason_of
+from meshtrain.errors import HostError, Problem, reason_of
 from meshtrain.runtime.environment import (
     host_number_from_environment,
     local_rank_from_environment,
@@ -90,14 +90,14 @@ def _check_as_leader(store: dist.Store, address: str, num_hosts: int, timeout_se
         threading.Thread(target=_answer, args=(server, number), name="hosts", daemon=True).start()
         store.set(f"hosts/{number}", json.dumps(asdict(here)))
         hosts = _wait_for(store, "hosts", num_hosts, timeout_seconds)
-        problems = _missing(hosts, num_hosts, "did not join: check its log, or start it")
+        problems = _missing(hosts, num_hosts)
         others = [Host(**json.loads(text)) for other, text in hosts.items() if other != number]
         with ThreadPoolExecutor(CONNECTIONS_AT_ONCE) as pool:
             problems += filter(None, pool.map(lambda other: _problem_with(here, other), others))
-        store.set(f"seen/{number}", json.dumps(problems))
+        store.set(f"seen/{number}", json.dumps([asdict(problem) for problem in problems]))
         # A machine that is done must stay until all others have connected.
         answers = _wait_for(store, "seen", num_hosts, 2 * ATTEMPTS * CONNECT_SECONDS)
-    found = dict.fromkeys(problem for text in answers.values() for problem in json.loads(text))
+    found = dict.fromkeys(Problem(**fields) for text in answers.values() for fields in json.loads(text))
     if found:
         error = HostError(found)
         error.reporting_rank = 0 if 0 in answers else None
@@ -113,9 +113,12 @@ def _wait_for(store: dist.Store, prefix: str, num_hosts: int, seconds: float) ->
     return {number: store.get(key) for number, key in keys.items() if store.check([key])}
 
 
-def _missing(hosts: Iterable[int], num_hosts: int, what: str) -> list[str]:
+def _missing(hosts: Collection[int], num_hosts: int) -> list[Problem]:
     missing = [number for number in range(num_hosts) if number not in hosts]
-    return [f"machine {number} (GROUP_RANK) of {num_hosts} {what}" for number in missing]
+    return [
+        Problem(f"machine {number} (GROUP_RANK) of {num_hosts} did not join", "check its log, or start it")
+        for number in missing
+    ]
 
 
 def _answer(server: socket.socket, number: int) -> None:
@@ -130,7 +133,7 @@ def _answer(server: socket.socket, number: int) -> None:
             connection.sendall(f"{number}\n".encode())
 
 
-def _problem_with(here: Host, other: Host) -> str | None:
+def _problem_with(here: Host, other: Host) -> Problem | None:
     """Return why another machine cannot be reached, or None if it can."""
     for attempt in range(ATTEMPTS):
         try:
@@ -144,9 +147,10 @@ def _problem_with(here: Host, other: Host) -> str | None:
         if answer == str(other.number):
             return None
         reason = "another machine answers there"
-    return (
-        f"{here.described()} cannot reach {other.described()}: {reason}; check the firewall between them and the "
-        "address of the hostname, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that joins them"
+    return Problem(
+        f"{here.described()} cannot reach {other.described()}: {reason}",
+        "check the firewall between them and the address of the hostname, or set GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME to the interface that joins them",
     )
 
 

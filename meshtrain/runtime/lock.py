@@ -33,7 +33,7 @@ from datetime import datetime
 from pathlib import Path
 
 from meshtrain import console
-from meshtrain.errors import UserError, reason_of
+from meshtrain.errors import Problem, UserError, reason_of
 from meshtrain.runtime.claims import ClaimFile, list_claims, read_claim, remove_claim, renew_claim, token_of
 from meshtrain.runtime.environment import job_from_environment, requeues_from_environment
 from meshtrain.runtime.lifetime import at_sudden_exit, is_hidden, machine, started_at
@@ -174,7 +174,7 @@ class Lock:
             if isinstance(error, UserError):
                 raise
             raise self._kind(
-                f"{self._what}: cannot write its lock: {reason_of(error)}; make room, or {self._advice}"
+                f"{self._what}: cannot write its lock: {reason_of(error)}", f"make room, or {self._advice}"
             ) from error
         except BaseException:
             self.release()
@@ -198,24 +198,25 @@ class Lock:
                 f"for another {LEASE_SECONDS:.0f} s"
             )
 
-    def loss(self) -> str | None:
+    def loss(self) -> Problem | None:
         """Return why this process may no longer write, or None if it may."""
         if not self._is_lost:
             return None
         holders = [_read(content)[0] for content in self._others().values()]
         taker = next((f" by {holder.described()}" for holder in holders if holder is not None), "")
-        return (
+        return Problem(
             f"{self._what} was taken over{taker}: this process, its disk or its network was suspended for more "
             f"than {SAME_JOB_SECONDS:.0f} s; it stops, so that the other one can continue"
         )
 
-    def check(self) -> str | None:
+    def check(self) -> Problem | None:
         """Check whether this process still holds the lock. Return why not, or None if it does."""
         assert self._file is not None
         try:
             self._is_lost = self._is_lost or read_claim(self._file.path) is None
         except self._errors as error:
-            return f"{self._what}: cannot read its lock {self._file.path}: {reason_of(error)}; fix it, then resume"
+            found = f"{self._what}: cannot read its lock {self._file.path}: {reason_of(error)}"
+            return Problem(found, "fix it, then resume")
         return self.loss()
 
     def _others(self) -> dict[Location, bytes]:
@@ -239,13 +240,14 @@ class Lock:
                 # that one is suspended and does not withdraw in time, this one is refused.
                 if is_alive and (holds or token_of(claim) < self._token or seconds >= SAME_JOB_SECONDS):
                     raise self._kind(
-                        f"{self._what} is in use by {_described(holder)}; wait until it ends, end it, or {self._advice}"
+                        f"{self._what} is in use by {_described(holder)}",
+                        f"wait until it ends, end it, or {self._advice}",
                     )
                 if is_alive is None and seconds >= POLL_SECONDS and not has_warned:
                     has_warned = True
                     console.line(
-                        f"{self._what}: {_described(holder)}, may still write there; waiting for it to renew its lock, "
-                        f"{self._timeout(holder):.0f} s at most"
+                        f"{self._what} may still be in use by {_described(holder)}; waiting up to "
+                        f"{self._timeout(holder):.0f} s for it to renew its lock"
                     )
             else:
                 time.sleep(POLL_SECONDS)

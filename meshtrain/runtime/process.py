@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshtrain.compat.distributed import default_store, device_types, set_timeouts
-from meshtrain.errors import ConfigError, HostError
+from meshtrain.errors import ConfigError, HostError, Problem
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.environment import (
     agent_hosts_store,
@@ -183,9 +183,11 @@ def _leave_at_exit() -> None:
         while store.add(LEAVING, 0) < dist.get_world_size() and time.monotonic() < begin + LEAVE_SECONDS:
             time.sleep(0.02)
         if (missing := dist.get_world_size() - store.add(LEAVING, 0)) > 0:
+            rank = dist.get_rank()
+            others, their = ("1 other rank has", "its") if missing == 1 else (f"{missing} other ranks have", "their")
             sys.stderr.write(
-                f"rank {dist.get_rank()} has reached its end, and {missing} other ranks have not within "
-                f"{LEAVE_SECONDS:.0f} s: it leaves, and their next collective fails\n"
+                f"rank {rank} has finished, but {others} not finished within {LEAVE_SECONDS:.0f} s. Rank {rank} "
+                f"leaves, so {their} next collective will fail\n"
             )
     except dist.DistError:
         # The host of the store has left already, so all processes have reached their end.
@@ -242,16 +244,17 @@ def open_store(timeout_seconds: float, start: int = 0) -> dist.Store:
     return dist.PrefixStore(f"meshtrain/{attempt}/{start}", store)
 
 
-def _store_problem(error: dist.DistError, host: str, port: int, seconds: float) -> str:
+def _store_problem(error: dist.DistError, host: str, port: int, seconds: float) -> Problem:
     where = f"rank {rank_from_environment()} on {socket.gethostname()}"
     if "EADDRINUSE" in str(error):
-        return (
+        return Problem(
             f"{where} cannot host the store of the run: another program took port {port}, which was free when it was "
-            "chosen; start again, with another MASTER_PORT if you set it yourself"
+            "chosen",
+            "start again, with another MASTER_PORT if you set it yourself",
         )
-    return (
-        f"{where} cannot reach the store of the run at {host}:{port} within {seconds:.0f} s: check MASTER_ADDR, "
-        f"MASTER_PORT and the firewall of {host}"
+    return Problem(
+        f"{where} cannot reach the store of the run at {host}:{port} within {seconds:.0f} s",
+        f"check MASTER_ADDR, MASTER_PORT and the firewall of {host}",
     )
 
 

@@ -117,7 +117,9 @@ def build_run(
 def _build_step_context(identity: Identity, num_steps: int, process: Process) -> StepContext:
     config, plan = identity.config, identity.plan
     if plan.shard.offload == "cpu" and process.device.type == "cpu":
-        console.line("shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway")
+        console.line(
+            "shard.offload = 'cpu' changes nothing here: without an accelerator, everything is already in host memory"
+        )
     pipeline = build_pipeline(
         identity.resolved.model,
         init_mesh(plan.mesh, process.device.type),

@@ -145,15 +145,25 @@ def _check_writable(directory: Path) -> None:
         )
 
 
-def differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
-    """Return a line for each value that is not the same on both sides."""
+def differences(
+    there: Mapping[str, object],
+    here: Mapping[str, object],
+    places: tuple[str, str] = ("in that file", "in this run"),
+) -> list[str]:
+    """Return a line for each value that is not the same on both sides.
+
+    Args:
+        places: what the lines call the two sides.
+    """
     unset = object()
 
     def shown_value(side: Mapping[str, object], name: str) -> str:
         return repr(side[name]) if name in side else "not set"
 
     names = sorted(name for name in {*there, *here} if there.get(name, unset) != here.get(name, unset))
-    return [f"{name} is {shown_value(there, name)} there and {shown_value(here, name)} here" for name in names]
+    return [
+        f"{name} is {shown_value(there, name)} {places[0]} and {shown_value(here, name)} {places[1]}" for name in names
+    ]
 
 
 def write_resolved(config: RunConfig, plan: ParallelPlan) -> None:

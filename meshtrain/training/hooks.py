@@ -14,7 +14,7 @@ from meshtrain.checkpoint.saver import Saved
 from meshtrain.config.arguments import described, wrong
 from meshtrain.config.problems import did_you_mean
 from meshtrain.config.run import RunConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, Problem
 from meshtrain.runtime.agreement import is_first_rank
 from meshtrain.runtime.signals import StopRequest
 from meshtrain.training.state import TrainState
@@ -60,7 +60,7 @@ class RunState(TrainState):
     saved: Saved | None = None
     stopped_by: str | None = None
     failure: BaseException | None = None
-    problem: str | None = None
+    problem: Problem | None = None
 
     @property
     def is_first_rank(self) -> bool:
@@ -75,15 +75,17 @@ class RunState(TrainState):
         """
         self.stop.ask()
 
-    def report_problem(self, problem: str) -> None:
+    def report_problem(self, problem: str | Problem, advice: str = "") -> None:
         """Report why training cannot continue, such as a full disk.
 
         All ranks stop after the next step.
 
         Args:
-            problem: one line: what was found, and what to do.
+            problem: what was found, in one line.
+            advice: what to do about it. A Problem brings its own.
         """
-        self.problem = self.problem or problem
+        found = Problem(problem, advice) if isinstance(problem, str) else problem
+        self.problem = self.problem or found
 
 
 class Hook:
@@ -143,26 +145,26 @@ class Hooks:
         """Notify the hooks that training begins after `step` steps, or goes back to there."""
         self._latest.clear()
         self.state.step = step
-        self._tell("on_start", {}, note=note)
+        self._notify("on_start", {}, note=note)
 
     def step(self, metrics: Metrics, *, epoch_ends: bool, note: Mapping[str, Any]) -> None:
         """Notify the hooks of a step."""
-        self._tell("on_step", metrics, note=note, epoch_ends=epoch_ends)
+        self._notify("on_step", metrics, note=note, epoch_ends=epoch_ends)
 
     def evaluation(self, metrics: Metrics) -> None:
         """Notify the hooks of an evaluation."""
-        self._tell("on_evaluation", metrics)
+        self._notify("on_evaluation", metrics)
 
     def checkpoint(self, metrics: Metrics, saved: Saved | None) -> None:
         """Notify the hooks of a checkpoint."""
-        self._tell("on_checkpoint", metrics, saved=saved)
+        self._notify("on_checkpoint", metrics, saved=saved)
 
     def end(self, *, stopped_by: str | None = None, failure: BaseException | None = None) -> None:
         """Notify the hooks that the run ends."""
         self.state.stopped_by, self.state.failure = stopped_by, failure
-        self._tell("on_end", self._latest)
+        self._notify("on_end", self._latest)
 
-    def _tell(
+    def _notify(
         self,
         moment: str,
         metrics: Metrics,

@@ -23,6 +23,8 @@ from meshtrain.training.directory import differences
 from meshtrain.training.resolve import ResolvedRun
 from meshtrain.training.same_model import config_values, kind_differences
 
+PLACES = "in the checkpoint", "in this run"
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -93,7 +95,7 @@ class Identity:
             **self._order,
             **_values(self.hf_config),
         }
-        problems = kind_differences(manifest, self.hf_config) or differences(there, here)
+        problems = kind_differences(manifest, self.hf_config, PLACES) or differences(there, here, PLACES)
         problems += self._tensor_differences(checkpoint, manifest)
         if manifest.data_identity != self.data.identity:
             problems.append("the data is not what it was trained on: text, tokenizer, form or length has changed")
@@ -118,7 +120,7 @@ class Identity:
         tensors = list_stock_tensors(checkpoint, read_metadata(checkpoint), manifest)
         there = {name: tensor.shape for name, tensor in tensors.items()}
         here = {name: tuple(tensor.shape) for name, tensor in saved_tensors_of(self.resolved.model).items()}
-        different = differences(there, here)
+        different = differences(there, here, PLACES)
         return [f"{len(different):,} of its tensors differ: {name_some(different, limit=3)}"] if different else []
 
 

@@ -69,8 +69,10 @@ class MetricsHook(Hook):
     def _report(self, state: RunState) -> None:
         # Only the first rank writes, and the others have to stop with it.
         if self._writer is not None and self._writer.problem is not None:
-            advice = "training stopped; free disk space, then restart: it resumes from its newest checkpoint"
-            state.report_problem(f"{self._writer.problem}; {advice}")
+            state.report_problem(
+                f"{self._writer.problem}, so training stopped",
+                "free disk space, then start the run again; it resumes from its newest checkpoint",
+            )
 
     def _close(self) -> None:
         if self._writer is not None:

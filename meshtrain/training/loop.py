@@ -110,7 +110,7 @@ def _train(run: Run, note: Mapping[str, Any]) -> int | BadStep:
         if done.bad is not None and run.config.bad_steps.policy == "rewind":
             finish_saving(run)
             return done.bad
-        _tell_of_step(run, batch, done)
+        _notify_of_step(run, batch, done)
         stop_reason = _evaluate_and_save(run, done.stop_reason)
         if stop_reason:
             break
@@ -234,7 +234,7 @@ def _metrics(run: Run, batch: Batch, result: StepResult, memory: int, times: tup
     }
 
 
-def _tell_of_step(run: Run, batch: Batch, done: _Done) -> None:
+def _notify_of_step(run: Run, batch: Batch, done: _Done) -> None:
     step, history = run.state.step, run.context.history
     run.pipeline.activity.enter("hooks")
     next_epoch = run.dataset.order.epoch(find_data_step(step, history.left_out))
@@ -287,8 +287,8 @@ def _evaluate(run: Run) -> float:
     loss = sum(mean * count for mean, count in found.values()) / max(1, sum(count for _, count in found.values()))
     if not math.isfinite(loss):
         raise TrainingStopped(
-            f"step {run.state.step}: the evaluation loss is {loss}, so the parameters are broken; stopped before a "
-            "checkpoint of them was written",
+            f"step {run.state.step}: the evaluation loss is {loss}, so the parameters are broken; training stopped "
+            "before a checkpoint was written",
             "lower optimizer.learning_rate, or set optimizer.max_gradient_norm",
         )
     of_each = {f"eval_loss/{name}": mean for name, (mean, _) in found.items()} if len(found) > 1 else {}

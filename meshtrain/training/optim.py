@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshtrain.config.run import LearningRateConfig, OptimizerConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, Problem
 from meshtrain.parallel.local_parameter import as_local
 from meshtrain.parallel.pipeline import Pipeline
 
@@ -47,8 +47,8 @@ def build_learning_rate(config: LearningRateConfig, base: float, num_steps: int)
 
     ignored = [key for key in IGNORED.get(config.name, ()) if getattr(config, key)]
     if ignored:
-        what = f"the schedule {config.name!r} does not use it; leave it out"
-        raise ConfigError(f"learning_rate.{key}: {what}" for key in ignored)
+        unused = Problem(f"the schedule {config.name!r} does not use it", "leave it out")
+        raise ConfigError(unused.concerning(f"learning_rate.{key}") for key in ignored)
     carrier: Optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=base)
     try:
         scheduler = get_scheduler(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from meshtrain.checkpoint.dcp.reading import tensor_entries
 from meshtrain.checkpoint.manifest import SavedOptimizer
+from meshtrain.errors import Problem
 from meshtrain.parallel.local_parameter import full_parameter, laid_out_as
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -134,7 +135,7 @@ class LoadedState:
         return torch.empty((), dtype=dtype, device="cpu" if on_host else slot.parameter.device)
 
 
-def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[Problem]:
     """Return what a checkpoint cannot hold, or which parameters are not the model's; at most one.
 
     Args:
@@ -144,9 +145,13 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[s
     foreign = [slot for key, slot in slots_of(optimizer).items() if key not in names]
     if foreign:
         shapes = sorted({str(tuple(slot.parameter.shape)) for slot in foreign})
+        several = f"{len(foreign)} tensors that are not parameters"
+        tensors = several if len(foreign) > 1 else "a tensor that is not a parameter"
         problems.append(
-            f"the optimizer holds {len(foreign)} that are not parameters of the model, of shape {', '.join(shapes[:3])}"
-            "; make it from the parallel model, or call meshtrain.rebind(optimizer)"
+            Problem(
+                f"the optimizer holds {tensors} of the model, of shape {', '.join(shapes[:3])}",
+                "make it from the parallel model, or call meshtrain.rebind(optimizer)",
+            )
         )
     what = f"{type(optimizer).__name__} keeps"
     for key, slot in slots_of(optimizer).items():
@@ -155,8 +160,11 @@ def unsupported_states(optimizer: Optimizer, names: Mapping[int, str]) -> list[s
             if key in names and kind_of(state, value, slot.parameter) is None:
                 found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 problems.append(
-                    f"{what} {state!r} of {names[key]} as {found}; a checkpoint holds numbers, and tensors of the "
-                    f"shape of the parameter, here {shape}; use an optimizer that keeps nothing else"
+                    Problem(
+                        f"{what} {state!r} of {names[key]} as {found}; a checkpoint holds numbers, and tensors of the "
+                        f"shape of the parameter, here {shape}",
+                        "use an optimizer that keeps nothing else",
+                    )
                 )
     return problems[:1]
 

@@ -12,7 +12,7 @@ from meshtrain.config.reading import shown_path
 from meshtrain.config.run import RunConfig, duration_seconds
 from meshtrain.data.prepare import PreparedData, prepare_data
 from meshtrain.data.samples.dataset import Dataset, build_dataset
-from meshtrain.errors import ConfigError, DataError, name_some
+from meshtrain.errors import ConfigError, DataError, Problem, name_some
 from meshtrain.runtime.activity import HangLimits
 from meshtrain.runtime.agreement import failing_together, gather_objects, raise_together
 from meshtrain.runtime.environment import rank_from_environment, world_size_from_environment
@@ -122,9 +122,9 @@ def _agree_on_data(data: PreparedData) -> None:
     """
     answers = gather_objects((socket.gethostname(), data.identity))
     others = sorted({host for host, identity in answers if identity != answers[0][1]})
-    problem = (
-        f"the data of {name_some(others)} is not that of {answers[0][0]}: text, tokenizer or Python version differs; "
-        "use the same files on all machines"
+    problem = Problem(
+        f"the data of {name_some(others)} is not that of {answers[0][0]}: text, tokenizer or Python version differs",
+        "use the same files on all machines",
     )
     raise_together([problem] if others else [], DataError)
 

@@ -18,6 +18,7 @@ from meshtrain.runtime.agreement import failing_together, raise_together
 from meshtrain.runtime.location import Location
 from meshtrain.training.directory import differences
 
+PLACES = "in the checkpoint", "in this program"
 # Values of a Hugging Face configuration that do not determine what the model computes.
 _VOLATILE = ("transformers_version", PATH_KEY, "dtype", "architectures")
 # Values that a program may change in a model: dropout, generation, outputs, notes.
@@ -34,9 +35,8 @@ def check_same_kind(checkpoint: Location, manifest: Manifest, config: Pretrained
         CheckpointError: on all processes alike, if it has another kind.
     """
     advice = f"meshtrain.build_model({str(checkpoint)!r}) builds its model"
-    raise_together(
-        [f"{checkpoint}: {found}; {advice}" for found in kind_differences(manifest, config)], CheckpointError
-    )
+    found = kind_differences(manifest, config, PLACES)
+    raise_together((Problem(one, advice, about=str(checkpoint)) for one in found), CheckpointError)
 
 
 def check_same_model(checkpoint: Location, manifest: Manifest, config: PretrainedConfig) -> None:
@@ -55,15 +55,19 @@ def check_same_model(checkpoint: Location, manifest: Manifest, config: Pretraine
             for side in (there, config)
         ]
         advice = "build the model as it was, or load the weights alone with meshtrain.load_weights"
-        if found := differences(*sides):
+        if found := differences(sides[0], sides[1], PLACES):
             raise CheckpointError(Problem(difference, advice, about=str(checkpoint)) for difference in found)
 
 
-def kind_differences(manifest: Manifest, config: PretrainedConfig) -> list[str]:
-    """Return a line if a checkpoint has another kind of model; otherwise an empty list."""
+def kind_differences(manifest: Manifest, config: PretrainedConfig, places: tuple[str, str]) -> list[str]:
+    """Return a line if a checkpoint has another kind of model; otherwise an empty list.
+
+    Args:
+        places: what the line calls the checkpoint, and the user of `config`.
+    """
     if manifest.model_type == config.model_type:
         return []
-    return [f"the model is a {manifest.model_type} there and a {config.model_type} here"]
+    return [f"the model is a {manifest.model_type} {places[0]} and a {config.model_type} {places[1]}"]
 
 
 def config_values(config: PretrainedConfig) -> dict[str, Any]:

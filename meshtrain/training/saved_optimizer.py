@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshtrain.checkpoint.manifest import SavedGroup, SavedOptimizer
-from meshtrain.errors import CheckpointError, name_some
+from meshtrain.errors import CheckpointError, Problem, name_some
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.runtime.agreement import gather_objects
 from meshtrain.training.optimizer_state import kinds_of_states, slots_of, unsupported_states
@@ -44,7 +44,7 @@ def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimiz
     try:
         here = _here(pipeline, optimizer)
     except CheckpointError as error:
-        problems += error.lines
+        problems += error.problems
     for problem in (problem for answer in gather_objects(problems) for problem in answer):
         raise CheckpointError(problem)
     ranks = [one for one in gather_objects(here) if one is not None]
@@ -52,23 +52,29 @@ def describe_optimizer(pipeline: Pipeline, optimizer: Optimizer) -> SavedOptimiz
     return _merge(ranks)
 
 
-def optimizer_problems(there: SavedOptimizer, here: SavedOptimizer) -> list[str]:
-    """Return what prevents loading a saved optimizer into this one, one line each."""
+def optimizer_problems(there: SavedOptimizer, here: SavedOptimizer) -> list[Problem]:
+    """Return what prevents loading a saved optimizer into this one."""
     if there.name != here.name:
-        return [f"the optimizer is {there.name} there and {here.name} here; continue with the same one"]
+        found = f"the optimizer is {there.name} in the checkpoint and {here.name} in this program"
+        return [Problem(found, "continue with the same one")]
     groups_there, groups_here = (
         {name: index for index, group in enumerate(saved.groups) for name in group.parameters}
         for saved in (there, here)
     )
     moved = [
-        f"{name} ({_place(groups_there.get(name))} there, {_place(groups_here.get(name))} here)"
+        f"{name} ({_place(groups_there.get(name))} in the checkpoint, {_place(groups_here.get(name))} in this program)"
         for name in sorted({*groups_there, *groups_here})
         if groups_there.get(name) != groups_here.get(name)
     ]
+    advice = "make the groups as they were when it was saved"
     if moved:
-        return [f"the optimizer has its parameters in other groups ({len(moved)}): {name_some(moved, 3)}"]
+        what = f"{len(moved)} parameters are in other groups" if len(moved) > 1 else "1 parameter is in another group"
+        return [Problem(f"{what} than in the checkpoint: {name_some(moved, 3)}", advice)]
     numbers = len(there.groups), len(here.groups)
-    return [f"the optimizer has {numbers[0]} groups there and {numbers[1]} here"] if numbers[0] != numbers[1] else []
+    if numbers[0] != numbers[1]:
+        found = f"the optimizer has {numbers[0]} groups in the checkpoint and {numbers[1]} in this program"
+        return [Problem(found, advice)]
+    return []
 
 
 def restore_options(optimizer: Optimizer, saved: SavedOptimizer) -> None:
@@ -169,7 +175,7 @@ def _merge(ranks: Iterable[_RankOptimizer]) -> SavedOptimizer:
                 raise CheckpointError(
                     f"{one.name} keeps {state!r} as {KINDS[kinds[state]]} of one parameter and as {KINDS[kind]} of "
                     "another",
-                    "a checkpoint holds one kind",
+                    "use an optimizer that keeps one kind for all parameters",
                 )
         groups |= {fqn: group for fqn, group, _ in one.parameters if group is not None}
         name, options = one.name, one.options

@@ -53,8 +53,8 @@ def save_state(
             that a checkpoint cannot hold.
         TrainingStopped: the same on all processes: a value is not finite.
     """
-    problems = [] if keep >= 1 else [f"keep = {keep}: the checkpoint that is written must stay; pass 1 or more"]
-    raise_together(problems, CheckpointError)
+    too_few = Problem(f"keep = {keep}: the checkpoint that is written must stay", "pass 1 or more")
+    raise_together([too_few] if keep < 1 else [], CheckpointError)
     optimizer = None if state.optimizer is None else describe_optimizer(pipeline, state.optimizer)
     with locked_together(root):
         tensors, manifest = take_snapshot(pipeline, state)
@@ -103,7 +103,7 @@ def restore_state(where: Location, pipeline: Pipeline, state: TrainState, *, mis
         # The checkpoint belongs to a run. Its options are in the run file, and any groups fit.
         there = SavedOptimizer(name=RUN_OPTIMIZER, groups=() if here is None else here.groups)
     if problems := _optimizer_problems(there, here):
-        raise CheckpointError(Problem(problem, about=str(checkpoint)) for problem in problems)
+        raise CheckpointError(problem.concerning(str(checkpoint)) for problem in problems)
     restore_snapshot(checkpoint, manifest, pipeline, state, there)
     if state.optimizer is not None and manifest.optimizer is not None:
         restore_options(state.optimizer, manifest.optimizer)
@@ -146,7 +146,7 @@ def _check_nothing_is_later(root: Location, step: int) -> None:
             )
 
 
-def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | None) -> list[str]:
+def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | None) -> list[Problem]:
     if there is not None and here is not None:
         return optimizer_problems(there, here)
     if there is None and here is None:
@@ -154,5 +154,5 @@ def _optimizer_problems(there: SavedOptimizer | None, here: SavedOptimizer | Non
     advice = "use the same optimizer, or load the weights alone with load_weights"
     if here is None:
         assert there is not None
-        return [f"it holds state of {there.name}, and the state to load has no optimizer; {advice}"]
-    return [f"it holds no optimizer state, and the state to load has {here.name}; {advice}"]
+        return [Problem(f"it holds state of {there.name}, and the state to load has no optimizer", advice)]
+    return [Problem(f"it holds no optimizer state, and the state to load has {here.name}", advice)]

@@ -18,7 +18,7 @@ from meshtrain.checkpoint.dcp.store import MODEL_PREFIX, read_table, restore_che
 from meshtrain.checkpoint.manifest import Manifest, SavedOptimizer
 from meshtrain.checkpoint.parallelized import weights_manifest
 from meshtrain.compat.operators import norms
-from meshtrain.errors import CheckpointError, TrainingStopped, name_some
+from meshtrain.errors import CheckpointError, Problem, TrainingStopped, name_some
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.shard import reshard
@@ -164,15 +164,15 @@ def _agreed_step_and_values(state: TrainState) -> tuple[int, str]:
             ranks.
     """
     advice = "save what JSON has: None, bools, numbers and strings, in lists and in dicts with strings for keys"
-    problems = [f"{problem}; {advice}" for problem in not_json(state.values, "state.values")]
+    problems = [Problem(found, advice) for found in not_json(state.values, "state.values")]
     raise_together(problems[:1], CheckpointError)
     here = (state.step, json.dumps(state.values))
     for rank, there in enumerate(answers := gather_objects(here)):
         for what, first, other in zip(("step", "values"), answers[0], there, strict=True):
             if first != other:
                 raise CheckpointError(
-                    f"state.{what} is {other} on rank {rank} and {first} on rank 0",
-                    "it is saved once, so it must be the same on all of them: gather values that differ",
+                    f"state.{what} is {other} on rank {rank} and {first} on rank 0, but it is saved once",
+                    "make it the same on all ranks: gather values that differ",
                 )
     return here
 
@@ -225,6 +225,7 @@ def check_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     found = sorted({name for answer in gather_objects(names) for name in answer})
     if found:
         raise TrainingStopped(
-            f"step {step}: not finite: {name_some(found, 3)}; stopped before a checkpoint of it was written",
+            f"step {step}: these values are not finite: {name_some(found, 3)}; training stopped before a checkpoint "
+            "was written",
             "resume from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm",
         )

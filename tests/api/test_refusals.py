@@ -199,7 +199,7 @@ def misuse_pipeline() -> dict[str, str]:
 
 def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
     trains = (
-        "loss = model.forward_backward(batch) trains on a complete batch, model.evaluate(batch) computes its loss alone"
+        "call loss = model.forward_backward(batch) to train on a complete batch, or model.evaluate(batch) for its loss"
     )
     tensors = (
         "and a pipeline cuts tensors into microbatches; pass a tensor with as many rows as input_ids, or leave it out"
@@ -235,13 +235,13 @@ def test_pipeline_refuses_calls_that_it_cannot_run() -> None:
         "tensor": f"the batch is a Tensor; {mapping}",
         "None": f"the batch is a NoneType; {mapping}",
         "no gradients": "forward_backward was called under torch.no_grad(); call it outside, or evaluate(batch)",
-        "called": f"a model over pp cannot be called, because no rank has all of it: {trains}",
+        "called": f"a model over pp cannot be called, because no rank has all of it; {trains}",
         "pickled": "a parallel model can be neither copied nor pickled, because no rank has all of it; save it with "
         "model.save_pretrained(folder), or with its optimizer by meshtrain.save_checkpoint(directory, state)",
-        "forward": f"a model over pp has no forward: {trains}",
+        "forward": f"a model over pp has no forward; {trains}",
         "to": "a model over pp has no to: every rank keeps its stages on its own device; leave the call out, and "
         "choose number formats with model.to(...) before meshtrain.parallelize or in [precision] of the plan",
-        "state_dict": "a model over pp has no state_dict: call meshtrain.save_checkpoint(directory, state), or "
+        "state_dict": "a model over pp has no state_dict; call meshtrain.save_checkpoint(directory, state), or "
         "model.save_pretrained(folder)",
         "num_parameters": "a model over pp has no num_parameters: a rank holds its stages only; use the stock model "
         "for this, before meshtrain.parallelize",

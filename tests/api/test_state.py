@@ -189,13 +189,16 @@ def load_another(directory: Path) -> list[str]:
 def test_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(tmp_path: Path) -> None:
     heads, theta, kind, weights = run_on_ranks(2, load_another, tmp_path)[0]
     advice = "build the model as it was, or load the weights alone with meshtrain.load_weights"
-    assert f"/step-1: config.num_attention_heads is 4 there and 8 here; {advice}" in heads
+    assert f"/step-1: config.num_attention_heads is 4 in the checkpoint and 8 in this program; {advice}" in heads
     assert re.search(
-        r"/step-1: config.rope_parameters is \{.*10000.0.*\} there and \{.*50.0.*\} here; build the", theta
+        r"/step-1: config.rope_parameters is \{.*10000.0.*\} in the checkpoint and \{.*50.0.*\} in this program; "
+        "build the",
+        theta,
     )
     assert kind == weights
     assert kind == (
-        "/step-1: the model is a llama there and a mistral here; meshtrain.build_model('/step-1') builds its model"
+        "/step-1: the model is a llama in the checkpoint and a mistral in this program; "
+        "meshtrain.build_model('/step-1') builds its model"
     )
 
 

@@ -185,7 +185,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_listed(tmp_path: Path) -> N
     assert caught.value.lines == (
         f"{saved} lacks tensors of the model (1): model.norm.weight",
         f"{saved} holds tensors that the model does not have (1): extra",
-        f"{saved} has tensors of other shapes (1): model.embed_tokens.weight (3, 8) there, (40, 8) in the model",
+        f"{saved} has tensors of other shapes (1): model.embed_tokens.weight (3, 8) instead of (40, 8)",
         "weights and configuration of LlamaForCausalLM do not belong together",
     )
     assert not (tmp_path / "out").exists()

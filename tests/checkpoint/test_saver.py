@@ -108,7 +108,7 @@ def test_background_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
     assert first == second
     message, has_failed, names = first
     assert message.startswith(f"rank 0 cannot write {tmp_path}/step-2.tmp: ")
-    assert "step 2 is not saved and earlier checkpoints are untouched" in message
+    assert "step 2 is not saved, and earlier checkpoints are untouched" in message
     assert not has_failed
     assert names == ["step-2", "step-1"]
 

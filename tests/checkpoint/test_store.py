@@ -231,8 +231,9 @@ def test_checkpoint_of_another_model_is_refused_with_all_differences_on_all_rank
     assert first == (
         f"{wide} lacks what this run needs (1): model.layers.9.norm.weight",
         f"{wide} holds what this run does not have (1): optimizer.exp_avg.layers.2.norm.weight",
-        f"{wide} has other shapes (1): model.layers.3.norm.weight (3,) there, (4,) here",
-        f"{wide} has other number formats (1): model.layers.3.colwise.bias torch.float32 there, torch.bfloat16 here",
+        f"{wide} has other shapes (1): model.layers.3.norm.weight is (3,) in the checkpoint and (4,) in this run",
+        f"{wide} has other number formats (1): model.layers.3.colwise.bias is torch.float32 in the checkpoint "
+        "and torch.bfloat16 in this run",
         "it is a checkpoint of another model or optimizer: resume with its own, or choose another run directory",
     )
 

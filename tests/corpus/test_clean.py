@@ -68,7 +68,9 @@ def test_boilerplate_is_dropped_or_removed():
 
 
 def test_unknown_languages_and_tokenizers_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"^clean.languages: klingon cannot be identified; known are ace, af, am, an, "):
+    with pytest.raises(
+        DataError, match=r"^clean.languages: klingon cannot be identified; use one of ace, af, am, an, "
+    ):
         check_cleaning(CleanConfig(languages=["en", "klingon"]))
     with pytest.raises(DataError, match=f"^clean.tokenizer: there is no {tmp_path}/tokenizer.json; name a local "):
         check_cleaning(CleanConfig(tokenizer=str(tmp_path)))

@@ -210,8 +210,8 @@ def test_unreadable_shards_and_lines_are_named(tmp_path: Path) -> None:
         b"{]": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
         "redo the step that wrote it (--redo)",
         b"[]": "not a JSON object; redo the step that wrote it (--redo)",
-        b'{"text": "three"}': 'no text under the key "id"; every document needs one',
-        b'{"text": null, "id": "2"}': 'no text under the key "text"; every document needs one',
+        b'{"text": "three"}': 'no text under the key "id"; add one to every document',
+        b'{"text": null, "id": "2"}': 'no text under the key "text"; add one to every document',
     }.items():
         shard.write_bytes(gzip.compress(good + bad))
         assert error_message(tmp_path) == f"/source/00000.jsonl.gz, line 3: {message}"

@@ -353,7 +353,7 @@ def test_missing_packages_of_the_extra_are_named(monkeypatch, file):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ('clean.languages=["klingon"]', "clean.languages: klingon cannot be identified; known are "),
+        ('clean.languages=["klingon"]', "clean.languages: klingon cannot be identified; use one of "),
         ('clean.tokenizer="{}/no"', "clean.tokenizer: there is no {}/no; name a local tokenizer.json or "),
         ('clean.tokenizer="{}/corpus.toml"', "clean.tokenizer: {}/corpus.toml is not a tokenizer ("),
     ],

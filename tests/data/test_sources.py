@@ -116,9 +116,9 @@ def test_directory_without_texts_shows_its_files(corpus):
     (corpus / "other/info.json").write_text("{}")
 
     assert problems_of(corpus / "other") == (
-        f'data.train: "{corpus}/other" is a directory without a file of a known kind that holds anything; known are '
-        ".jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet; "
-        f"{corpus}/other holds info.json",
+        f'data.train: "{corpus}/other" is a directory without a file of a known kind that holds anything; '
+        f"{corpus}/other holds info.json; use one of .jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .txt, "
+        ".txt.gz, .txt.zst, .parquet",
     )
 
 
@@ -128,8 +128,8 @@ def test_an_unknown_kind_shows_the_known_ones(corpus):
     for source in ("table.csv", "t*.csv"):
         assert problems_of(corpus / source) == (
             f'data.train: "{corpus}/table.csv" is not of a known kind; '
-            "known are .jsonl, .jsonl.gz, .jsonl.zst, .json, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet "
-            "and the built-in source python-stdlib",
+            "use one of .jsonl, .jsonl.gz, .jsonl.zst, .json, .json.gz, .json.zst, .txt, .txt.gz, .txt.zst, .parquet, "
+            "or the built-in source python-stdlib",
         )
 
 

@@ -222,7 +222,7 @@ def test_urls_are_streamed(tmp_path, texts):
     [
         ("memory://nowhere/*.jsonl", "data.train: memory://nowhere/*.jsonl matches no file that holds anything"),
         ("memory://nowhere/a.jsonl", "data.train: memory://nowhere/a.jsonl cannot be reached: "),
-        ("memory://table.csv", 'data.train: "memory://table.csv" is not of a known kind; known are '),
+        ("memory://table.csv", 'data.train: "memory://table.csv" is not of a known kind; use one of '),
     ],
 )
 def test_urls_without_files_are_reported(tmp_path, train, problem):

@@ -91,7 +91,7 @@ def test_number_formats_that_cannot_be_trained_are_named(tmp_path: Path) -> None
         "its bfloat16 version"
     )
     path = write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "C64"}})
-    assert refusal(path).startswith(f"{path} holds a in C64, which is not supported; supported are F64, F32,")
+    assert refusal(path).startswith(f"{path} holds a in C64, which is not supported; use one of F64, F32,")
 
 
 def test_file_that_shrinks_during_a_read_is_an_error(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def refusal(folder: Path, *, tokens: int, enlarge: bool) -> tuple[str, ...]:
 def test_larger_vocabulary_without_the_option_is_an_error_that_names_it(tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     assert refusal(tmp_path, tokens=LARGER, enlarge=False) == (
-        f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight (13, 8) there, (21, 8) in the model, "
-        "lm_head.weight (13, 8) there, (21, 8) in the model",
+        f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight is (13, 8) in the files and (21, 8) "
+        "in the model, lm_head.weight is (13, 8) in the files and (21, 8) in the model",
         "the model has more tokens than the files: set model.enlarge_vocabulary = true (in a program: "
         "enlarge_vocabulary=True) to set the new rows to the mean of the known ones",
     )
@@ -107,8 +107,8 @@ def test_larger_vocabulary_without_the_option_is_an_error_that_names_it(tmp_path
 def test_smaller_vocabulary_is_an_error_with_the_option_too(tmp_path: Path) -> None:
     KINDS["llama"].save_pretrained(tmp_path)
     assert refusal(tmp_path, tokens=12, enlarge=True) == (
-        f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight (13, 8) there, (12, 8) in the model, "
-        "lm_head.weight (13, 8) there, (12, 8) in the model",
+        f"{tmp_path} has weights of other shapes (2): model.embed_tokens.weight is (13, 8) in the files and (12, 8) "
+        "in the model, lm_head.weight is (13, 8) in the files and (12, 8) in the model",
         "use the configuration that belongs to these weights, or other weights",
     )
 

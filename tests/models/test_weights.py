@@ -239,8 +239,8 @@ def test_files_of_another_model_are_refused_on_all_ranks(source: Path) -> None:
     assert first == (
         f"{source} lacks weights of the model (1): transformer.h.2.ln_1.weight",
         f"{source} holds weights that the model does not have (1): transformer.h.1.mlp.c_fc.bias",
-        f"{source} has weights of other shapes (2): transformer.wpe.weight (7, 10) there, (9, 10) in the model, "
-        "transformer.h.0.attn.c_attn.weight (10, 30) there, (10, 36) in the model",
+        f"{source} has weights of other shapes (2): transformer.wpe.weight is (7, 10) in the files and (9, 10) in the "
+        "model, transformer.h.0.attn.c_attn.weight is (10, 30) in the files and (10, 36) in the model",
         "use the configuration that belongs to these weights, or other weights",
     )
 

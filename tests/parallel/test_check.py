@@ -191,10 +191,10 @@ def test_layerdrop_is_refused() -> None:
 def test_indivisible_global_batch_is_refused() -> None:
     plan = make_plan("llama", mesh={"dp_replicate": 2, "dp_shard": 2})
     assert problems(plan, batch=BatchShape(14, 2, 12)) == (
-        "global_batch_size = 14 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest are 8 and 16",
+        "global_batch_size = 14 is not a multiple of dp 4 x micro_batch_size 2 = 8; set it to 8 or 16",
     )
     assert problems(plan, batch=BatchShape(3, 2, 12)) == (
-        "global_batch_size = 3 is not a multiple of dp 4 x micro_batch_size 2 = 8; the nearest is 8",
+        "global_batch_size = 3 is not a multiple of dp 4 x micro_batch_size 2 = 8; set it to 8",
     )
 
 
@@ -210,11 +210,11 @@ def test_unsupported_sequence_length_is_refused() -> None:
     plan = make_plan("llama", mesh={"tp": 2}, tensor={"sequence_parallel": True})
     assert problems(plan, batch=BatchShape(8, 1, 13)) == (
         "tensor.sequence_parallel splits the sequence over tp = 2, which does not divide data.sequence_length = 13; "
-        "the nearest are 12 and 14",
+        "set it to 12 or 14",
     )
     assert problems(plan, batch=BatchShape(8, 1, 12, width_multiple=3)) == (
         "tensor.sequence_parallel splits every batch over tp = 2, which does not divide data.pad_to_multiple_of = 3; "
-        "the nearest are 2 and 4",
+        "set it to 2 or 4",
     )
 
 
@@ -282,8 +282,9 @@ def test_local_attributes_that_are_not_widths_are_refused() -> None:
     plan = make_plan("gpt2", mesh={"tp": 4}, tensor={"local_attributes": attributes})
     assert problems(plan, meta_model("gpt2", n_layer=2)) == (
         "tensor.local_attributes: 'split_sice' of transformer.h.*.attn is None, which is not a number that "
-        "tp = 4 divides",
-        "tensor.local_attributes: 'layer_idx' of transformer.h.*.attn is 1, which is not a number that tp = 4 divides",
+        "tp = 4 divides; name another attribute, or set another mesh.tp",
+        "tensor.local_attributes: 'layer_idx' of transformer.h.*.attn is 1, which is not a number that tp = 4 "
+        "divides; name another attribute, or set another mesh.tp",
     )
 
 
@@ -298,31 +299,37 @@ def test_parameters_without_a_rule_are_refused() -> None:
 
 def test_head_with_an_unsupported_style_is_refused() -> None:
     assert problems(changed_styles(lm_head="colwise")) == (
-        "tensor.styles: the head lm_head is 'colwise'; it can be 'colwise_gather_output' or 'replicate'",
+        "tensor.styles: the head lm_head is 'colwise'; make it 'colwise_gather_output' or 'replicate'",
     )
 
 
 def test_styles_for_other_module_types_are_refused() -> None:
     changes = {"model.norm": "rowwise", "model.embed_tokens": "colwise", "model.layers.*.mlp": "colwise"}
     assert problems(changed_styles(**changes)) == (
-        "tensor.styles: model.embed_tokens is 'colwise', which is for Linear and Conv1D, not for a Embedding",
-        "tensor.styles: model.layers.*.mlp is 'colwise', which is for Linear and Conv1D, not for a LlamaMLP",
-        "tensor.styles: model.norm is 'rowwise', which is for Linear and Conv1D, not for a LlamaRMSNorm",
+        "tensor.styles: model.embed_tokens is 'colwise', which is for Linear and Conv1D, not for a Embedding; make it "
+        "'replicate'",
+        "tensor.styles: model.layers.*.mlp is 'colwise', which is for Linear and Conv1D, not for a LlamaMLP; make it "
+        "'replicate'",
+        "tensor.styles: model.norm is 'rowwise', which is for Linear and Conv1D, not for a LlamaRMSNorm; make it "
+        "'replicate'",
     )
     assert problems(changed_styles(**{"model.norm": "embedding_rowwise"})) == (
-        "tensor.styles: model.norm is 'embedding_rowwise', which is for an Embedding, not for a LlamaRMSNorm",
+        "tensor.styles: model.norm is 'embedding_rowwise', which is for an Embedding, not for a LlamaRMSNorm; make it "
+        "'replicate'",
     )
     # This forward mixes the rows of the table, so a rank that holds some of them cannot compute it.
     model = meta_model("llama")
     forward = {"forward": lambda self, ids: nn.functional.embedding(ids, self.weight.softmax(0))}
     model.model.embed_tokens.__class__ = type("Mixed", (nn.Embedding,), forward)
     assert problems(changed_styles(), model) == (
-        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which is for an Embedding, not for a Mixed",
+        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which is for an Embedding, not for a Mixed; make "
+        "it 'replicate'",
     )
     model = meta_model("llama")
     model.model.embed_tokens.max_norm = 1.0
     assert problems(changed_styles(), model) == (
-        "tensor.styles: model.embed_tokens is 'embedding_rowwise', which knows neither max_norm nor scale_grad_by_freq",
+        "tensor.styles: model.embed_tokens is 'embedding_rowwise', but its max_norm or scale_grad_by_freq needs the "
+        "full table; make it 'replicate'",
     )
 
 
@@ -330,15 +337,16 @@ def test_styles_that_need_missing_config_values_are_refused() -> None:
     changes = {"model.layers.*.self_attn.k_proj": "mla_kv_a_proj", "model.layers.*.mlp.up_proj": "replicated_heads"}
     assert problems(changed_styles(**changes)) == (
         "tensor.styles: model.layers.*.self_attn.k_proj is 'mla_kv_a_proj', but the model's configuration has no "
-        "qk_rope_head_dim",
+        "qk_rope_head_dim; make it 'replicate'",
         "tensor.styles: model.layers.*.mlp.up_proj is 'replicated_heads', but no module around it has "
-        "num_key_value_groups to say which heads share one",
+        "num_key_value_groups to say which heads share one; make it 'colwise', with a tp that divides its heads",
     )
     model = meta_model("llama")
     for layer in model.model.layers:
         layer.self_attn.k_proj = Conv1D(32, 64)
     assert problems(changed_styles(**{"model.layers.*.self_attn.k_proj": "replicated_heads"}), model) == (
-        "tensor.styles: model.layers.*.self_attn.k_proj is 'replicated_heads', which is for Linear, not for a Conv1D",
+        "tensor.styles: model.layers.*.self_attn.k_proj is 'replicated_heads', which is for Linear, not for a Conv1D; "
+        "make it 'replicate'",
     )
 
 
@@ -350,14 +358,16 @@ def test_wrong_styles_of_single_parameters_are_refused() -> None:
         styles = {**plan.tensor.styles, **{f"{experts}{end}": style for end, style in changes.items()}}
         return problems(plan.model_copy(update={"tensor": plan.tensor.model_copy(update={"styles": styles})}), model)
 
-    needs = "but a rule for a parameter needs its module to be one of local_params, moe_tp_experts"
+    needs = (
+        "but a rule for a parameter needs its module to be one of local_params, moe_tp_experts; give the module such "
+        "a rule, or leave this one out"
+    )
     assert message(**{"": "replicate"}) == (
         f"tensor.styles: {experts}.gate_up_proj is 'colwise', {needs}",
         f"tensor.styles: {experts}.down_proj is 'rowwise', {needs}",
     )
     assert message(**{".down_proj": "rowwise_split_input"}) == (
-        f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; a parameter can be 'colwise', 'rowwise' or "
-        "'replicate'",
+        f"tensor.styles: {experts}.down_proj is 'rowwise_split_input'; make it 'colwise', 'rowwise' or 'replicate'",
     )
 
 
@@ -414,11 +424,14 @@ def test_projection_that_cuts_its_input_needs_the_full_sequence() -> None:
 def test_indivisible_heads_are_refused() -> None:
     model = meta_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
     assert problems(make_plan("llama", mesh={"tp": 8}), model) == (
-        "mesh.tp = 8 does not divide the model's 12 attention heads (num_attention_heads); tp can be 1, 2, 3, 4, 6, 12",
-        "mesh.tp = 8 does not divide the model's 6 key-value heads (num_key_value_heads); tp can be 1, 2, 3, 6",
+        "mesh.tp = 8 does not divide the model's 12 attention heads (num_attention_heads); set mesh.tp to one of 1, "
+        "2, 3, 4, 6, 12",
+        "mesh.tp = 8 does not divide the model's 6 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 2, "
+        "3, 6",
     )
     assert problems(make_plan("llama", mesh={"tp": 4}), model) == (
-        "mesh.tp = 4 does not divide the model's 6 key-value heads (num_key_value_heads); tp can be 1, 2, 3, 6",
+        "mesh.tp = 4 does not divide the model's 6 key-value heads (num_key_value_heads); set mesh.tp to one of 1, 2, "
+        "3, 6",
     )
 
 
@@ -426,7 +439,7 @@ def test_indivisible_heads_of_falcon_are_refused() -> None:
     config = AutoConfig.for_model("falcon", num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True)
     model = build_meta_model(config, dtype=torch.float32, attention="eager")
     assert problems(make_plan(mesh={"tp": 4}), model) == (
-        "mesh.tp = 4 does not divide the model's 2 key-value heads (num_kv_heads); tp can be 1, 2",
+        "mesh.tp = 4 does not divide the model's 2 key-value heads (num_kv_heads); set mesh.tp to one of 1, 2",
     )
 
 
@@ -435,7 +448,7 @@ def test_indivisible_mlp_width_is_refused(model_type: str) -> None:
     name = {"llama": "model.layers.0.mlp.gate_proj", "gpt2": "transformer.h.0.mlp.c_fc"}[model_type]
     width = {"llama": {"intermediate_size": 50}, "gpt2": {"n_inner": 50}}[model_type]
     assert problems(make_plan(model_type, mesh={"tp": 4}), meta_model(model_type, **width)) == (
-        f"mesh.tp = 4 does not divide the width 50 of {name} (colwise); tp can be 1, 2, 5, 10, 25, 50",
+        f"mesh.tp = 4 does not divide the width 50 of {name} (colwise); set mesh.tp to one of 1, 2, 5, 10, 25, 50",
     )
 
 
@@ -548,10 +561,12 @@ def test_wrong_layers_per_stage_are_refused() -> None:
         "pipeline.layers_per_stage = [2, 3] adds up to 5 layers, but the model has 4; make them add up",
     )
     assert message([0, 4]) == (
-        "pipeline.layers_per_stage = [0, 4]: only the last stage may have no layer (it still has the head)",
+        "pipeline.layers_per_stage = [0, 4]: only the last stage may have no layer (it still has the head); give "
+        "every other stage a layer",
     )
     assert message([4, 0, 0], pp=3) == (
-        "pipeline.layers_per_stage = [4, 0, 0]: only the last stage may have no layer (it still has the head)",
+        "pipeline.layers_per_stage = [4, 0, 0]: only the last stage may have no layer (it still has the head); give "
+        "every other stage a layer",
     )
 
 
@@ -561,21 +576,26 @@ def test_wrong_split_at_is_refused() -> None:
         return problems(plan, meta_model("llama", **model))
 
     assert message(["model.layers.4"]) == (
-        "pipeline.split_at: 'model.layers.4' is not a layer where this model can be cut; those are model.layers.1 to "
-        "model.layers.3",
+        "pipeline.split_at: 'model.layers.4' is not a layer where this model can be cut; name layers from "
+        "model.layers.1 to model.layers.3",
     )
     assert message(["model.layers.0"]) == (
-        "pipeline.split_at: 'model.layers.0' is not a layer where this model can be cut; those are model.layers.1 to "
-        "model.layers.3",
+        "pipeline.split_at: 'model.layers.0' is not a layer where this model can be cut; name layers from "
+        "model.layers.1 to model.layers.3",
     )
-    assert message(["model.layers.1", "model.layers.2"]) == ("pipeline.split_at names 2 cuts, but 2 stages need 1",)
-    assert message([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1",)
+    assert message(["model.layers.1", "model.layers.2"]) == (
+        "pipeline.split_at names 2 cuts, but 2 stages need 1; name 1",
+    )
+    assert message([]) == ("pipeline.split_at names 0 cuts, but 2 stages need 1; name 1",)
     # A model of one layer has no layer where it can be cut.
     assert message(["model.layers.1"], pp=1, num_hidden_layers=1) == (
-        "pipeline.split_at names 1 cuts, but 1 stages need 0",
+        "pipeline.split_at names 1 cuts, but 1 stages need 0; leave it out",
     )
     for names in (["model.layers.3", "model.layers.1"], ["model.layers.1", "model.layers.1"]):
-        assert message(names, pp=3) == (f"pipeline.split_at: the cuts {names} are not in the order of the model",)
+        assert message(names, pp=3) == (
+            f"pipeline.split_at: the cuts {names} are not in the order of the model; name each once, from the first "
+            "to the last",
+        )
 
 
 def test_layers_per_stage_with_split_at_is_refused() -> None:
@@ -606,7 +626,7 @@ def test_indivisible_heads_of_single_layers_are_refused() -> None:
     model = build_meta_model(config, dtype=torch.float32, attention="eager")
     found = problems(make_plan(mesh={"tp": 4}), model)
     assert found[:2] == tuple(
-        f"mesh.tp = 4 does not divide the model's 2 {what} ({name}); tp can be 1, 2"
+        f"mesh.tp = 4 does not divide the model's 2 {what} ({name}); set mesh.tp to one of 1, 2"
         for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads"))
     )
 
@@ -647,7 +667,7 @@ def test_model_without_a_layer_list_is_refused() -> None:
     model.config.num_hidden_layers = 9
     plan = make_plan(mesh={"dp_replicate": 3}, recompute={"mode": "full"})
     assert problems(plan, model) == (
-        "global_batch_size = 8 is not a multiple of dp 3 x micro_batch_size 1 = 3; the nearest are 6 and 9",
+        "global_batch_size = 8 is not a multiple of dp 3 x micro_batch_size 1 = 3; set it to 6 or 9",
         "LlamaForCausalLM has no list of 9 decoder layers, so it cannot be cut or sharded by layer",
     )
 

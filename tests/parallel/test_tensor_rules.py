@@ -233,8 +233,8 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
         (
             Family("codegen"),
             2,
-            "mesh.tp = 2 does not divide the four blocks of 4 attention heads that CodeGenForCausalLM computes by; tp "
-            "can be 1",
+            "mesh.tp = 2 does not divide the four blocks of 4 attention heads that CodeGenForCausalLM computes by; set "
+            "mesh.tp to 1",
         ),
         (
             Family("bart"),
@@ -251,13 +251,14 @@ def test_derived_rules_are_in_the_resolved_plan() -> None:
         (
             Family("mixtral", {**MIXTRAL, "num_local_experts": 3}, {"experts": "expert"}),
             2,
-            "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; tp can be 1, 3",
+            "mesh.tp = 2 does not divide dimension 0 (3) of model.layers.0.mlp.experts.gate_up_proj; set mesh.tp to "
+            "one of 1, 3",
         ),
         (
             Family("llama4_text", {"num_local_experts": 4}, {"experts": "expert"}),
             2,
             "tensor.styles: model.layers.*.feed_forward.experts is 'expert_parallel', but a Llama4TextExperts cannot "
-            "leave out the experts of other processes; use 'moe_tp_experts'",
+            "leave out the experts of other processes; make it 'moe_tp_experts'",
         ),
         *(
             (

@@ -73,7 +73,7 @@ def test_answer_of_another_machine_is_refused() -> None:
 
 def test_host_that_never_connects_is_named() -> None:
     first, second = answers(unchanged, timeout_seconds=1.0, absent=1)
-    assert first == (("machine 1 (GROUP_RANK) of 2 did not join: check its log, or start it",), 0)
+    assert first == (("machine 1 (GROUP_RANK) of 2 did not join; check its log, or start it",), 0)
     assert second is None
 
 

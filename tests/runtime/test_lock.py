@@ -211,9 +211,9 @@ def test_lock_of_a_dead_holder_on_another_machine_is_taken_after_a_wait(
     assert found[2] >= 0.6
     far = "process 7 on far"
     assert capsys.readouterr().out.splitlines() == [
-        f"out: {far}, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
-        f"out: {far} of Slurm job 6, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
-        f"out: {far} of Slurm job 5, since noon, may still write there; waiting for it to renew its lock, 1 s at most",
+        f"out may still be in use by {far}, since noon; waiting up to 1 s for it to renew its lock",
+        f"out may still be in use by {far} of Slurm job 6, since noon; waiting up to 1 s for it to renew its lock",
+        f"out may still be in use by {far} of Slurm job 5, since noon; waiting up to 1 s for it to renew its lock",
     ]
 
 
@@ -255,10 +255,10 @@ def test_suspended_holder_loses_the_lock(folder: Location, monkeypatch: pytest.M
         monkeypatch.setattr(lock, "machine", lambda: "another boot")
         monkeypatch.setattr(lock.socket, "gethostname", lambda: "far")
         with hold(folder):
-            message = mine.check()
-            assert message is not None
-            assert message.startswith(f"out was taken over by process {os.getpid()} on far, since ")
-            assert message == mine.loss()
+            problem = mine.check()
+            assert problem is not None
+            assert str(problem).startswith(f"out was taken over by process {os.getpid()} on far, since ")
+            assert problem == mine.loss()
 
 
 def test_holder_detects_that_its_lock_file_is_gone(folder: Location) -> None:

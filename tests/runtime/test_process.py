@@ -155,6 +155,6 @@ def test_program_that_ends_on_one_rank_alone_prints_a_message() -> None:
     message, nothing = run_on_ranks(2, leave_early, joins=False)
     assert nothing == ""
     assert message == (
-        "rank 0 has reached its end, and 1 other ranks have not within 0 s: it leaves, and their next collective "
-        "fails\n"
+        "rank 0 has finished, but 1 other rank has not finished within 0 s. Rank 0 leaves, so its next collective "
+        "will fail\n"
     )

@@ -347,8 +347,9 @@ def test_state_that_is_not_finite_is_never_saved(undisturbed: tuple[RunConfig, d
     first, second = run_on_ranks(2, break_a_parameter, config, joins=False)
     assert first == second
     assert first == (
-        "step 4: not finite: model.transformer.h.2.attn.c_attn.q.weight; stopped before a checkpoint of it was "
-        "written; resume from the last one with a lower optimizer.learning_rate, or a lower optimizer.max_gradient_norm"
+        "step 4: these values are not finite: model.transformer.h.2.attn.c_attn.q.weight; training stopped before a "
+        "checkpoint was written; resume from the last one with a lower optimizer.learning_rate, or a lower "
+        "optimizer.max_gradient_norm"
     )
     assert [path.name for path in list_checkpoints(out(config) / CHECKPOINTS_NAME)] == ["step-2"]
 

@@ -62,7 +62,7 @@ def test_second_run_is_refused_and_workers_end_with_their_torchrun(
     shown, _ = again.communicate(timeout=200)
     assert again.returncode == 0, shown
     assert "Resumed from" in shown
-    assert "may still write" not in shown
+    assert "may still be in use" not in shown
     assert list_claims(out) == []
 
 

@@ -300,7 +300,10 @@ def test_offloaded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     plan = build_plan((1, 1, 2, 1)).model_copy(update={"precision": BFLOAT16, "shard": ShardPlan(offload="cpu")})
     whole = build_run(tmp_path / "whole", "gpt2", plan, self_checks=False)
     shown = run_on_ranks(2, train_and_show, whole, joins=False)[0]
-    assert "shard.offload = 'cpu' changes nothing: without an accelerator all is in host memory anyway" in shown
+    assert (
+        "shard.offload = 'cpu' changes nothing here: without an accelerator, everything is already in host memory"
+        in shown
+    )
     resumed = stopped_after(whole, 3, "resumed")
     train_on_ranks(resumed)
     assert_same_bits(whole, resumed)

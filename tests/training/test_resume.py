@@ -182,10 +182,10 @@ def test_directory_of_another_run_is_refused(stopped: RunConfig) -> None:
     model = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_embd": 64, "n_inner": 8}})
     other = stopped.model_copy(update={"seed": 7, "optimizer": optimizer, "model": model, "steps": 9})
     assert refusal(other) == [
-        "out/run.toml: model.config.n_embd is 32 there and 64 here",
-        "out/run.toml: model.config.n_inner is not set there and 8 here",
-        "out/run.toml: optimizer.learning_rate is 0.01 there and 0.5 here",
-        "out/run.toml: seed is 0 there and 7 here",
+        "out/run.toml: model.config.n_embd is 32 in that file and 64 in this run",
+        "out/run.toml: model.config.n_inner is not set in that file and 8 in this run",
+        "out/run.toml: optimizer.learning_rate is 0.01 in that file and 0.5 in this run",
+        "out/run.toml: seed is 0 in that file and 7 in this run",
         "out holds another run; choose another run_directory, resume that run unchanged, or, to continue it with "
         "other settings, change out/run.toml too",
     ]
@@ -251,22 +251,22 @@ def test_checkpoint_of_another_model_is_refused(stopped: RunConfig) -> None:
     wider = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_inner": 64}})
     message = refusal(stopped.model_copy(update={"model": wider}))
     assert message == [
-        f"{checkpoint}: model.config.n_inner is None there and 64 here",
-        f"{checkpoint}: 12 of its tensors differ: transformer.h.0.mlp.c_fc.bias is (128,) there and (64,) here, "
-        "transformer.h.0.mlp.c_fc.weight is (32, 128) there and (32, 64) here, transformer.h.0.mlp.c_proj.weight is "
-        "(128, 32) there and (64, 32) here and 9 more",
+        f"{checkpoint}: model.config.n_inner is None in the checkpoint and 64 in this run",
+        f"{checkpoint}: 12 of its tensors differ: transformer.h.0.mlp.c_fc.bias is (128,) in the checkpoint and "
+        "(64,) in this run, transformer.h.0.mlp.c_fc.weight is (32, 128) in the checkpoint and (32, 64) in this run, "
+        "transformer.h.0.mlp.c_proj.weight is (128, 32) in the checkpoint and (64, 32) in this run and 9 more",
         last,
     ]
     # The shapes alone would not differ.
     heads = stopped.model.model_copy(update={"config": {**stopped.model.config, "n_head": 2}})
     assert refusal(stopped.model_copy(update={"model": heads})) == [
-        f"{checkpoint}: model.config.n_head is 4 there and 2 here",
+        f"{checkpoint}: model.config.n_head is 4 in the checkpoint and 2 in this run",
         last,
     ]
     qwen3 = refusal(build_run(Path(stopped.run_directory), "qwen3", stopped.plan))
-    assert qwen3[0] == f"{checkpoint}: the model is a gpt2 there and a qwen3 here"
+    assert qwen3[0] == f"{checkpoint}: the model is a gpt2 in the checkpoint and a qwen3 in this run"
     assert "lm_head" not in qwen3[1]
-    assert "model.embed_tokens.weight is not set there and (300, 32) here" in qwen3[1]
+    assert "model.embed_tokens.weight is not set in the checkpoint and (300, 32) in this run" in qwen3[1]
     assert qwen3[2:] == [last]
 
 
@@ -282,10 +282,10 @@ def test_checkpoint_of_other_data_or_another_order_is_refused(stopped: RunConfig
     plan = stopped.plan.model_copy(update={"precision": precision})
     data = stopped.data.model_copy(update={"shuffle": False})
     assert refusal(stopped.model_copy(update={"seed": 3, "global_batch_size": 4, "plan": plan, "data": data}))[:-1] == [
-        "out/checkpoints/step-1: data.shuffle is True there and False here",
-        "out/checkpoints/step-1: global_batch_size is 8 there and 4 here",
-        "out/checkpoints/step-1: plan.precision.parameters is 'float64' there and 'float32' here",
-        "out/checkpoints/step-1: seed is 0 there and 3 here",
+        "out/checkpoints/step-1: data.shuffle is True in the checkpoint and False in this run",
+        "out/checkpoints/step-1: global_batch_size is 8 in the checkpoint and 4 in this run",
+        "out/checkpoints/step-1: plan.precision.parameters is 'float64' in the checkpoint and 'float32' in this run",
+        "out/checkpoints/step-1: seed is 0 in the checkpoint and 3 in this run",
     ]
 
 

@@ -321,11 +321,11 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "and strings, in lists and in dicts with strings for keys",
         "state.values['a'] has the key 1, and JSON has strings only; save what JSON has: None, bools, "
         "numbers and strings, in lists and in dicts with strings for keys",
-        'state.values is {"place": 1} on rank 1 and {"place": 0} on rank 0; it is saved once, so it must be '
-        "the same on all of them: gather values that differ",
-        "state.step is 8 on rank 1 and 7 on rank 0; it is saved once, so it must be the same on all of them: "
+        'state.values is {"place": 1} on rank 1 and {"place": 0} on rank 0, but it is saved once; make it '
+        "the same on all ranks: gather values that differ",
+        "state.step is 8 on rank 1 and 7 on rank 0, but it is saved once; make it the same on all ranks: "
         "gather values that differ",
-        "the optimizer holds 1 that are not parameters of the model, of shape (2, 3); make it from the "
+        "the optimizer holds a tensor that is not a parameter of the model, of shape (2, 3); make it from the "
         "parallel model, or call meshtrain.rebind(optimizer)",
         "the optimizer of rank 1 has lr = 1.1 in group 0, that of rank 0 has 0.1; make the same optimizer on "
         "every process, with the same groups in the same order, empty ones included",
@@ -336,28 +336,31 @@ def test_mismatched_state_is_a_one_line_error_on_all_processes(tmp_path: Path) -
         "Adam keeps 'rows' of transformer.wte.weight as a tensor (3,); a checkpoint holds numbers, and "
         "tensors of the shape of the parameter, here (51, 32); use an optimizer that keeps nothing else",
         "Adam keeps 'exp_avg' as a number of one parameter and as a tensor of the parameter's shape of "
-        "another; a checkpoint holds one kind",
+        "another; use an optimizer that keeps one kind for all parameters",
         "the optimizer of rank 0 has transformer.wte.weight in group 0 with no state, that of rank 1 in "
         "group 0 with exp_avg, exp_avg_sq, max_exp_avg_sq, step; make the same optimizer on every process, "
         "with the same groups in the same order, empty ones included, and both ends of a tied weight in one "
         "group",
-        "step 1: not finite: optimizer.exp_avg.transformer.wte.weight; stopped before a checkpoint of it was "
-        "written; resume from the last one with a lower optimizer.learning_rate, or a lower "
+        "step 1: these values are not finite: optimizer.exp_avg.transformer.wte.weight; training stopped before a "
+        "checkpoint was written; resume from the last one with a lower optimizer.learning_rate, or a lower "
         "optimizer.max_gradient_norm",
         "ROOT/step-5: it holds no optimizer state, and the state to load has Adam; use the same optimizer, or load "
         "the weights alone with load_weights",
         "ROOT/step-1: it holds state of Adam, and the state to load has no optimizer; use the same optimizer, or "
         "load the weights alone with load_weights",
-        "ROOT/step-1: the optimizer is Adam there and AdamW here; continue with the same one",
-        "ROOT/step-1: the optimizer has its parameters in other groups (67): "
-        "transformer.h.0.attn.c_attn.k.bias (in group 1 there, in group 0 here), "
-        "transformer.h.0.attn.c_attn.k.weight (in group 0 there, in group 1 here), "
-        "transformer.h.0.attn.c_attn.q.bias (in group 1 there, in group 0 here) and 64 more",
-        "ROOT/step-1: the optimizer has 2 groups there and 3 here",
-        "ROOT/step-1: the optimizer has its parameters in other groups (42): "
-        "transformer.h.0.attn.c_attn.k.bias (in group 1 there, in none here), "
-        "transformer.h.0.attn.c_attn.q.bias (in group 1 there, in none here), "
-        "transformer.h.0.attn.c_attn.v.bias (in group 1 there, in none here) and 39 more",
+        "ROOT/step-1: the optimizer is Adam in the checkpoint and AdamW in this program; continue with the same one",
+        "ROOT/step-1: 67 parameters are in other groups than in the checkpoint: "
+        "transformer.h.0.attn.c_attn.k.bias (in group 1 in the checkpoint, in group 0 in this program), "
+        "transformer.h.0.attn.c_attn.k.weight (in group 0 in the checkpoint, in group 1 in this program), "
+        "transformer.h.0.attn.c_attn.q.bias (in group 1 in the checkpoint, in group 0 in this program) and 64 more; "
+        "make the groups as they were when it was saved",
+        "ROOT/step-1: the optimizer has 2 groups in the checkpoint and 3 in this program; make the groups as they "
+        "were when it was saved",
+        "ROOT/step-1: 42 parameters are in other groups than in the checkpoint: "
+        "transformer.h.0.attn.c_attn.k.bias (in group 1 in the checkpoint, in none in this program), "
+        "transformer.h.0.attn.c_attn.q.bias (in group 1 in the checkpoint, in none in this program), "
+        "transformer.h.0.attn.c_attn.v.bias (in group 1 in the checkpoint, in none in this program) and 39 more; make "
+        "the groups as they were when it was saved",
         "ROOT/step-1/__0_0.distcp is not what was written: the size is right, but the content differs; use another "
         "checkpoint",
     ]

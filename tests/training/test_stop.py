@@ -109,7 +109,7 @@ def test_all_ranks_end_when_the_store_stops_answering(
     assert not any(map(is_running, workers))
     process.kill()
     shown, _ = process.communicate(timeout=100)
-    assert re.search(r"^rank 1 stops: rank 0 on \S+ does not answer, nor does the store there: ", shown, re.M), shown
+    assert re.search(r"^rank 1 stops: rank 0 on \S+ and the store on its machine do not answer: ", shown, re.M), shown
 
 
 def test_time_limit_of_a_single_process_has_its_own_exit_code(tmp_path: Path) -> None:

@@ -198,3 +198,10 @@ def test_kind_of_layer_without_a_tiny_copy_is_refused() -> None:
     )
     with pytest.raises(ModelError, match=refusal):
         make_case(config, with_family(ParallelPlan(), "qwen3_moe", {}), MeshPlan(dp_shard=1))
+
+
+def test_value_that_a_class_does_not_support_yet_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"^'laguna' has no defaults: moe_apply_router_weight_on_input=True is not yet"
+    ):
+        default_config("laguna", {"moe_apply_router_weight_on_input": True})

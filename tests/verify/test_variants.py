@@ -95,8 +95,3 @@ def test_variants_are_in_the_table(tmp_path: Path) -> None:
     columns = ["gptj", "GPTJForCausalLM", *["proven"] * 3, "2 of 2 variants of tie_word_embeddings are proven"]
     assert row == f"| {' | '.join(columns)} |"
     assert (tmp_path / "variants.json").exists()
-
-
-def test_value_that_a_class_does_not_support_yet_is_no_variant() -> None:
-    # Laguna's configuration raises NotImplementedError for it.
-    assert "moe_apply_router_weight_on_input" not in find_flags("laguna")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,16 @@ HuggingFace = Callable[[Path], None] | None
 """Writes config and tokenizer into a directory. Called on rank 0 only."""
 
 
+class _Outcome(NamedTuple):
+    """What a failed write leaves behind, and what to do about it."""
+
+    state: str
+    advice: str
+
+    def after(self, failure: str) -> Problem:
+        return Problem(f"{failure}; {self.state}" if self.state else failure, self.advice)
+
+
 def write_checkpoint(
     root: Location, tensors: Mapping[str, Tensor], *, manifest: Manifest, huggingface: HuggingFace, retention: Retention
 ) -> Location:
@@ -100,7 +111,7 @@ def save_blocks(
     """
     step = manifest.step
     final = checkpoint_directory(root, step)
-    outcome = f"step {step} is not saved and earlier checkpoints are untouched; make room, then resume"
+    outcome = _Outcome(f"step {step} is not saved, and earlier checkpoints are untouched", "make room, then resume")
     temporary = temporary_directory(root, step)
     _write_checkpoint(
         temporary,
@@ -112,7 +123,7 @@ def save_blocks(
         outcome=outcome,
         group=group,
     )
-    kept = f"step {step} is saved, but the disk will fill up; remove them by hand, then resume"
+    kept = _Outcome(f"step {step} is saved, but the disk will fill up", "remove them by hand, then resume")
     _on_first_rank(
         root,
         partial(prune_checkpoints, root, step=step, retention=retention),
@@ -136,7 +147,7 @@ def save_folder(folder: Path, tensors: Mapping[str, Tensor], *, manifest: Manife
         CheckpointError: the same on all ranks, if the folder is not empty or any rank could not
             write.
     """
-    outcome = "make room or write elsewhere"
+    outcome = _Outcome("", "make room or write elsewhere")
     with locked_together(folder):
         _on_first_rank(folder, partial(check_new, folder), f"cannot write {folder}", outcome, None)
         temporary = gather_objects(temporary_folder(folder))[0]
@@ -160,7 +171,7 @@ def _write_checkpoint(
     *,
     manifest: Manifest,
     huggingface: HuggingFace,
-    outcome: str,
+    outcome: _Outcome,
     group: ProcessGroup | None,
 ) -> None:
     """Write a checkpoint into a temporary directory, and publish it.
@@ -255,18 +266,18 @@ class _Writer(FileSystemWriter):
 
 
 def _on_first_rank(
-    where: Location, work: Callable[[], None], failure: str, outcome: str, group: ProcessGroup | None
+    where: Location, work: Callable[[], None], failure: str, outcome: _Outcome, group: ProcessGroup | None
 ) -> None:
     with failing_together(CheckpointError, group):
         if is_first_rank():
             try:
                 work()
             except errors_of(where) as error:
-                raise CheckpointError(Problem(f"rank 0 {failure}: {reason_of(error)}", outcome)) from error
+                raise CheckpointError(outcome.after(f"rank 0 {failure}: {reason_of(error)}")) from error
 
 
 def _write_blocks(
-    named: Location, temporary: Location, blocks: Mapping[str, Block], outcome: str, group: ProcessGroup | None
+    named: Location, temporary: Location, blocks: Mapping[str, Block], outcome: _Outcome, group: ProcessGroup | None
 ) -> dict[str, SavedFile]:
     """Write the blocks of every rank, and return the files that all ranks have written."""
     writer = _Writer(temporary)
@@ -288,7 +299,7 @@ def _write_blocks(
         if not ranks:
             raise
         raise CheckpointError(
-            f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {named}: {reason}; {outcome}"
+            outcome.after(f"rank{'s' if len(who) > 1 else ''} {name_some(who)} cannot write {named}: {reason}")
             for reason, who in ranks.items()
         ) from error
     return {name: saved for answer in gather_objects(writer.system.written, group) for name, saved in answer.items()}
@@ -298,8 +309,10 @@ def _finish_checkpoint(
     temporary: Location, publish: Callable[[], None], manifest: Manifest, written: Mapping[str, SavedFile]
 ) -> None:
     lost = [
-        f"{temporary / name} is missing or cut off, though its rank wrote it; put the run directory where every "
-        "machine sees the same files"
+        Problem(
+            f"{temporary / name} is missing or cut off, though its rank wrote it",
+            "put the run directory where every machine sees the same files",
+        )
         for name, saved in sorted(written.items())
         if not (temporary / name).is_file() or (temporary / name).stat().st_size != saved.num_bytes
     ]
@@ -353,9 +366,13 @@ def _loading_problems(
     missing = [key for key in wanted if key not in saved]
     unexpected = [key for key in saved if key not in wanted]
     both = [key for key in wanted if key in saved]
-    shapes = [f"{key} {saved[key][0]} there, {wanted[key][0]} here" for key in both if saved[key][0] != wanted[key][0]]
+    shapes = [
+        f"{key} is {saved[key][0]} in the checkpoint and {wanted[key][0]} in this run"
+        for key in both
+        if saved[key][0] != wanted[key][0]
+    ]
     dtypes = [
-        f"{key} {saved[key][1]} there, {wanted[key][1]} here"
+        f"{key} is {saved[key][1]} in the checkpoint and {wanted[key][1]} in this run"
         for key in both
         if saved[key][1] != wanted[key][1] and not weights_only
     ]

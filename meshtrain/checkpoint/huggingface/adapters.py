@@ -94,12 +94,16 @@ def _additions(fqn: str, layer: Any) -> Iterator[tuple[str, Adapter]]:
                 yield "bias", Adapter((f"{factors[1]}.bias",), scaling, transposed)
 
 
-def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> list[str]:
-    """Return a line if adapters have biases that cannot be merged because the model has none."""
+def find_lost_biases(adapters: Mapping[str, object], stock: Container[str]) -> list[Problem]:
+    """Return a problem if adapters have biases that cannot be merged because the model has none."""
     lost = [name for name in adapters if name not in stock]
-    return lost and [
-        f"the adapters have biases (lora_bias) where the model has none ({lost[0]}), so they cannot be merged; save "
-        "the adapters alone, without merge_adapters"
+    if not lost:
+        return []
+    return [
+        Problem(
+            f"the adapters have biases (lora_bias) where the model has none ({lost[0]}), so they cannot be merged",
+            "save the adapters alone, without merge_adapters",
+        )
     ]
 
 

@@ -152,7 +152,7 @@ def check_names(where: object, found: Mapping[str, tuple[int, ...]], model: PreT
         "lacks tensors of the model": [name for name in wanted if name not in found],
         "holds tensors that the model does not have": [name for name in found if name not in wanted],
         "has tensors of other shapes": [
-            f"{name} {found[name]} there, {shape} in the model"
+            f"{name} {found[name]} instead of {shape}"
             for name, shape in wanted.items()
             if found.get(name, shape) != shape
         ],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.checkpoint.huggingface.layout import FilePlan, HubLayout
+from meshtrain.errors import Problem
 from meshtrain.models.weights.safetensors_files import INDEX_NAME
 
 # In the order in which the library sorts them: large formats first, so that every tensor is
@@ -44,16 +45,18 @@ def write_index(folder: Path, layout: HubLayout, plan: FilePlan) -> None:
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def find_lost_files(folder: Path, layout: HubLayout, plan: FilePlan) -> list[str]:
-    """Return one line for each file that this process does not see as other processes wrote it."""
+def find_lost_files(folder: Path, layout: HubLayout, plan: FilePlan) -> list[Problem]:
+    """Return a problem for each file that this process does not see as other processes wrote it."""
     problems = []
     for name, members in plan.files.items():
         tensors = {hub: layout.tensors[hub] for hub in members}
         size = len(_header(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values())
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             problems.append(
-                f"{folder / name} is missing or cut off, though its rank wrote it; write where every machine sees the "
-                "same files"
+                Problem(
+                    f"{folder / name} is missing or cut off, though its rank wrote it",
+                    "write where every machine sees the same files",
+                )
             )
     return problems
 

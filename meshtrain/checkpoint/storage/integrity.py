@@ -57,8 +57,8 @@ def newest_intact_checkpoint(root: Location) -> Location | None:
         console.line(f"{checkpoint} is skipped; the checkpoint before it is tried")
     if checkpoints:
         raise CheckpointError(
-            f"{root}: none of its {len(checkpoints)} checkpoints is intact, see above",
-            "nothing was changed there. Restore one, or choose another run_directory to start again",
+            f"{root}: none of its {len(checkpoints)} checkpoints is intact, see above; nothing was changed there",
+            "restore one, or choose another run_directory to start again",
         )
     return None
 

@@ -83,7 +83,7 @@ def check_cleaning(config: CleanConfig) -> None:
     """
     if config.languages and (unknown := sorted(set(config.languages) - set(_identifier().labels))):
         known = ", ".join(sorted(_identifier().labels))
-        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified", f"known are {known}")
+        raise DataError(f"clean.languages: {', '.join(unknown)} cannot be identified", f"use one of {known}")
     if config.tokenizer is not None:
         try:
             load_tokenizer(tokenizer_file(config.tokenizer))

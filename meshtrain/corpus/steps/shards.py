@@ -103,7 +103,7 @@ def parse_document(line: bytes, shard: Path, position: int) -> dict[str, Any]:
         raise DataError(f"{where}: not a JSON object", "redo the step that wrote it (--redo)")
     for key in ("text", "id"):
         if not isinstance(record.get(key), str):
-            raise DataError(f'{where}: no text under the key "{key}"', "every document needs one")
+            raise DataError(f'{where}: no text under the key "{key}"', "add one to every document")
     return record
 
 

@@ -138,8 +138,8 @@ def _expand_directory(root: Path) -> list[SourceFile]:
     files = [file for path in known if (file := inspect_file(path, _kind(path))).num_bytes]
     if not files:
         raise DataError(
-            f'"{root}" is a directory without a file of a known kind that holds anything; known are '
-            f"{_known_kinds(in_directory=True)}; {_contents(root)}"
+            f'"{root}" is a directory without a file of a known kind that holds anything; {_contents(root)}',
+            f"use one of {_known_kinds(in_directory=True)}",
         )
     return files
 
@@ -168,7 +168,7 @@ def _kind(path: Path) -> Kind:
         if path.name.endswith(suffix):
             return kind
     raise DataError(
-        f'"{path}" is not of a known kind', f"known are {_known_kinds()} and the built-in source {PYTHON_STDLIB}"
+        f'"{path}" is not of a known kind', f"use one of {_known_kinds()}, or the built-in source {PYTHON_STDLIB}"
     )
 
 

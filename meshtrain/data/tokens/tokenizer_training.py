@@ -27,7 +27,7 @@ from meshtrain.data.tokens.tokenizer import (
     use_all_cores,
     write_tokenizer,
 )
-from meshtrain.errors import DataError
+from meshtrain.errors import DataError, Problem
 
 END_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
@@ -129,7 +129,7 @@ def train_tokenizer_on_sources(
     Raises:
         DataError: if a source or a document is wrong, or the output is there already.
     """
-    taken = f"--output: {output} exists already; remove it, or choose another directory"
+    taken = Problem(f"--output: {output} exists already", "remove it, or choose another directory")
     if output.exists():
         raise DataError(taken)
     files = tuple(find_typed_files(sources))

@@ -92,7 +92,7 @@ def _other_shapes(stock: PreTrainedModel, layout: Layout, *, enlarge_vocabulary:
         too_few = name in by_vocabulary and found[1:] == wanted.shape[1:] and found[0] < wanted.shape[0]
         only_too_few &= too_few
         if not (too_few and enlarge_vocabulary):
-            texts.append(f"{name} {tuple(found)} there, {tuple(wanted.shape)} in the model")
+            texts.append(f"{name} is {tuple(found)} in the files and {tuple(wanted.shape)} in the model")
     if texts and only_too_few:
         return texts, (
             "the model has more tokens than the files: set model.enlarge_vocabulary = true (in a program: "

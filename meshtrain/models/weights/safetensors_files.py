@@ -160,9 +160,7 @@ def _dtype(path: Path, name: str, code: str) -> torch.dtype:
             f"{path} holds {name} in {code}: quantized weights, which need their scales",
             "dequantize the model first, or use its bfloat16 version",
         )
-    raise ModelError(
-        f"{path} holds {name} in {code}, which is not supported", f"supported are {', '.join(DTYPE_OF_CODE)}"
-    )
+    raise ModelError(f"{path} holds {name} in {code}, which is not supported", f"use one of {', '.join(DTYPE_OF_CODE)}")
 
 
 def _find_by_index(index: Path) -> dict[str, FileTensor]:

@@ -72,4 +72,4 @@ def check_sequence(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
 
 def _nearest_multiples(number: int, unit: int) -> str:
     below = number // unit * unit
-    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"
+    return f"set it to {below} or {below + unit}" if below else f"set it to {unit}"

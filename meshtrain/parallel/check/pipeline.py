@@ -128,21 +128,29 @@ def _check_layers(layers: Sequence[int], num_layers: int, stages: int) -> Proble
     elif sum(layers) != num_layers:
         yield Problem(f"{what} adds up to {sum(layers)} layers, but the model has {num_layers}", "make them add up")
     elif 0 in layers[:-1]:
-        yield Problem(f"{what}: only the last stage may have no layer (it still has the head)")
+        yield Problem(
+            f"{what}: only the last stage may have no layer (it still has the head)", "give every other stage a layer"
+        )
 
 
 def _check_split_at(names: Sequence[str], layers: str, num_layers: int, stages: int) -> Problems:
     allowed = [f"{layers}.{index}" for index in range(1, num_layers)]
     unknown = [name for name in names if name not in allowed]
     if len(names) != stages - 1:
-        yield Problem(f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}")
+        yield Problem(
+            f"pipeline.split_at names {len(names)} cuts, but {stages} stages need {stages - 1}",
+            f"name {stages - 1}" if stages > 1 else "leave it out",
+        )
     elif unknown:
         yield Problem(
             f"pipeline.split_at: {unknown[0]!r} is not a layer where this model can be cut",
-            f"those are {allowed[0]} to {allowed[-1]}",
+            f"name layers from {allowed[0]} to {allowed[-1]}",
         )
     elif [allowed.index(name) for name in names] != sorted({allowed.index(name) for name in names}):
-        yield Problem(f"pipeline.split_at: the cuts {list(names)} are not in the order of the model")
+        yield Problem(
+            f"pipeline.split_at: the cuts {list(names)} are not in the order of the model",
+            "name each once, from the first to the last",
+        )
 
 
 def resolve_layers(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> list[int]:

@@ -5,7 +5,7 @@ The rules must sum all partial gradients, and cut only what can be cut.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,20 +31,21 @@ from meshtrain.parallel.tensor.rules import (
 )
 from meshtrain.parallel.tensor.styles import STYLES
 
+# What is wrong with a module, and what to do.
 MISUSED = (
-    "is not called: with this configuration the model computes with its weight elsewhere, so it cannot be cut; set "
-    "mesh.tp = 1"
+    "is not called: with this configuration the model computes with its weight elsewhere, so it cannot be cut",
+    "set mesh.tp = 1",
 )
 JOINT = (
-    "computes over all heads at once, and each process has a part of them; keep the projections around it whole "
-    "('colwise_gather_output' and 'rowwise_split_input'), or set mesh.tp = 1"
+    "computes over all heads at once, and each process has a part of them",
+    "keep the projections around it whole ('colwise_gather_output' and 'rowwise_split_input'), or set mesh.tp = 1",
 )
-PER_HEAD = "has parameters for every head, and each process has a part of the heads; make it 'per_head'"
+PER_HEAD = "has parameters for every head, and each process has a part of the heads", "make it 'per_head'"
 PARTIAL = (
-    "works on the heads, or the width, of one process, so its gradient must be summed; make it "
-    "'replicated_with_grad_allreduce'"
+    "works on the heads, or the width, of one process, so its gradient must be summed",
+    "make it 'replicated_with_grad_allreduce'",
 )
-TWICE = "gets the same input on every process, so its gradient would count several times; make it 'replicate'"
+TWICE = "gets the same input on every process, so its gradient would count several times", "make it 'replicate'"
 
 
 def check_tensor(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape) -> Problems:
@@ -89,7 +90,7 @@ def _check_heads(plan: ParallelPlan, model: PreTrainedModel) -> Problems:
             if isinstance(count, int) and count % tp:
                 yield Problem(
                     f"mesh.tp = {tp} does not divide the model's {count} {what} ({name})",
-                    f"tp can be {_divisors(count)}",
+                    _set_tp(_divisors(count)),
                 )
 
 
@@ -125,7 +126,7 @@ def _check_widths(styles: Mapping[str, Style], model: nn.Module, tp: int, *, ski
         if width % tp and width not in seen:
             seen.add(width)
             yield Problem(
-                f"mesh.tp = {tp} does not divide the width {width} of {name} ({style})", f"tp can be {_divisors(width)}"
+                f"mesh.tp = {tp} does not divide the width {width} of {name} ({style})", _set_tp(_divisors(width))
             )
 
 
@@ -137,7 +138,7 @@ def _check_blocks(styles: Mapping[str, Style], model: PreTrainedModel, tp: int) 
         yield Problem(
             f"mesh.tp = {tp} does not divide the four blocks of {heads} attention heads that {type(model).__name__} "
             "computes by",
-            f"tp can be {', '.join(str(way) for way in (1, 2, 4) if heads % (4 * way) == 0) or 1}",
+            _set_tp([way for way in (1, 2, 4) if heads % (4 * way) == 0] or [1]),
         )
 
 
@@ -149,7 +150,7 @@ def _check_experts(rules: TensorRules, model: nn.Module, tp: int) -> Problems:
             seen.add(parameter.shape)
             size = parameter.shape[dim]
             yield Problem(
-                f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}", f"tp can be {_divisors(size)}"
+                f"mesh.tp = {tp} does not divide dimension {dim} ({size}) of {name}", _set_tp(_divisors(size))
             )
 
 
@@ -179,7 +180,8 @@ def _check_local_attributes(attributes: Mapping[str, list[str]], model: nn.Modul
             if local_count(attribute, value, tp) is None and what not in seen:
                 seen.add(what)
                 yield Problem(
-                    f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides"
+                    f"tensor.local_attributes: {what} is {value!r}, which is not a number that tp = {tp} divides",
+                    "name another attribute, or set another mesh.tp",
                 )
 
 
@@ -202,12 +204,12 @@ def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
     cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, PER_HEAD))
     # A module that cannot be cut does not run, so what was found after it has no meaning.
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
-    for names, problem in (*kinds, (flow.counted_twice, TWICE)):
+    for names, (problem, advice) in (*kinds, (flow.counted_twice, TWICE)):
         for name in names:
             if name != HIDDEN_STATES:
                 style = rules.styles.get(name)
                 rule = "" if style is None else f" is {style!r}, but it"
-                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}")
+                yield Problem(f"tensor.styles: {as_pattern(name)}{rule} {problem}", advice)
 
 
 def _of_layers(flow: Flow, architecture: str) -> Problems:
@@ -232,6 +234,10 @@ def read_attribute(module: nn.Module, name: str) -> object:
     return value
 
 
-def _divisors(number: int) -> str:
+def _divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return ", ".join(map(str, sorted({*small, *(number // divisor for divisor in small)})))
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _set_tp(possible: Sequence[int]) -> str:
+    return f"set mesh.tp to {'one of ' if len(possible) > 1 else ''}{', '.join(map(str, possible))}"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshtrain.compat.nn import become
 from meshtrain.config.plan import Style
-from meshtrain.errors import PlanError
+from meshtrain.errors import PlanError, Problem
 from meshtrain.models.adapters import adapters_of
 from meshtrain.models.fused import UnfusedProjection
 from meshtrain.models.patterns import as_pattern
@@ -42,18 +42,17 @@ def check_adapters(model: nn.Module, layers: Mapping[str, nn.Module], rules: Ten
     Raises:
         PlanError: with one line for each pattern of modules that cannot be cut.
     """
-    problems: dict[str, None] = {}
+    problems: dict[Problem, None] = {}
     for name, layer in layers.items():
         styles = [rules.styles[part] for part, _ in _parts(name, model.get_submodule(name))]
         words = " and ".join(map(repr, sorted({*styles})))
         what, cut = f"{as_pattern(name)} has a LoRA adapter and the tensor style {words}", _cut_of(styles)
         if cut is None:
-            problems[f"{what}, which no adapter can follow; leave it out of target_modules, or set tp = 1"] = None
+            advice = "leave it out of target_modules, or set tp = 1"
+            problems[Problem(f"{what}, which no adapter can follow", advice)] = None
         elif is_split and drops_out(layer) and cut != "columns" and not _draws_apart(STYLES[styles[0]]):
-            problems[
-                f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel; set "
-                "lora_dropout = 0, or tensor.sequence_parallel = false"
-            ] = None
+            found = f"{what}: its dropout cannot be the same on all processes with tensor.sequence_parallel"
+            problems[Problem(found, "set lora_dropout = 0, or tensor.sequence_parallel = false")] = None
     if problems:
         raise PlanError(problems)
 

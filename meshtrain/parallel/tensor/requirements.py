@@ -1,7 +1,7 @@
 """What a module must be for a style: conditions of the rows of the table of styles.
 
-A condition yields why a module cannot have a style. Each reason continues a sentence that begins
-with the name of the module and its style.
+A condition yields why a module cannot have a style, and what to do. Each reason continues a
+sentence that begins with the name of the module and its style.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,51 +13,57 @@ from transformers.pytorch_utils import Conv1D
 from meshtrain.compat.transformers import can_leave_out_experts
 from meshtrain.parallel.tensor.probes import looks_up_rows
 
-Requirement = Callable[[PreTrainedModel, str], Iterator[str]]
+Refusals = Iterator[tuple[str, str]]
+"""Reasons, each with an advice."""
+Requirement = Callable[[PreTrainedModel, str], Refusals]
+REPLICATE = "make it 'replicate'"
 
 
-def require_nothing(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_nothing(model: PreTrainedModel, name: str) -> Refusals:
     """Accept any module."""
     yield from ()
 
 
-def require_projection(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_projection(model: PreTrainedModel, name: str) -> Refusals:
     """Accept what computes as Linear or Conv1D does."""
     module = model.get_submodule(name)
     if not is_projection(module):
-        yield f", which is for Linear and Conv1D, not for a {type(module).__name__}"
+        yield f", which is for Linear and Conv1D, not for a {type(module).__name__}", REPLICATE
 
 
-def require_lookup(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_lookup(model: PreTrainedModel, name: str) -> Refusals:
     """Accept what looks up rows as Embedding does, and has no option that needs the full table."""
     module = model.get_submodule(name)
     if not is_lookup(module):
-        yield f", which is for an Embedding, not for a {type(module).__name__}"
+        yield f", which is for an Embedding, not for a {type(module).__name__}", REPLICATE
     if getattr(module, "max_norm", None) is not None or getattr(module, "scale_grad_by_freq", False):
-        yield ", which knows neither max_norm nor scale_grad_by_freq"
+        yield ", but its max_norm or scale_grad_by_freq needs the full table", REPLICATE
 
 
-def require_rotary_key(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_rotary_key(model: PreTrainedModel, name: str) -> Refusals:
     """Accept a projection of a model with latent attention."""
     if mla_rope_width(getattr(model, "config", None)) is None:
-        yield ", but the model's configuration has no qk_rope_head_dim"
+        yield ", but the model's configuration has no qk_rope_head_dim", REPLICATE
 
 
-def require_key_value_groups(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_key_value_groups(model: PreTrainedModel, name: str) -> Refusals:
     """Accept a Linear inside attention whose key-value heads are shared by query heads."""
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):
-        yield f", which is for Linear, not for a {type(module).__name__}"
+        yield f", which is for Linear, not for a {type(module).__name__}", REPLICATE
     if attention_of(model, name) is None:
-        yield ", but no module around it has num_key_value_groups to say which heads share one"
+        yield (
+            ", but no module around it has num_key_value_groups to say which heads share one",
+            "make it 'colwise', with a tp that divides its heads",
+        )
 
 
-def require_separate_experts(model: PreTrainedModel, name: str) -> Iterator[str]:
+def require_separate_experts(model: PreTrainedModel, name: str) -> Refusals:
     """Accept stacked experts that can run without some of them."""
     module = model.get_submodule(name)
     if not can_leave_out_experts(module):
         kind = type(module).__name__
-        yield f", but a {kind} cannot leave out the experts of other processes; use 'moe_tp_experts'"
+        yield f", but a {kind} cannot leave out the experts of other processes", "make it 'moe_tp_experts'"
 
 
 def is_projection(module: nn.Module) -> bool:

@@ -170,13 +170,13 @@ def _bare_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Problems:
 def _misplaced_head(head: str | None, styles: Mapping[str, Style]) -> Problems:
     if head is not None and not STYLES[styles[head]].is_for_head:
         possible = " or ".join(repr(name) for name, row in STYLES.items() if row.is_for_head)
-        yield Problem(f"tensor.styles: the head {head} is {styles[head]!r}", f"it can be {possible}")
+        yield Problem(f"tensor.styles: the head {head} is {styles[head]!r}", f"make it {possible}")
 
 
 def _misplaced_styles(model: PreTrainedModel, styles: Mapping[str, Style]) -> Problems:
     for name, style in styles.items():
-        for reason in STYLES[style].requires(model, name):
-            yield Problem(f"tensor.styles: {as_pattern(name)} is {style!r}{reason}")
+        for reason, advice in STYLES[style].requires(model, name):
+            yield Problem(f"tensor.styles: {as_pattern(name)} is {style!r}{reason}", advice)
 
 
 def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapping[str, Style]) -> Problems:
@@ -185,9 +185,12 @@ def _misplaced_parameter_styles(of_parameters: Mapping[str, Style], styles: Mapp
     for name, style in of_parameters.items():
         what, owner = f"tensor.styles: {as_pattern(name)} is {style!r}", name.rpartition(".")[0]
         if styles.get(owner) not in owners:
-            yield Problem(f"{what}, but a rule for a parameter needs its module to be one of {', '.join(owners)}")
+            yield Problem(
+                f"{what}, but a rule for a parameter needs its module to be one of {', '.join(owners)}",
+                "give the module such a rule, or leave this one out",
+            )
         elif not STYLES[style].is_for_parameters:
-            yield Problem(what, f"a parameter can be {', '.join(possible[:-1])} or {possible[-1]}")
+            yield Problem(what, f"make it {', '.join(possible[:-1])} or {possible[-1]}")
 
 
 def local_count(attribute: str, count: object, tp: int) -> int | None:

@@ -15,7 +15,8 @@ Kind = Literal["replica", "projection", "lookup", "parameters", "experts", "shar
 `replica`: any module; every process has all its parameters. `projection`: Linear or Conv1D.
 `lookup`: an embedding. `parameters`: a module whose own parameters are sharded. `experts`: stacked
 experts. `shared input`: a block whose input is made full once for all projections inside.
-`full sequence`: a block that gets the full sequence under sequence parallelism too.
+`full sequence`: a block that gets the full sequence under sequence parallelism too, which is the
+style `whole_sequence`.
 """
 
 Gradients = Literal["full", "partial", "partial if split", "bias partial if split", "summed"]
