@@ -51,10 +51,20 @@ def require_key_value_groups(model: PreTrainedModel, name: str) -> Refusals:
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):
         yield f", which is for Linear, not for a {type(module).__name__}", REPLICATE
-    if attention_of(model, name) is None:
+    attention = attention_of(model, name)
+    if attention is None:
         yield (
             ", but no module around it has num_key_value_groups to say which heads share one",
             "make it 'colwise', with a tp that divides its heads",
+        )
+        return
+    # MiMo has twice as many key-value heads in layers with sliding attention.
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads // model.get_submodule(attention).num_key_value_groups
+    if heads != config.num_key_value_heads:
+        yield (
+            f", but this layer has {heads} key-value heads, and the configuration says {config.num_key_value_heads}",
+            "use a tp that divides both",
         )
 
 
