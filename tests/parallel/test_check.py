@@ -350,6 +350,16 @@ def test_styles_that_need_missing_config_values_are_refused() -> None:
     )
 
 
+def test_shared_heads_need_as_many_heads_in_each_layer_as_the_configuration_says() -> None:
+    model = meta_model("llama")
+    model.model.layers[1].self_attn.num_key_value_groups *= 2
+    (problem,) = problems(changed_styles(**{"model.layers.*.self_attn.k_proj": "replicated_heads"}), model)
+    assert problem == (
+        "tensor.styles: model.layers.*.self_attn.k_proj is 'replicated_heads', but this layer has "
+        "2 key-value heads, and the configuration says 4; use a tp that divides both"
+    )
+
+
 def test_wrong_styles_of_single_parameters_are_refused() -> None:
     model = meta_model("mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2)
     plan, experts = resolve_plan(make_plan(mesh={"tp": 2}), model, BATCH, 2), "model.layers.*.mlp.experts"
