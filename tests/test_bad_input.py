@@ -423,7 +423,7 @@ def test_user_error_of_one_process_is_one_line_with_exit_code_2(
     for name in ("key", "check", "line"):
         assert [line + "\n" for line in shown[name][1]] == [shown[name][2]]
     assert shown["key"][1] == ["error: command line: plan.mesh.tq: unknown key; did you mean 'tp'?"]
-    assert "which does not divide the 3 there are" in shown["check"][1][0]
+    assert "3 is not a multiple of 2" in shown["check"][1][0]
     assert "broken.jsonl, line 61: not JSON" in shown["line"][1][0]
     assert shown["another run"][1] == [
         "error: half/run.toml: seed is 0 in that file and 5 in this run",
