@@ -206,14 +206,14 @@ def test_hook_can_save_its_state_as_a_checkpoint(tmp_path: Path) -> None:
 class Unlucky(Hook):
     """Raises a user error or another exception after a step on one rank."""
 
-    def __init__(self, step: int, *, problem: str | None = None) -> None:
+    def __init__(self, step: int, *, problem: tuple[str, str] | None = None) -> None:
         self.step, self.problem = step, problem
 
     def on_step(self, state: RunState, metrics: Metrics) -> None:
         if state.step == self.step and dist.get_rank() == 1:
             if self.problem is None:
                 raise ValueError("a mistake of the user's")
-            state.report_problem(self.problem)
+            state.report_problem(*self.problem)
 
 
 def record_beside(config: RunConfig, hook: Hook) -> tuple[list[Call], str, str]:
@@ -224,7 +224,7 @@ def record_beside(config: RunConfig, hook: Hook) -> tuple[list[Call], str, str]:
 
 def test_user_error_in_a_hook_of_one_rank_stops_all_with_one_line(tmp_path: Path) -> None:
     config = build_run(tmp_path / "out", "gpt2", build_plan((1, 2, 1, 1)))
-    answers = run_on_ranks(2, record_beside, config, Unlucky(2, problem="no room; make some"), joins=False)
+    answers = run_on_ranks(2, record_beside, config, Unlucky(2, problem=("no room", "make some")), joins=False)
     for calls, shown, message in answers:
         assert message == "no room; make some"
         assert [call["moment"] for call in calls] == ["start", "step", "step", "end"]
