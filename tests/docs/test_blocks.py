@@ -187,6 +187,6 @@ DIFFS = re.findall(r"^ {4}```diff\n(.*?)^ {4}```$", (ROOT / "docs" / "contributi
 def test_diffs_of_the_contributing_page_apply(diff: str, tmp_path: Path) -> None:
     """A diff applies to this tree, or has been applied to it already."""
     (tmp_path / "diff").write_text(textwrap.dedent(diff))
-    check = ["git", "apply", "--check", "-C1", str(tmp_path / "diff")]
+    check = ["git", "apply", "--check", str(tmp_path / "diff")]
     answers = [subprocess.run([*check, *way], cwd=ROOT, capture_output=True, text=True) for way in ((), ("-R",))]
     assert 0 in [answer.returncode for answer in answers], answers
