@@ -23,13 +23,12 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
-from meshtrain.models.build import build_meta_model as build_stock
-from meshtrain.models.build import load_hf_config, local_directory, stored_generation_config
+from meshtrain.models.build import build_meta_model, load_hf_config, local_directory, stored_generation_config
 from meshtrain.models.initialize import initialize_weights, restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import check_alike, failing_together
-from meshtrain.runtime.mesh import init_mesh as lay_out
+from meshtrain.runtime.mesh import init_mesh
 from meshtrain.runtime.process import join_for_script
 from meshtrain.training.gradients import gradient_norm, scale_gradients
 from meshtrain.training.same_model import check_same_kind
@@ -55,7 +54,7 @@ def build_mesh(plan: ParallelPlan | Mapping[str, Any] | str | Path) -> DeviceMes
     """
     degrees = read_plan(plan).mesh
     device = join_for_script()
-    return lay_out(degrees.resolve(dist.get_world_size()), device.type)
+    return init_mesh(degrees.resolve(dist.get_world_size()), device.type)
 
 
 def build_model(
@@ -94,7 +93,9 @@ def build_model(
         config = load_hf_config(ModelConfig(path=path, trust_remote_code=trust_remote_code))
         generation = stored_generation_config(local_directory(path, asked=f"{call}: source"))
     original = config.dtype
-    model = build_stock(copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    model = build_meta_model(
+        copy.deepcopy(config), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
+    )
     # `save_pretrained` writes this dtype by default, so training in float32 does not change the
     # dtype of the saved model.
     model.config.dtype = dtype if original is None else original

@@ -34,7 +34,7 @@ from meshtrain.models.fused import fused_modules
 from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.rotary import most_positions
 from meshtrain.models.ties import check_ties
-from meshtrain.parallel import build_pipeline as parallelize_stock
+from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.parallel.cut.hooks import has_hooks_on_itself
 from meshtrain.parallel.pipeline import Pipeline
@@ -112,7 +112,7 @@ def parallelize(
     wanted = _complete(read_plan(plan), stock, mesh)
     _check_call(wanted, micro_batch_size, prove_unknown_class)
     parts = _take_apart(stock, wanted, micro_batch_size, prove=prove_unknown_class)
-    pipeline = _build_pipeline(stock, parts, mesh, device, micro_batch_size=micro_batch_size, seed=seed)
+    pipeline = _pipeline_with_values(stock, parts, mesh, device, micro_batch_size=micro_batch_size, seed=seed)
     adapted = None if model is stock else model
     handle = Handle(pipeline, device, source=_source(stock), has_values=not parts.values.is_meta, adapted=adapted)
     if parts.plan.mesh.pp > 1:
@@ -150,7 +150,7 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
     return _TakenApart(resolved, values, adapters)
 
 
-def _build_pipeline(
+def _pipeline_with_values(
     stock: PreTrainedModel,
     parts: _TakenApart,
     mesh: DeviceMesh | None,
@@ -163,7 +163,7 @@ def _build_pipeline(
     plan, values = parts.plan, parts.values
     _set_number_format(stock, plan.precision, has_values=not values.is_meta)
     training = stock.training
-    pipeline = parallelize_stock(
+    pipeline = build_pipeline(
         stock,
         mesh or init_mesh(plan.mesh, device.type),
         plan,

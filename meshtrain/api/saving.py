@@ -12,8 +12,8 @@ from meshtrain.api.handle import Handle, handle_of
 from meshtrain.checkpoint.huggingface.adapters import save_adapters
 from meshtrain.checkpoint.huggingface.description import Tokenizer
 from meshtrain.checkpoint.huggingface.layout import MAX_SHARD_SIZE
-from meshtrain.checkpoint.huggingface.pretrained import write_pretrained as write_pretrained
-from meshtrain.checkpoint.parallelized import write_parallelized as write_parallelized
+from meshtrain.checkpoint.huggingface.pretrained import write_pretrained
+from meshtrain.checkpoint.parallelized import write_parallelized
 from meshtrain.config.arguments import check_flag, described, whole_number
 from meshtrain.config.problems import did_you_mean
 from meshtrain.errors import CheckpointError, ModelError

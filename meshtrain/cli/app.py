@@ -21,7 +21,7 @@ tokenizer_app = typer.Typer(help="Make tokenizers.")
 app.add_typer(tokenizer_app, name="tokenizer")
 data_app = typer.Typer(help="Look at data.")
 app.add_typer(data_app, name="data")
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="The run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as plan.mesh.tp=4.", show_default=False),

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from meshtrain import console
-from meshtrain.cli.app import Overrides, Run, app
+from meshtrain.cli.app import Overrides, RunFile, app
 from meshtrain.errors import ConfigError
 from meshtrain.runtime.exit_codes import NOT_PROVEN, RESTART
 
@@ -21,7 +21,7 @@ OptionalWorldSize = Annotated[
 
 @app.command()
 def train(
-    run: Run,
+    run: RunFile,
     overrides: Overrides = None,
     processes: Annotated[
         str | None,
@@ -81,7 +81,7 @@ def _start_processes(run: Path, overrides: Sequence[str], processes: str, max_re
 
 
 @app.command()
-def check(run: Run, world_size: WorldSize, overrides: Overrides = None) -> None:
+def check(run: RunFile, world_size: WorldSize, overrides: Overrides = None) -> None:
     """Show what each process would hold.
 
     Finds every contradiction between run, plan, model and number of processes.
@@ -172,7 +172,7 @@ def _check_writable(option: str, file: Path) -> None:
 
 @app.command()
 def plan(
-    run: Run,
+    run: RunFile,
     overrides: Overrides = None,
     as_toml: Annotated[bool, typer.Option("--toml", help="Show it as a plan file.")] = False,
     world_size: OptionalWorldSize = None,

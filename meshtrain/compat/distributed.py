@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
 
-Schedule = _PipelineSchedule
+TorchSchedule = _PipelineSchedule
 """The class of every schedule of a pipeline.
 
 Why: `get_schedule_class` returns subclasses of this class, which has no public name.

@@ -11,7 +11,7 @@ from meshtrain.config.plan import ParallelPlan
 from meshtrain.config.settings import LARGEST, Count, Fraction, NotNegative, Positive, Seconds, Settings
 from meshtrain.errors import ConfigError
 
-ScheduleName = Literal[
+LearningRateScheduleName = Literal[
     "constant",
     "constant_with_warmup",
     "linear",
@@ -109,7 +109,7 @@ class OptimizerConfig(Settings):
 class LearningRateConfig(Settings):
     """How the learning rate changes over the run: a schedule of `transformers.get_scheduler`."""
 
-    name: ScheduleName = "cosine"
+    name: LearningRateScheduleName = "cosine"
     """Name of the schedule. All schedules that depend on the step only are available."""
     warmup_steps: NotNegative = 0
     """Number of steps over which the learning rate rises from 0."""

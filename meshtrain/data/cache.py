@@ -79,7 +79,7 @@ class Cache:
         def has_failed() -> bool:
             return file_version(note) != note_before
 
-        with self.locked(f"{name}.lock", is_done=lambda: is_complete(directory) or has_failed()):
+        with self.exclusive(f"{name}.lock", is_done=lambda: is_complete(directory) or has_failed()):
             if is_complete(directory):
                 return True
             if has_failed():
@@ -98,7 +98,7 @@ class Cache:
         return True
 
     @contextmanager
-    def locked(self, name: str, *, is_done: Callable[[], bool]) -> Iterator[None]:
+    def exclusive(self, name: str, *, is_done: Callable[[], bool]) -> Iterator[None]:
         """Hold the lock file `name`.
 
         Wait until no other process holds it; a process that dies releases it.

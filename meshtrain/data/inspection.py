@@ -23,7 +23,7 @@ from meshtrain.data.tokens.tokenized_source import holds_several, is_tokenized, 
 from meshtrain.data.tokens.tokenizer import TokenizerFiles, find_tokenizer
 from meshtrain.errors import DataError
 
-STYLES = {True: "green", False: "dim"}
+COLORS = {True: "green", False: "dim"}
 SPECIAL_STYLE = "bold cyan"
 BORDER_STYLE = "bold yellow"
 READ_ONLY_MARKS = "⟦", "⟧"
@@ -194,7 +194,7 @@ def _decoded(span: Span, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     borders = np.flatnonzero(is_special[1:] != is_special[:-1]) + 1
     for tokens in np.split(span.tokens, borders):
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-        style = SPECIAL_STYLE if tokens[0] in special else STYLES[span.is_trained]
+        style = SPECIAL_STYLE if tokens[0] in special else COLORS[span.is_trained]
         yield show_control_characters(text), style
 
 

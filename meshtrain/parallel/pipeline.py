@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from meshtrain.compat.distributed import Schedule, StaticStage
+from meshtrain.compat.distributed import StaticStage, TorchSchedule
 from meshtrain.compat.nn import saved_buffers
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
@@ -259,7 +259,7 @@ class _LossOfStep:
 class _Schedule(NamedTuple):
     """The torch schedule for one shape of a batch, and the loss that it calls."""
 
-    torch_schedule: Schedule
+    torch_schedule: TorchSchedule
     loss: _LossOfStep
 
 
@@ -272,7 +272,7 @@ def _schedule_for(pipeline: Pipeline, labels: Tensor) -> _Schedule:
     return pipeline._schedules[shape]
 
 
-def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> Schedule:
+def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunction) -> TorchSchedule:
     # A stage assumes that its input needs a gradient, even if no earlier stage trains. So one stage
     # alone cannot detect that nothing trains.
     trains = [False] * axis_size(pipeline.mesh, PP)

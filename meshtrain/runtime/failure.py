@@ -24,7 +24,7 @@ ECHOES = (
 """Messages of a process whose peer is gone. They are never the cause."""
 MOST_REPORTS_SHOWN = 16
 
-Kind = Literal["exception", "mistake", "interrupted", "gone", "hung"]
+FailureKind = Literal["exception", "mistake", "interrupted", "gone", "hung"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Failure:
         reports: what all processes were doing, if a hang was investigated.
     """
 
-    kind: Kind
+    kind: FailureKind
     rank: int
     host: str
     message: str
@@ -115,7 +115,7 @@ def failure_from_json(text: str | bytes) -> Failure:
     return Failure(**{**values, "reports": reports})
 
 
-def failure_kind(error: BaseException) -> Kind:
+def failure_kind(error: BaseException) -> FailureKind:
     """Return the kind of failure that an exception is."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

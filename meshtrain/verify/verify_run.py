@@ -28,7 +28,7 @@ from meshtrain.verify.shrink import deepen, shrink_mesh, shrink_plan
 from meshtrain.verify.tiny import HEADS, SHORT, key_value_heads, shrink
 
 FEWEST_MICROBATCHES = 4
-Kind = tuple[str | None, frozenset[str], frozenset[str]]
+LayerKind = tuple[str | None, frozenset[str], frozenset[str]]
 """The layer type in the configuration, the classes of its modules, and the names of its
 parameters without numbers."""
 
@@ -160,7 +160,7 @@ def _copy_with_all_kinds(
     plan: ParallelPlan,
     make: Callable[[int], PretrainedConfig],
     build: Callable[[PretrainedConfig], PreTrainedModel],
-    kinds: dict[Kind, str],
+    kinds: dict[LayerKind, str],
 ) -> tuple[ParallelPlan, PretrainedConfig, PreTrainedModel]:
     """Return the smallest copy that has every kind of layer, and the plan for its number of layers.
 
@@ -193,7 +193,7 @@ def _copy_with_all_kinds(
     )
 
 
-def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
+def layer_kinds(model: PreTrainedModel) -> dict[LayerKind, str]:
     """Return every kind of decoder layer, with the FQN of the first layer of the kind."""
     try:
         name, layers = find_layers(model)
@@ -201,13 +201,13 @@ def layer_kinds(model: PreTrainedModel) -> dict[Kind, str]:
         # The check of the plan decides whether it needs the layers.
         return {}
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
-    kinds: dict[Kind, str] = {}
+    kinds: dict[LayerKind, str] = {}
     for index, (layer_type, layer) in enumerate(zip(layer_types, layers, strict=False)):
         kinds.setdefault(_kind(layer_type, layer), f"{name}.{index}")
     return kinds
 
 
-def _kind(layer_type: str | None, layer: nn.Module) -> Kind:
+def _kind(layer_type: str | None, layer: nn.Module) -> LayerKind:
     # The number of experts does not change the kind.
     names = frozenset(re.sub(r"\d+", "*", name) for name, _ in layer.named_parameters())
     return layer_type, frozenset(type(module).__name__ for module in layer.modules()), names

@@ -180,7 +180,7 @@ def test_distributed_functions_on_two_ranks() -> None:
 
 
 def test_schedules_and_stages_have_private_names() -> None:
-    assert all(issubclass(get_schedule_class(name), distributed.Schedule) for name in ("1F1B", "ZBVZeroBubble"))
+    assert all(issubclass(get_schedule_class(name), distributed.TorchSchedule) for name in ("1F1B", "ZBVZeroBubble"))
     assert "_post_metadata_inference_cleanup" in vars(PipelineStage)
 
 

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from meshtrain.checkpoint.dcp.store import write_checkpoint
 from meshtrain.checkpoint.storage.publishing import Retention
-from meshtrain.config.run import LearningRateConfig, OptimizerConfig, ScheduleName
+from meshtrain.config.run import LearningRateConfig, LearningRateScheduleName, OptimizerConfig
 from meshtrain.errors import ConfigError
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -140,7 +140,7 @@ def test_moments_have_the_layout_of_parameters_and_survive_a_restart(tmp_path: P
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize("name", get_args(ScheduleName))
+@pytest.mark.parametrize("name", get_args(LearningRateScheduleName))
 def test_learning_rates_equal_those_of_transformers(name: str, warmup: int) -> None:
     steps, arguments = 12, ARGUMENTS.get(name, {})
     warmup = 0 if name == "constant" else warmup

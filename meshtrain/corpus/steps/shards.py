@@ -19,7 +19,7 @@ import zstandard
 from datatrove.data import Document
 
 from meshtrain.data.text.byte_streams import DamagedError, open_source_file
-from meshtrain.data.text.sources import Kind, SourceFile
+from meshtrain.data.text.sources import FileKind, SourceFile
 from meshtrain.errors import DataError
 
 Compression = Literal["gzip", "zstd", "none"]
@@ -118,8 +118,8 @@ def _parse_json(line: bytes, where: str) -> object:
             raise DataError(f"{where}: not JSON ({error})", "redo the step that wrote it (--redo)") from None
 
 
-def _kind_of(path: Path) -> Kind:
-    kinds: dict[str, Kind] = {".gz": "jsonl.gz", ".zst": "jsonl.zst", ".jsonl": "jsonl"}
+def _kind_of(path: Path) -> FileKind:
+    kinds: dict[str, FileKind] = {".gz": "jsonl.gz", ".zst": "jsonl.zst", ".jsonl": "jsonl"}
     return kinds[path.suffix]
 
 

@@ -19,7 +19,7 @@ from meshtrain.data.text.corpus import START, Corpus, Position
 from meshtrain.data.text.documents import count_problem
 from meshtrain.data.tokens.cutting import Cutter
 from meshtrain.data.tokens.encoding import EncodedBlock, Task
-from meshtrain.data.tokens.workers import Block, encode_blocks, group_into_blocks
+from meshtrain.data.tokens.workers import TextBlock, encode_blocks, group_into_blocks
 from meshtrain.errors import DataError, UserError, name_some
 
 ENCODERS = 1
@@ -224,8 +224,8 @@ def _drop_tokens(row: Row, size: int) -> Row | None:
 
 
 def _report_read_errors(
-    blocks: Iterator[tuple[Block, EncodedBlock]], corpus: Corpus
-) -> Iterator[tuple[Block, EncodedBlock]]:
+    blocks: Iterator[tuple[TextBlock, EncodedBlock]], corpus: Corpus
+) -> Iterator[tuple[TextBlock, EncodedBlock]]:
     """Yield the blocks, and raise a DataError if a file cannot be read.
 
     The libraries that read URLs have exceptions of their own, so for URLs any exception is one.

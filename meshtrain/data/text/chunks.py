@@ -16,13 +16,13 @@ from meshtrain.errors import DataError, reason_of
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 28
 
-Kind = Literal["lines", "text", "python", "problem", "damage", "end"]
+ChunkKind = Literal["lines", "text", "python", "problem", "damage", "end"]
 
 
 class Chunk(NamedTuple):
     """Consecutive lines of a file, a document, a piece of a long document, or a problem."""
 
-    kind: Kind
+    kind: ChunkKind
     data: bytes
     """The bytes of the file, which should be UTF-8; the message of a problem."""
     location: str
@@ -77,7 +77,7 @@ class _FileReader:
 
     def _chunk(
         self,
-        kind: Kind,
+        kind: ChunkKind,
         data: bytes,
         *,
         location: str = "",
@@ -110,7 +110,7 @@ class _FileReader:
                 yield self._chunk("lines", data, first_line=first_line, disk_bytes=raw.tell())
 
     def _text(self, stream: BinaryIO, raw: BinaryIO) -> Iterator[Chunk]:
-        kind: Kind = "python" if self._file.kind == "python" else "text"
+        kind: ChunkKind = "python" if self._file.kind == "python" else "text"
         if self._position.offset == 0:
             data = stream.read(PIECE_CHARACTERS)
             if len(data) < PIECE_CHARACTERS:

@@ -36,7 +36,7 @@ def content_hashes(files: Sequence[SourceFile], cache: Cache) -> list[str]:
         before = file_version(path)
         known = _load(path)
     if any(_known_hash(known, file) is None for file in files):
-        with cache.locked("content-hashes.lock", is_done=lambda: file_version(path) != before):
+        with cache.exclusive("content-hashes.lock", is_done=lambda: file_version(path) != before):
             known = _load(path)
             new = {str(file.path): file for file in files if _known_hash(known, file) is None}
             hashed = _hash_files(list(new.values()))

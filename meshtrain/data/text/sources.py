@@ -22,8 +22,8 @@ It is real text that needs no download.
 
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-Kind = Literal["python", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet", "tokens"]
-KINDS: dict[str, Kind] = {
+FileKind = Literal["python", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet", "tokens"]
+KINDS: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl.gz",
     ".jsonl.zst": "jsonl.zst",
@@ -49,7 +49,7 @@ class SourceFile:
     """A file of documents, and what its directory entry held when it was found."""
 
     path: Path
-    kind: Kind
+    kind: FileKind
     num_bytes: int
     modified_nanoseconds: int
 
@@ -163,7 +163,7 @@ def _expand_glob(pattern: str) -> list[SourceFile]:
     return [file for file in files if file.num_bytes]
 
 
-def _kind(path: Path) -> Kind:
+def _kind(path: Path) -> FileKind:
     for suffix, kind in KINDS.items():
         if path.name.endswith(suffix):
             return kind
@@ -176,7 +176,7 @@ def _known_kinds(*, in_directory: bool = False) -> str:
     return ", ".join(suffix for suffix in KINDS if suffix != SKIPPED_IN_DIRECTORIES or not in_directory)
 
 
-def inspect_file(path: Path, kind: Kind) -> SourceFile:
+def inspect_file(path: Path, kind: FileKind) -> SourceFile:
     """Return a file with what its directory entry holds.
 
     Raises:

@@ -33,7 +33,7 @@ MAX_WORKERS = 64
 BLOCKS_AHEAD = 2
 """Blocks per worker that are read or encoded, and not written yet."""
 
-Block = list[Chunk]
+TextBlock = list[Chunk]
 
 
 def num_cores() -> int:
@@ -42,13 +42,13 @@ def num_cores() -> int:
     return min(cores, MAX_WORKERS)
 
 
-def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[Block]:
+def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[TextBlock]:
     """Group chunks into blocks of about BLOCK_BYTES.
 
     Raises:
         DataError: what `chunks` raises, after the blocks of all chunks before it.
     """
-    block: Block = []
+    block: TextBlock = []
     num_bytes = 0
     failure = None
     try:
@@ -67,7 +67,9 @@ def group_into_blocks(chunks: Iterable[Chunk]) -> Iterator[Block]:
         raise failure
 
 
-def encode_blocks(blocks: Iterable[Block], task: Task, num_workers: int) -> Iterator[tuple[Block, EncodedBlock]]:
+def encode_blocks(
+    blocks: Iterable[TextBlock], task: Task, num_workers: int
+) -> Iterator[tuple[TextBlock, EncodedBlock]]:
     """Encode blocks in their order.
 
     Args:
@@ -77,7 +79,7 @@ def encode_blocks(blocks: Iterable[Block], task: Task, num_workers: int) -> Iter
         DataError: what reading `blocks` raises, after all blocks before it; or if a worker died.
     """
     with ExitStack() as stack:
-        encode: Callable[[Block], EncodedBlock]
+        encode: Callable[[TextBlock], EncodedBlock]
         if num_workers == 0:
             encode = task.build().encode
             yield from ((block, encode(block)) for block in blocks)
@@ -89,9 +91,9 @@ def encode_blocks(blocks: Iterable[Block], task: Task, num_workers: int) -> Iter
 
 
 def _in_order(
-    blocks: Iterable[Block], submit: Callable[[Block], Future[EncodedBlock]], most: int
-) -> Iterator[tuple[Block, EncodedBlock]]:
-    pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    blocks: Iterable[TextBlock], submit: Callable[[TextBlock], Future[EncodedBlock]], most: int
+) -> Iterator[tuple[TextBlock, EncodedBlock]]:
+    pending: deque[tuple[TextBlock, Future[EncodedBlock]]] = deque()
     failure = None
     try:
         for block in blocks:
@@ -107,19 +109,19 @@ def _in_order(
         raise failure
 
 
-def _without_data(block: Block) -> Block:
+def _without_data(block: TextBlock) -> TextBlock:
     return [chunk._replace(data=b"") for chunk in block]
 
 
 @contextmanager
-def _workers(task: Task, count: int) -> Iterator[Callable[[Block], EncodedBlock]]:
+def _workers(task: Task, count: int) -> Iterator[Callable[[TextBlock], EncodedBlock]]:
     """Start workers, and yield a function that lets an idle one encode a block.
 
     The function may be called in as many threads as there are workers.
     """
     idle: SimpleQueue[tuple[subprocess.Popen, Connection]] = SimpleQueue()
 
-    def encode(block: Block) -> EncodedBlock:
+    def encode(block: TextBlock) -> EncodedBlock:
         process, connection = idle.get()
         try:
             connection.send_bytes(pickle.dumps(block, protocol=5))

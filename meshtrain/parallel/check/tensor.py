@@ -40,7 +40,7 @@ JOINT = (
     "computes over all heads at once, and each process has a part of them",
     "keep the projections around it whole ('colwise_gather_output' and 'rowwise_split_input'), or set mesh.tp = 1",
 )
-PER_HEAD = "has parameters for every head, and each process has a part of the heads", "make it 'per_head'"
+NOT_PER_HEAD = "has parameters for every head, and each process has a part of the heads", "make it 'per_head'"
 PARTIAL = (
     "works on the heads, or the width, of one process, so its gradient must be summed",
     "make it 'replicated_with_grad_allreduce'",
@@ -201,7 +201,7 @@ def _check_flow(model: PreTrainedModel, rules: TensorRules, tp: int) -> Problems
 
 
 def _of_modules(flow: Flow, rules: TensorRules) -> Problems:
-    cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, PER_HEAD))
+    cannot_be_cut = ((flow.misused, MISUSED), (flow.joint, JOINT), (flow.per_head, NOT_PER_HEAD))
     # A module that cannot be cut does not run, so what was found after it has no meaning.
     kinds = cannot_be_cut if any(names for names, _ in cannot_be_cut) else ((flow.partial, PARTIAL),)
     for names, (problem, advice) in (*kinds, (flow.counted_twice, TWICE)):

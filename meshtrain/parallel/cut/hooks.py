@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from meshtrain.compat.nn import hook_tables
 
-Hook = Callable[..., Any]
+TorchHook = Callable[..., Any]
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def copy_with_hooks(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(hook): hook for hook in hooks if not _belongs_to(hook, modules)})
 
 
-def _all_hooks(model: nn.Module) -> Iterator[dict[int, Hook]]:
+def _all_hooks(model: nn.Module) -> Iterator[dict[int, TorchHook]]:
     return (table for module in model.modules() for table in hook_tables(module))
 
 
-def _belongs_to(hook: Hook, modules: Container[nn.Module]) -> bool:
+def _belongs_to(hook: TorchHook, modules: Container[nn.Module]) -> bool:
     """Return whether a hook refers to a part of the model, so that a copy needs its own hook."""
     known = [getattr(hook, "__self__", None), *getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
     return any(isinstance(value, nn.Module) and value in modules for value in known)

@@ -41,9 +41,9 @@ from meshtrain.parallel.tensor.styles import STYLES
 # Styles of modules that have all their parameters on every process.
 REPLICATED = frozenset(name for name, row in STYLES.items() if row.kind == "replica")
 # Styles of full parameters whose partial gradients are summed over tp.
-SUMMED = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
+SUMMED_STYLES = frozenset(name for name, row in STYLES.items() if row.gradients in ("partial", "summed"))
 # Those of modules that compute as in the stock model, so that a part must reach them.
-SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED if not STYLES[name].own_heads)
+SUMMED_REPLICAS = frozenset(name for name in REPLICATED & SUMMED_STYLES if not STYLES[name].own_heads)
 OWN_HEADS = frozenset(name for name, row in STYLES.items() if row.own_heads)
 # Stands for tensors that are full on every process and whose gradient nothing would sum.
 HIDDEN_STATES = ""
@@ -148,7 +148,7 @@ class _Parts(OperatorMode):
         if is_part:
             self.met |= origins
             # Sorted, because the order of a set differs between processes.
-            undeclared = (name for name in sorted(origins) if self.styles.get(name) not in SUMMED)
+            undeclared = (name for name in sorted(origins) if self.styles.get(name) not in SUMMED_STYLES)
             self.flow.partial.update(dict.fromkeys(undeclared))
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):

@@ -15,7 +15,7 @@ from meshtrain.config.plan import Style, TensorPlan
 from meshtrain.errors import PlanError, Problem
 from meshtrain.models.patterns import as_pattern, match_modules, match_names
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.parallel.tensor.style_row import Kind
+from meshtrain.parallel.tensor.style_row import StyleKind
 from meshtrain.parallel.tensor.styles import STYLES
 
 Problems = Iterator[Problem]
@@ -211,7 +211,7 @@ def gives_heads(pattern: str) -> bool:
     return pattern.rpartition(".")[2] in ("k_proj", "v_proj", "k", "v")
 
 
-def blocks_of(name: str, styles: Mapping[str, Style], kind: Kind) -> Iterator[str]:
+def blocks_of(name: str, styles: Mapping[str, Style], kind: StyleKind) -> Iterator[str]:
     """Yield the names of the blocks of a kind that contain a module, the innermost first."""
     while name := name.rpartition(".")[0]:
         if name in styles and STYLES[styles[name]].kind == kind:

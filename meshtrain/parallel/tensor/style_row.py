@@ -9,7 +9,7 @@ from torch import nn
 from meshtrain.parallel.tensor.context import AppliedStyle, ModuleContext
 from meshtrain.parallel.tensor.requirements import Requirement, require_nothing
 
-Kind = Literal["replica", "projection", "lookup", "parameters", "experts", "shared input", "full sequence"]
+StyleKind = Literal["replica", "projection", "lookup", "parameters", "experts", "shared input", "full sequence"]
 """What a style is for.
 
 `replica`: any module; every process has all its parameters. `projection`: Linear or Conv1D.
@@ -61,7 +61,7 @@ class StyleRow:
     apply: Callable[[ModuleContext], AppliedStyle]
     used_for: str
     effect: str
-    kind: Kind
+    kind: StyleKind
     requires: Requirement = require_nothing
     shards: Literal["outputs", "inputs", "rows", "experts"] | None = None
     may_be_uneven: bool = False
