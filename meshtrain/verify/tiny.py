@@ -77,6 +77,7 @@ UNSET = {
     "num_key_value_heads": 2,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "n_shared_experts": 1,
     "n_routed_experts": 4,
     "moe_intermediate_size": 16,
