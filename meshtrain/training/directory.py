@@ -9,7 +9,8 @@ RUN/flight_recorder/    the latest collectives of every process, if one vanished
 RUN/checkpoints/step-N  a checkpoint, see meshtrain.checkpoint.storage.directory; if
                         checkpoint.directory is set, checkpoints are stored there instead
 RUN/.lock-TOKEN         the process that writes here now, see meshtrain.runtime.lock; the file is
-                        beside RUN if RUN was new when the run began
+                        beside RUN if RUN was new when the run began. The folder of the checkpoints
+                        has such a file too.
 """
 
 import json
