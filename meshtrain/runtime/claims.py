@@ -17,6 +17,7 @@ from upath import UPath
 from meshtrain.runtime.location import Location
 
 MARK = ".lock-"
+"""Part of the name of every file of a lock."""
 
 
 def is_claim(path: Path) -> bool:

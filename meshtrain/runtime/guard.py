@@ -25,6 +25,7 @@ import torch.distributed as dist
 from meshtrain import console
 from meshtrain.errors import UserError
 from meshtrain.runtime.activity import Activity, HangLimits
+from meshtrain.runtime.claims import MARK
 from meshtrain.runtime.exit_codes import INTERRUPTED, PEER_FAILED, USER_MISTAKE
 from meshtrain.runtime.failure import (
     FAILURE_NAME,
@@ -330,12 +331,15 @@ class Guard:
 
     def _write_failure(self, failure: Failure) -> None:
         is_mistake = failure.kind == "mistake"
-        if is_mistake and not self._directory.exists():
-            # The run has not begun, so no directory should be created.
+        if is_mistake and not self._has_begun():
+            # No directory should be created or kept for a run that has not begun.
             return
         # A mistake is printed in full. If it cannot be written, that is probably the mistake
         # itself.
         self._write(failure.write, reports_problem=not is_mistake)
+
+    def _has_begun(self) -> bool:
+        return self._directory.is_dir() and any(MARK not in name for name in os.listdir(self._directory))
 
     def _write(self, write: Callable[[Path], None], *, reports_problem: bool = True) -> None:
         try:
