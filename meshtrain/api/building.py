@@ -24,7 +24,7 @@ from meshtrain.config.toml import read_plan
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import build_meta_model, load_hf_config, local_directory, stored_generation_config
-from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import check_alike, failing_together
@@ -125,7 +125,7 @@ def initialize(model: Any, seed: int = 0) -> None:
         for parameter in stage.model.parameters():
             # Parameters that have values already are drawn again too.
             forget_marks(parameter)
-        initialize_weights(stage.model, seed=seed, names=handle.pipeline.canonical_names())
+    handle.pipeline.initialize(seed)
     handle.has_values = True
 
 

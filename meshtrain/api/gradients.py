@@ -118,7 +118,7 @@ def set_gradients_aside(pipeline: Pipeline) -> dict[nn.Parameter, Tensor]:
 
 
 def _summed_parameters(pipeline: Pipeline) -> Iterator[nn.Parameter]:
-    ties = {*pipeline.tied_copies.originals, *pipeline.tied_copies.copies}
+    ties = {*pipeline.tied_copies.parameters()}
     for name, parameter in pipeline.trainable_parameters():
         if pipeline.replicas.is_needed or name in pipeline.summed_over_tp or parameter in ties:
             yield parameter

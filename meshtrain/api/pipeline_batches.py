@@ -85,8 +85,8 @@ class BatchChecker:
             problems = error.problems
         trains_here = any(True for _ in self._pipeline.trainable_parameters())
         ties = self._pipeline.tied_copies
-        is_same, (is_wrong, trains, trained_ties) = compare_batches(
-            self._pipeline, inputs, bool(problems), trains_here, ties.trained_originals()
+        is_same, (is_wrong, trains, *trained_ties) = compare_batches(
+            self._pipeline, inputs, bool(problems), trains_here, *ties.trained_originals()
         )
         ties.freeze_copies(trained_ties)
         labels = torch.empty(0) if problems else _shifted(inputs["labels"])

@@ -100,6 +100,16 @@ def times_changed(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd counts a tensor as a view of another one.
+
+    Why: such a tensor cannot be detached in place, which zero-bubble schedules do with what a stage
+    sends.
+    Holds: torch 2.11 to 2.13.
+    """
+    return tensor._is_view()
+
+
 def memory_of(tensor: Tensor) -> int:
     """Return a number that identifies the memory of a tensor, on the meta device too.
 

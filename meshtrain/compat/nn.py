@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FORWARD = "forward"
+_MIXIN = "_mixed_in"
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -84,13 +85,28 @@ def is_compiled(model: object) -> bool:
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make one module an instance of another class, in place.
+    """Make one module an instance of another class, in place. Its mixins stay.
 
     Why: names, owners, hooks and parameters stay, and no other module of its class changes. A new
     module would have to replace the old one wherever that is referenced.
     Holds: torch 2.11 to 2.13.
     """
+    mixed = [vars(base)[_MIXIN] for base in type(module).__mro__ if _MIXIN in vars(base)]
     module.__class__ = kind
+    for mixin, attributes in reversed(mixed):
+        mix_in(module, mixin, **attributes)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without the mixins that `mix_in` has added.
+
+    Why: as for `become`.
+    Holds: torch 2.11 to 2.13.
+    """
+    kind = type(module)
+    while _MIXIN in vars(kind):
+        _, kind = kind.__bases__
+    return kind
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
@@ -102,7 +118,7 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     Holds: torch 2.11 to 2.13.
     """
     kind = type(module)
-    module.__class__ = type(kind.__name__, (mixin, kind), attributes)
+    module.__class__ = type(kind.__name__, (mixin, kind), {**attributes, _MIXIN: (mixin, attributes)})
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -123,6 +139,18 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     return vars(module).get(_FORWARD)
 
 
+def restore_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Set the forward of one module back to the result of `own_forward`.
+
+    Why: as for `own_forward`.
+    Holds: torch 2.11 to 2.13.
+    """
+    if forward is None:
+        del vars(module)[_FORWARD]
+    else:
+        set_forward(module, forward)
+
+
 @contextmanager
 def forwards_replaced(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of modules while the block runs; the old ones are restored.
@@ -137,10 +165,7 @@ def forwards_replaced(modules: Iterable[nn.Module], forward: Callable[..., Any])
         yield
     finally:
         for module, before in kept:
-            if before is None:
-                del vars(module)[_FORWARD]
-            else:
-                set_forward(module, before)
+            restore_forward(module, before)
 
 
 class Unmovable:

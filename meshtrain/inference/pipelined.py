@@ -6,9 +6,11 @@ So what `generate` can do, it can do here as well.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -21,7 +23,7 @@ from meshtrain.config.mesh import PP, TP
 from meshtrain.errors import ModelError, UserError, name_some
 from meshtrain.models.build import stock_class
 from meshtrain.parallel.cut.stage import Stage
-from meshtrain.parallel.pipeline import Pipeline, hidden_like
+from meshtrain.parallel.pipeline import Pipeline, received_like
 from meshtrain.parallel.schedule import ForwardMessages, stage_owners
 from meshtrain.parallel.tensor.collectives import gather_vocabulary
 from meshtrain.runtime.mesh import axis_size
@@ -87,36 +89,44 @@ class _Stages:
         if past_key_values is None and use_cache and "cache_params" not in inputs:
             past_key_values = _empty_cache(self.pipeline.stages[0].model)
         caches = self.caches.of(past_key_values, use_cache=use_cache)
-        borders = ForwardMessages(self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, PP))
+        borders = ForwardMessages(
+            self.pipeline.plan.pipeline, self.pipeline.peers, axis_size(self.pipeline.mesh, PP), sends_shapes=True
+        )
         for stage, cache in zip(self.pipeline.stages, caches, strict=True):
-            stage.channel.sequence_length = input_ids.shape[1]
-            received = input_ids
+            received: Sequence[Tensor] = ()
             if not stage.is_first:
-                received = borders.receive(stage.index, hidden_like(self.pipeline, input_ids, input_ids.device))
-            output = stage.model(received, **inputs, **({} if cache is None else {"past_key_values": cache}))
+                # Keys and values that layers share grow with the cache, so shapes are sent too.
+                like = received_like(self.pipeline, stage, *input_ids.shape)
+                received = borders.receive(stage.index, [torch.empty_like(it, device=input_ids.device) for it in like])
+            cached = {} if cache is None else {"past_key_values": cache}
+            output = stage.model(*received, input_ids=input_ids, **inputs, **cached)
             if not stage.is_last:
                 borders.send(stage.index, output)
             if cache is not None:
                 _count_elsewhere(cache, stage, input_ids)
             borders.end_stage()
         borders.wait()
-        return CausalLMOutputWithPast(logits=self._share(output), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=self._share(output, input_ids), past_key_values=past_key_values)
 
-    def _share(self, output: Tensor) -> Tensor:
+    def _share(self, output: Tensor, ids: Tensor) -> Tensor:
         """Return the logits of the last stage on every process."""
         pipeline = self.pipeline
-        last = pipeline.stages[-1]
-        vocabulary = last.model.config.get_text_config().vocab_size
-        if not last.is_last:
-            like = last.channel.logits
-            assert like is not None
-            logits = like.new_empty(*like.shape[:-1], vocabulary)
-        elif pipeline.logits_are_sharded:
-            logits = gather_vocabulary(output, vocabulary, pipeline.mesh.get_group(TP))
-        else:
-            logits = output.contiguous()
-        dist.broadcast(logits, group=pipeline.mesh.get_group(PP), group_src=self.owners[-1])
+        is_last = pipeline.stages[-1].is_last
+        if is_last and pipeline.logits_are_sharded:
+            vocabulary = pipeline.stages[-1].model.config.get_text_config().vocab_size
+            output = gather_vocabulary(output, vocabulary, pipeline.mesh.get_group(TP))
+        group = pipeline.mesh.get_group(PP)
+        # The program may keep the logits of some positions only.
+        shape = torch.tensor(output.shape if is_last else (0, 0, 0), device=ids.device)
+        dist.broadcast(shape, group=group, group_src=self.owners[-1])
+        logits = (
+            output.contiguous() if is_last else torch.empty(*shape.tolist(), dtype=self._format(), device=ids.device)
+        )
+        dist.broadcast(logits, group=group, group_src=self.owners[-1])
         return logits
+
+    def _format(self) -> torch.dtype:
+        return getattr(torch, self.pipeline.plan.precision.compute)
 
 
 class _StageCaches:

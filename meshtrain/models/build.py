@@ -103,6 +103,11 @@ def build_meta_model(
             f"model.config.is_decoder = false: a {config.model_type} then sees the tokens that it should predict",
             "set it to true",
         )
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # XLNet makes its parameters by a constructor that knows no default device.
+            if not parameter.is_meta:
+                module.register_parameter(name, nn.Parameter(parameter.to("meta")))
     model.train()
     return model
 

@@ -4,8 +4,10 @@ Hugging Face's own rules define the distribution of each parameter. Only the dra
 values are drawn tile by tile.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, activations, initialization
 
-from meshtrain.compat.autograd import OperatorMode
+from meshtrain.compat.autograd import OperatorMode, memory_of, tensors_in
 from meshtrain.compat.initialization import (
     Rule,
     computed_in,
@@ -25,18 +27,19 @@ from meshtrain.compat.initialization import (
     mark_initialized,
     rules_wrapped,
 )
+from meshtrain.compat.nn import parameter_table
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
-from meshtrain.models.build import stock_class
+from meshtrain.models.build import stock_class, stock_like
+from meshtrain.models.constructed import ConstructedTensors
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.models.rotary import forget_sequences
-from meshtrain.models.tiles import fill_tiles, seeded_stream
+from meshtrain.models.tiles import fill_tiles, seeded_by
 
 # The values of these functions do not depend on the shape of the filled tensor, so each tile can be
-# filled separately.
+# filled separately. Other random functions fill the full tensor.
 TILED = ("normal_", "uniform_", "trunc_normal_")
 CONSTANT = ("constant_", "ones_", "zeros_")
-DRAWS = ("normal_", "uniform_", "exponential_", "random_", "bernoulli_")
 InitFunction = Callable[..., Tensor]
 
 
@@ -62,9 +65,9 @@ def materialize(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for copy, source in tied.items():
-        if copy in parameters and source in parameters:
-            owner, _, kind = copy.rpartition(".")
+    for copied, source in tied.items():
+        if copied in parameters and source in parameters:
+            owner, _, kind = copied.rpartition(".")
             model.get_submodule(owner).register_parameter(kind, parameters[source])
     for buffer in model.buffers():
         if buffer.is_floating_point():
@@ -72,7 +75,13 @@ def materialize(
 
 
 @torch.no_grad()
-def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str, str]) -> None:
+def initialize_weights(
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    names: Mapping[str, str],
+    originals: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> None:
     """Fill all parameters and buffers of a materialized model or stage with initial values.
 
     The values follow the rules of Hugging Face, and those of peft for adapters.
@@ -84,31 +93,61 @@ def initialize_weights(model: PreTrainedModel, *, seed: int, names: Mapping[str,
         names: parameter name in the stock model -> FQN that seeds its values. The copy of a tied
             weight on another stage uses the name of the original, so both are equal without
             communication.
+        originals: name of the copy of a tied weight whose original is on another stage -> the
+            module of the original, on the meta device. Its rule fills the copy.
 
     Raises:
-        ModelError: for a parameter whose rule cannot be reproduced on every mesh.
+        ModelError: for a parameter that neither a rule nor a constructor fills.
     """
     with without_adapters(model) as adapters:
-        _initialize_stock(model, seed, names)
+        _initialize_stock(model, seed, names, originals)
         initialize_adapters(model, adapters, seed=seed)
 
 
-def _initialize_stock(model: PreTrainedModel, seed: int, names: Mapping[str, str]) -> None:
-    filler = _Filler(seed, {id(parameter): names[name] for name, parameter in model.named_parameters()})
-    with functions_replaced(filler.replace, filler.copy), _seeded_rules(model, seed), _NoShardedDraws(model):
+def _initialize_stock(
+    model: PreTrainedModel, seed: int, names: Mapping[str, str], originals: Mapping[str, nn.Module]
+) -> None:
+    parameters = dict(model.named_parameters())
+    filler = _Filler(seed, {id(parameter): names[name] for name, parameter in parameters.items()})
+    rules = _Rules(model, seed, filler, _copies(model, originals))
+    with functions_replaced(filler.replace, filler.copy), rules_wrapped(rules.run):
         _apply_hf_rules(model)
-        for name, parameter in model.named_parameters():
-            if names[name] != name:
-                _check_twin(model, name, parameter, filler)
-    untouched = [names[name] for name, parameter in model.named_parameters() if id(parameter) not in filler.filled]
-    if untouched:
+        for name, original in originals.items():
+            rules.run_for_copy(parameters[name], original)
+    _fill_as_constructed(
+        model, seed, filler, {names[n]: p for n, p in parameters.items() if id(p) not in filler.filled}
+    )
+    _zero_padding_rows(model)
+    _complete_buffers(model)
+
+
+def _copies(model: PreTrainedModel, originals: Mapping[str, nn.Module]) -> set[tuple[int, str]]:
+    """Return (id of the module, name) of the parameters that have the values of another module.
+
+    In the stock model, tied weights have the values that the rule of the original gives them.
+    """
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {copied for copied, source in model.all_tied_weights_keys.items() if {copied, source} <= held}
+    owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in tied | originals.keys()]
+    return {(id(model.get_submodule(owner)), kind) for owner, kind in owners}
+
+
+def _fill_as_constructed(
+    model: PreTrainedModel, seed: int, filler: "_Filler", parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Fill the parameters that no rule fills with what the constructor of the model gives them."""
+    if not parameters:
+        return
+    constructed = ConstructedTensors(lambda: stock_like(model, torch.float32))
+    unknown = [name for name in parameters if name not in constructed]
+    if unknown:
         raise ModelError(
-            f"{stock_class(model).__name__} has no initialization rule that can be repeated on every mesh for "
-            f"{', '.join(untouched[:5])}",
+            f"{stock_class(model).__name__} has no initialization rule for {', '.join(unknown[:5])}",
             "start from pretrained weights instead",
         )
-    _zero_padding_rows(model)
-    _check_buffers(model)
+    for name, parameter in parameters.items():
+        with seeded_by(f"{seed}|{name}"):
+            filler.keep_part(parameter, constructed.values(name))
 
 
 @torch.no_grad()
@@ -120,7 +159,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         mark_initialized(parameter)
     _apply_hf_rules(model)
-    _check_buffers(model)
+    _complete_buffers(model)
 
 
 def _apply_hf_rules(model: PreTrainedModel) -> None:
@@ -146,27 +185,19 @@ def _initialize_activations(model: nn.Module) -> None:
                 initialization.copy_(tensor, getattr(new, name))
 
 
-def _check_twin(model: PreTrainedModel, name: str, head: nn.Parameter, filler: "_Filler") -> None:
-    """Check that the rule of a head would fill its embedding in the same way.
-
-    The reason is that the stage of the embedding runs only the rule of the embedding.
-    """
-    with torch.device("meta"):
-        embedding = nn.Embedding(head.shape[0], head.shape[1])
-    initialize_module(model, embedding)
-    if filler.described.get(id(head)) != filler.described.get(id(embedding.weight)):
-        raise ModelError(
-            f"{stock_class(model).__name__} initializes {name} in another way than the embedding that it is tied to",
-            "start from pretrained weights instead, or use pp = 1",
-        )
-
-
-def _check_buffers(model: PreTrainedModel) -> None:
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+def _complete_buffers(model: PreTrainedModel) -> None:
+    """Fill the buffers that no rule fills with what the constructor of the model gives them."""
+    empty = {n: buffer for n, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()}
+    if not empty:
+        return
+    constructed = ConstructedTensors(lambda: stock_like(model))
+    for name, buffer in empty.items():
+        value = constructed.values(name) if name in constructed else None
+        if value is None or bool(value.isnan().any()):
             raise ModelError(
                 f"{stock_class(model).__name__} has no rule for its buffer {name}, so it cannot be built on meta"
             )
+        buffer.copy_(value)
 
 
 class _Filler:
@@ -175,46 +206,53 @@ class _Filler:
     def __init__(self, seed: int, names: dict[int, str]) -> None:
         self.seed, self.names = seed, names
         self.filled: set[int] = set()
-        self.described: dict[int, object] = {}
+        # Parameters that the present rule must leave as they are.
+        self.kept: set[int] = set()
+        self.is_busy = False
 
     def replace(self, kind: str, original: InitFunction) -> InitFunction:
         def fill(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
-            name = self.names.get(id(tensor))
-            self.described[id(tensor)] = (kind, args, kwargs)
-            if tensor.is_meta:
+            if tensor.is_meta or id(tensor) in self.kept or _is_on_another_stage(tensor):
                 return tensor
-            if kind in CONSTANT:
-                original(local_tensor(tensor), *args, **kwargs)
-            elif name is None:
-                raise ModelError(
-                    f"a buffer, or a part of a parameter, is initialized by {kind}, which cannot be repeated on every "
-                    "mesh",
-                    "start from pretrained weights instead",
-                )
-            elif kind in TILED:
-                # At pp = 1 a tied weight may be filled twice (as embedding, then as head), and at
-                # pp = 2 once. So the key contains no count of fills: a second fill writes the same
-                # values again.
-                fill_tiles(
-                    tensor,
-                    lambda tile, stream: original(tile, *args, generator=stream, **kwargs),
-                    key=f"{self.seed}|{name}",
-                )
-            else:
-                raise ModelError(
-                    f"{name} is initialized by {kind}, which needs the full tensor and so cannot be repeated on every "
-                    "mesh",
-                    "start from pretrained weights instead",
-                )
+            self.is_busy = True
+            try:
+                self._fill(kind, lambda empty, **stream: original(empty, *args, **kwargs, **stream), tensor)
+            finally:
+                self.is_busy = False
             self.filled.add(id(tensor))
             return tensor
 
         return fill
 
+    def _fill(self, kind: str, draw: InitFunction, tensor: Tensor) -> None:
+        name = self.names.get(id(tensor))
+        if kind in CONSTANT:
+            draw(local_tensor(tensor))
+        elif name is None:
+            # A buffer, or a part of a parameter: the stream of the rule is seeded by its module.
+            self.keep_part(tensor, draw(torch.empty(tensor.shape, dtype=torch.float32)))
+        elif kind in TILED:
+            # At pp = 1 a tied weight may be filled twice (as embedding, then as head), and at
+            # pp = 2 once. So the key contains no count of fills: a second fill writes the same
+            # values again.
+            fill_tiles(tensor, lambda tile, stream: draw(tile, generator=stream), key=f"{self.seed}|{name}")
+        else:
+            with seeded_by(f"{self.seed}|{name}"):
+                self.keep_part(tensor, draw(torch.empty(tensor.shape, dtype=torch.float32)))
+
     def copy(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Fill a tensor with a value that the rule has computed for the full tensor."""
-        if is_marked(tensor):
+        if is_marked(tensor) or id(tensor) in self.kept or _is_on_another_stage(tensor):
             return tensor
+        self.is_busy = True
+        try:
+            self.keep_part(tensor, value)
+        finally:
+            self.is_busy = False
+        return tensor
+
+    def keep_part(self, tensor: Tensor, value: Tensor) -> None:
+        """Fill the local part of a tensor from the value of the full tensor."""
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = value.expand(tensor.shape)
             for dim, index in enumerate(local_indices(tensor)):
@@ -223,43 +261,116 @@ class _Filler:
         else:
             tensor.copy_(value)
         self.filled.add(id(tensor))
-        return tensor
 
 
-class _NoShardedDraws(OperatorMode):
-    """A check that no rule draws a sharded tensor itself, without torch's init functions.
+def _is_on_another_stage(tensor: Tensor) -> bool:
+    """Return whether a tensor is the zeros that stand for a parameter of another stage."""
+    return not isinstance(tensor, DTensor) and tensor.numel() > 1 and not any(tensor.stride())
 
-    Each process would draw its own part.
+
+class _Rules:
+    """Runs the rules of a model, each with a stream that is seeded by the name of its module.
+
+    A rule may fill parameters without torch's init functions: by `Tensor.uniform_`, or part by
+    part. It then sees these parameters in full, in float32 on the CPU, and each process keeps its
+    part.
+
+    Args:
+        model: with materialized parameters.
+        seed: of the run.
+        filler: replaces the init functions.
+        copies: (id of a module, name) of the parameters that its rule must not fill.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel, seed: int, filler: _Filler, copies: set[tuple[int, str]]) -> None:
+        self._model, self._seed, self._filler, self._copies = model, seed, filler, copies
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules = [*model.modules()]
+        self._parameters = {memory_of(local_tensor(parameter)): parameter for parameter in model.parameters()}
+
+    def run(self, module: nn.Module, rule: Rule) -> None:
+        """Run a rule; its random values are the same on any mesh."""
+        table = parameter_table(module)
+        self._filler.kept = {id(table[kind]) for owner, kind in self._copies if owner == id(module)}
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        while True:
+            with seeded_by(f"{self._seed}|{self._names.get(id(module))}"):
+                touched = self._run_with(full, rule, getattr(module, "padding_idx", None))
+            if touched is None:
+                break
+            full[touched] = nn.Parameter(torch.empty(touched.shape, dtype=torch.float32), requires_grad=False)
+        for parameter, value in full.items():
+            self._filler.keep_part(parameter, value)
+
+    def run_for_copy(self, parameter: nn.Parameter, original: nn.Module) -> None:
+        """Fill the copy of a tied weight by the rule of a module on another stage."""
+        twin = copy.copy(original)
+        table = dict(parameter_table(original))
+        vars(twin)["_parameters"] = table
+        table.update(
+            {kind: parameter for kind, own in table.items() if own is not None and own.shape == parameter.shape}
+        )
+        self._copies, self._modules = set(), [twin]
+        initialize_module(self._model, twin)
+
+    def _run_with(
+        self, full: Mapping[nn.Parameter, nn.Parameter], rule: Rule, padding: int | None
+    ) -> nn.Parameter | None:
+        """Run a rule with some parameters in full; return one more that it needs so, if any."""
+        others = {memory: parameter for memory, parameter in self._parameters.items() if parameter not in full}
+        watch = _Watch(self._filler, others, padding)
+        names = {id(value): self._filler.names[id(parameter)] for parameter, value in full.items()}
+        self._filler.names.update(names)
+        try:
+            with _swapped(self._modules, full), watch:
+                rule()
+        except _NeededInFullError:
+            return watch.touched
+        return None
+
+
+class _NeededInFullError(Exception):
+    """Ends a rule that uses a parameter by itself."""
+
+
+class _Watch(OperatorMode):
+    """Ends a rule as soon as it uses a parameter otherwise than by an init function."""
+
+    def __init__(self, filler: _Filler, parameters: Mapping[int, nn.Parameter], padding: int | None) -> None:
         super().__init__()
-        self.model = model
+        self._filler, self._parameters, self._padding = filler, parameters, padding
+        self._padding_rows: list[Tensor] = []
+        self.touched: nn.Parameter | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = func.overloadpacket.__name__
-        if kind in DRAWS and isinstance(args[0], DTensor):
-            raise ModelError(
-                f"{stock_class(self.model).__name__} initializes a parameter by Tensor.{kind}, which cannot be "
-                "repeated on every mesh",
-                "start from pretrained weights instead",
-            )
+        if self._filler.is_busy or kind in ("detach", "alias"):
+            return func(*args, **(kwargs or {}))
+        if kind == "select" and args[2] == self._padding:
+            # Rules zero this row, which `_zero_padding_rows` does on every mesh.
+            self._padding_rows.append(func(*args, **(kwargs or {})))
+            return self._padding_rows[-1]
+        for tensor in tensors_in((args, kwargs)):
+            if any(tensor is row for row in self._padding_rows):
+                continue
+            self.touched = self._parameters.get(memory_of(local_tensor(tensor)))
+            if self.touched is not None:
+                raise _NeededInFullError
         return func(*args, **(kwargs or {}))
 
 
-def _seeded_rules(model: PreTrainedModel, seed: int) -> AbstractContextManager[None]:
-    """Seed each rule that draws values itself (Mamba's time steps) by the name of its module.
-
-    It then draws the same values on any stage.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def run(module: nn.Module, rule: Rule) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeded_stream(f"{seed}|{names.get(id(module))}").initial_seed())
-            rule()
-
-    return rules_wrapped(run)
+@contextmanager
+def _swapped(modules: Sequence[nn.Module], full: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters of modules while the block runs."""
+    tables = [parameter_table(module) for module in modules] if full else []
+    places = [(table, kind, value) for table in tables for kind, value in table.items() if value in full]
+    for table, kind, value in places:
+        table[kind] = full[value]
+    try:
+        yield
+    finally:
+        for table, kind, value in places:
+            table[kind] = value
 
 
 def _zero_padding_rows(model: nn.Module) -> None:
@@ -267,7 +378,8 @@ def _zero_padding_rows(model: nn.Module) -> None:
     # runs after that of the embedding. The copy of the embedding in a head on another stage has no
     # padding index of its own, so the cut sets it to that of the embedding.
     for module in model.modules():
-        padding_index, weight = getattr(module, "padding_idx", None), getattr(module, "weight", None)
-        if padding_index is not None and isinstance(weight, Tensor):
+        weight = parameter_table(module).get("weight")
+        padding_index = None if weight is None else getattr(module, "padding_idx", None)
+        if padding_index is not None:
             rows = local_indices(weight)[0]
             local_tensor(weight)[rows == padding_index] = 0

@@ -8,6 +8,7 @@ CPU, so the result depends neither on the mesh nor on the kind of device.
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -64,3 +65,11 @@ def seeded_stream(key: str) -> torch.Generator:
     """Return a stream of random numbers that depends only on the key."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@contextmanager
+def seeded_by(key: str) -> Iterator[None]:
+    """Seed the random stream of the CPU by a key while the block runs, and then restore it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeded_stream(key).initial_seed())
+        yield

@@ -24,8 +24,8 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from meshtrain.config.mesh import PP, TOKEN_AXES, TP
@@ -53,7 +53,7 @@ from meshtrain.parallel.shard import apply_shard, needs_fsdp, parameter_device
 from meshtrain.parallel.tensor import apply_tensor_parallel
 from meshtrain.parallel.tensor.adapters import check_adapters, drops_out
 from meshtrain.parallel.tensor.rules import TensorRules, resolve_rules
-from meshtrain.parallel.tied import TiedCopies
+from meshtrain.parallel.tied import Tie, TiedCopies
 from meshtrain.runtime.mesh import axis_rank, axis_size, data_rank, new_group_along, replica_group
 
 
@@ -99,12 +99,14 @@ def build_pipeline(
     rules = _tensor_rules(model, mesh, plan, adapters)
     if needs_fsdp(plan):
         _check_formats(model, adapters)
-    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan))
+    stages = cut(model, _layers_per_stage(plan), _own_stages(mesh, plan), getattr(torch, plan.precision.compute))
     streams = ForwardStreams(seed, data_rank(mesh))
     summed_over_tp: set[str] = set()
     for stage in stages:
         summed_over_tp |= _parallelize_stage(stage, mesh, plan, rules, adapters, router_loss)
-        materialize(stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.tied)
+        materialize(
+            stage.model, device, parameter_device=parameter_device(plan, device), tied=stage.names_of_one_parameter()
+        )
         streams.watch(stage.model, stage.index)
     return Pipeline(
         stages=tuple(stages),
@@ -115,7 +117,7 @@ def build_pipeline(
         fused=tuple(fused),
         summed_over_tp=frozenset(summed_over_tp),
         logits_are_sharded=rules.logits_are_sharded,
-        tied_copies=_tied_copies(stages, mesh, plan, tied),
+        tied_copies=_tied_copies(stages, mesh, plan),
         replicas=_replicas(stages, mesh, plan),
         streams=streams,
         router_loss=router_loss,
@@ -187,22 +189,19 @@ def _replicas(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> Repl
     return Replicas(parameters, None if needs_fsdp(plan) else replica_group(mesh))
 
 
-def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan, tied: dict[str, str]) -> TiedCopies:
+def _tied_copies(stages: list[Stage], mesh: DeviceMesh, plan: ParallelPlan) -> TiedCopies:
     pp = axis_size(mesh, PP)
-    if not tied or pp == 1:
-        return TiedCopies((), (), None)
+    if pp == 1:
+        return TiedCopies()
     owners = stage_owners(plan.pipeline, pp)
-    group = new_group_along(mesh, PP, ends_only=True) if owners[0] != owners[-1] else None
-    originals = _ends(stages[0], tied, source_is_here=True) if stages[0].is_first else []
-    copies = _ends(stages[-1], tied, source_is_here=False) if stages[-1].is_last else []
-    return TiedCopies(originals, copies, group)
-
-
-def _ends(stage: Stage, tied: dict[str, str], *, source_is_here: bool) -> list[Parameter]:
-    """Return the parameters of a stage that are tied to a parameter of another stage.
-
-    A tie within one stage does not count, such as one between a head and its bias.
-    """
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    spanning = [pair for pair in sorted(tied.items()) if (pair[0] in held) != (pair[1] in held)]
-    return [held[source if source_is_here else copy] for copy, source in spanning]
+    held = {stage.index: dict(stage.named_parameters(remove_duplicate=False)) for stage in stages}
+    groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+    ties = []
+    for source, names in stages[0].stages_of_ties.items():
+        members = tuple(sorted({owners[stage] for stage in names}))
+        if len(members) > 1 and members not in groups:
+            groups[members] = new_group_along(mesh, PP, members)
+        copies = {stage: held[stage][name] for stage, name in names.items() if stage in held}
+        original = next((copies[stage] for stage, name in names.items() if name == source and stage in copies), None)
+        ties.append(Tie(tuple(copies.values()), original, groups.get(members)))
+    return TiedCopies(ties)

@@ -5,7 +5,7 @@ The counts need no running process.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ class StageShare:
         parameter_bytes: on one process.
         gradient_bytes: on one process, sharded like the parameters.
         optimizer_bytes: on one process, for the two moments of AdamW.
+        received: what the stage before sends for a microbatch.
     """
 
     stage: int
@@ -54,23 +55,46 @@ class StageShare:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    received: tuple["BorderTensor", ...]
 
 
-def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
+@dataclass(frozen=True)
+class BorderTensor:
+    """A tensor that crosses the border between two stages.
+
+    Attributes:
+        origin: where it comes from.
+        shape: for a microbatch, without sequence parallelism.
+        num_bytes: that one process sends.
+        has_gradient: whether a gradient of the same size travels back.
+    """
+
+    origin: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    has_gradient: bool
+
+
+def account(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
+        rows: sequences of a microbatch.
+        length: of a sequence, in tokens.
     """
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
-    stages = cut(full, layers, range(len(layers)))
+    stages = cut(full, layers, range(len(layers)), getattr(torch, plan.precision.compute))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
+    return [
+        _share(stage, owner, plan, dims, tuple(_received(stage, plan, rows, length)))
+        for stage, owner in zip(stages, owners, strict=True)
+    ]
 
 
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
@@ -95,7 +119,18 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:
+def _received(stage: Stage, plan: ParallelPlan, rows: int, length: int) -> Iterator[BorderTensor]:
+    if stage.is_first:
+        return
+    parts = plan.mesh.tp if plan.tensor.sequence_parallel else 1
+    for origin, tensor in zip(stage.origins(), stage.received_like(rows, length), strict=True):
+        size = tensor.numel() * tensor.element_size() // parts
+        yield BorderTensor(origin, tuple(tensor.shape), size, tensor.requires_grad)
+
+
+def _share(
+    stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], received: tuple[BorderTensor, ...]
+) -> StageShare:
     parameters = dict(stage.model.named_parameters())
     local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
@@ -112,6 +147,7 @@ def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, in
         parameter_bytes=local * width,
         gradient_bytes=local * width,
         optimizer_bytes=local * width * ADAM_STATES,
+        received=received,
     )
 
 

@@ -1,6 +1,6 @@
 """The parallel model for the training step: one interface, with or without a pipeline schedule."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
 from meshtrain.errors import ModelError, Problem
 from meshtrain.models.fused import FusedParameter
+from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
 from meshtrain.parallel.replicas import Replicas
@@ -121,6 +122,19 @@ class Pipeline:
                 for name, buffer in saved_buffers(module):
                     yield f"{owner}.{name}" if owner else name, buffer
 
+    def initialize(self, seed: int) -> None:
+        """Fill all parameters and buffers with initial values, the same on every mesh.
+
+        Args:
+            seed: of the run.
+
+        Raises:
+            ModelError: for a parameter that has no initial value in transformers.
+        """
+        names = self.canonical_names()
+        for stage in self.stages:
+            initialize_weights(stage.model, seed=seed, names=names, originals=stage.originals())
+
     def set_generation_config(self, config: GenerationConfig) -> None:
         """Set the defaults that `generate` uses."""
         for stage in self.stages:
@@ -171,7 +185,6 @@ class Pipeline:
             ModelError: if every parameter is frozen.
         """
         inputs, labels = _split_off_labels(batch)
-        self._set_sequence_length(labels)
         num_microbatches = labels.shape[0] // self.micro_batch_size
         self.replicas.begin_step(num_microbatches)
         self.router_loss.begin_step(num_microbatches, loss_scale)
@@ -186,7 +199,6 @@ class Pipeline:
         Arguments and result are those of `forward_backward`.
         """
         inputs, labels = _split_off_labels(batch)
-        self._set_sequence_length(labels)
         modes = [stage.model.training for stage in self.stages]
         for stage in self.stages:
             stage.model.eval()
@@ -197,10 +209,6 @@ class Pipeline:
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.model.train(mode)
                 reshard(stage.model)
-
-    def _set_sequence_length(self, labels: Tensor) -> None:
-        for stage in self.stages:
-            stage.channel.sequence_length = labels.shape[1]
 
 
 def _split_off_labels(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -218,7 +226,7 @@ def _run_one_stage(
     for number, (microbatch, targets) in enumerate(microbatches, start=1):
         defer_reduction(stage.model, is_last=number == len(microbatches), keep_gathered=never)
         pipeline.activity.enter("forward", stage.index, number - 1)
-        loss = loss_function(stage.compute(microbatch.pop("input_ids"), **microbatch), targets)
+        loss = loss_function(stage.compute((), **microbatch), targets)
         if not loss.requires_grad:
             raise ModelError(NOTHING_TRAINS)
         pipeline.activity.enter("backward", stage.index, number - 1)
@@ -230,10 +238,9 @@ def _run_one_stage(
 def _run_schedule(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, loss_function: LossFunction) -> Tensor:
     schedule = _schedule_for(pipeline, labels)
     schedule.loss.function = loss_function
-    input_ids = inputs.pop("input_ids")
     losses: list[Tensor] = []
     schedule.torch_schedule.step(
-        *((input_ids,) if pipeline.has_first_stage else ()),
+        *((inputs["input_ids"],) if pipeline.has_first_stage else ()),
         target=labels if pipeline.has_last_stage else None,
         losses=losses if pipeline.has_last_stage else None,
         return_outputs=False,
@@ -317,38 +324,52 @@ class _RecordedStage(StaticStage):
 
 
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
-    ids = torch.empty(pipeline.micro_batch_size, labels.shape[1], dtype=torch.long, device="meta")
-    hidden = hidden_like(pipeline, ids, device="meta").requires_grad_()
-    output = _logits_like(pipeline, labels).requires_grad_() if stage.is_last else hidden
+    batch, length = pipeline.micro_batch_size, labels.shape[1]
+    ids = torch.empty(batch, length, dtype=torch.long, device="meta")
+    received = [ids] if stage.is_first else received_like(pipeline, stage, batch, length)
+    sent = (
+        [_logits_like(pipeline, labels).requires_grad_()]
+        if stage.is_last
+        else sent_like(pipeline, stage, batch, length)
+    )
     return _RecordedStage(
         pipeline.activity,
         stage.model,
         stage.index,
         stage.num_stages,
         labels.device,
-        input_args=(ids if stage.is_first else hidden,),
-        output_args=(output,),
+        input_args=tuple(received),
+        output_args=tuple(sent),
         group=pipeline.peers,
     )
 
 
-def hidden_like(pipeline: Pipeline, ids: Tensor, device: torch.device | str) -> Tensor:
-    """Return uninitialized hidden states of the shape that is sent between stages.
+def received_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> list[Tensor]:
+    """Return meta tensors of the shapes that a stage receives, of which tp may split the sequence.
 
     Args:
-        pipeline: defines their width, their number format and whether tp splits the sequence.
-        ids: tokens (batch, seq).
-        device: of the result.
-
-    Returns:
-        (batch, seq, hidden), or (batch, seq/tp, hidden) with sequence parallelism.
+        pipeline: of the stage.
+        stage: not the first one.
+        batch: number of sequences of a microbatch.
+        length: of its sequences, in tokens.
     """
-    config = pipeline.stages[0].model.config.get_text_config()
+    return _split_over_tp(pipeline, stage.received_like(batch, length))
+
+
+def sent_like(pipeline: Pipeline, stage: Stage, batch: int, length: int) -> list[Tensor]:
+    """Return meta tensors of the shapes that a stage sends; the arguments are as above."""
+    return _split_over_tp(pipeline, stage.sent_like(batch, length))
+
+
+def _split_over_tp(pipeline: Pipeline, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not (pipeline.plan.tensor.sequence_parallel and sequence_is_split()):
+        return list(tensors)
     tp = axis_size(pipeline.mesh, TP)
-    is_split = pipeline.plan.tensor.sequence_parallel and sequence_is_split()
-    batch, length = ids.shape
-    dtype = getattr(torch, pipeline.plan.precision.compute)
-    return torch.empty(batch, length // tp if is_split else length, config.hidden_size, dtype=dtype, device=device)
+    shapes = [(batch, length // tp, *rest) for batch, length, *rest in (tensor.shape for tensor in tensors)]
+    return [
+        tensor.new_empty(shape, requires_grad=tensor.requires_grad)
+        for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
 
 
 def _logits_like(pipeline: Pipeline, labels: Tensor) -> Tensor:
@@ -373,11 +394,11 @@ def _run_forward(pipeline: Pipeline, inputs: dict[str, Tensor], labels: Tensor, 
     borders = ForwardMessages(pipeline.plan.pipeline, pipeline.peers, axis_size(pipeline.mesh, PP))
     for stage in pipeline.stages:
         for microbatch, targets in microbatches:
-            arguments = dict(microbatch)
-            first = arguments.pop("input_ids")
+            received: Sequence[Tensor] = []
             if not stage.is_first:
-                first = borders.receive(stage.index, hidden_like(pipeline, targets, targets.device))
-            output = stage.compute(first, **arguments)
+                like = received_like(pipeline, stage, *targets.shape)
+                received = borders.receive(stage.index, [torch.empty_like(it, device=targets.device) for it in like])
+            output = stage.compute(received, **microbatch)
             if stage.is_last:
                 total += loss_function(output, targets)
             else:

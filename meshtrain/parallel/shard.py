@@ -1,5 +1,7 @@
 """Shard parameters, gradients and optimizer state over the dp axes (FSDP2)."""
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -45,9 +47,15 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     offload = _offload_policy(plan, mesh.device_type)
     data_mesh = fsdp_mesh(mesh)
     reshard = plan.shard.reshard_after_forward == "always"
+    shard = partial(
+        fully_shard, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+    )
+    # Two groups of FSDP2 that share a parameter would lose gradients without an error. So what
+    # several layers share belongs to the stage.
+    shared = _shared_parameters(stage.own_layers())
     for layer in stage.own_layers():
-        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-    fully_shard(stage.model, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        shard(layer, ignored_params=shared)
+    shard(stage.model)
     for module in fsdp_modules(stage.model):
         # The loss is divided once, by the token count of all processes, so gradients are summed.
         # Without the forced sum, torch would use a pre-multiplied reduction, which gloo lacks.
@@ -56,6 +64,11 @@ def apply_shard(stage: Stage, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         # A parameter may lack a gradient on this process alone: an expert may get tokens elsewhere
         # only.
         before_reduction(module, partial(fill_lacking_gradients, filled=stage.filled))
+
+
+def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    counts = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def _offload_policy(plan: ParallelPlan, device_type: str) -> OffloadPolicy:

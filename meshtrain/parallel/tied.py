@@ -1,9 +1,10 @@
-"""Tied embeddings on two stages: a copy on the first and one on the last.
+"""Tied weights on several stages: one copy on each of them.
 
-Equal gradients keep the two copies equal.
+Equal gradients keep the copies equal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,59 +13,77 @@ from torch.distributed import ProcessGroup
 from meshtrain.parallel.replicas import local_gradient
 
 
-class TiedCopies:
-    """The tied weights of a model, whose gradients are summed over the first stage and the last.
+@dataclass(frozen=True)
+class Tie:
+    """One tied weight with copies on several stages.
 
-    Both copies start equal, have the same sharding and get equal gradients, so their optimizers
-    keep them equal. There are two copies even if one process holds both stages (the V schedules).
-    The reason is that FSDP2 manages each stage separately. A parameter that two of its roots share
-    would lose gradients without an error.
-
-    Args:
-        originals: the parameters on the first stage, if this process holds that stage.
-        copies: the parameters on the last stage, in the same order, if this process holds it.
-        group: the process of the first stage and that of the last; None if one process holds both
-            stages, and on the processes between them.
+    Attributes:
+        copies: those of this process, in the order of its stages; often none.
+        original: the copy under the name that the weight has in checkpoints, if this process holds
+            it.
+        group: the processes that hold copies; None on the others, and if one process holds all.
     """
 
-    def __init__(
-        self, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter], group: ProcessGroup | None
-    ) -> None:
-        self.originals, self.copies, self.group = tuple(originals), tuple(copies), group
+    copies: tuple[nn.Parameter, ...]
+    original: nn.Parameter | None
+    group: ProcessGroup | None
 
-    def trained_originals(self) -> int:
-        """Return a bit for each tie, which is set if the tie is not frozen.
 
-        The result is 0 on a process that does not hold the first stage.
-        """
-        return sum(original.requires_grad << number for number, original in enumerate(self.originals))
+class TiedCopies:
+    """The tied weights of a model, whose gradients are summed over the stages that hold copies.
 
-    def freeze_copies(self, trained: int) -> None:
-        """Freeze each copy if its original is frozen, and unfreeze it otherwise.
+    All copies start equal, have the same sharding and get equal gradients, so their optimizers keep
+    them equal. There are several copies even if one process holds several of the stages (the V
+    schedules). The reason is that FSDP2 manages each stage separately. A parameter that two of its
+    roots share would lose gradients without an error.
+
+    Args:
+        ties: in the same order on every process.
+    """
+
+    def __init__(self, ties: Sequence[Tie] = ()) -> None:
+        self.ties = tuple(ties)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every copy on this process."""
+        for tie in self.ties:
+            yield from tie.copies
+
+    def trained_originals(self) -> list[int]:
+        """Return a number for each tie: 1 if this process holds its original, and trains it."""
+        return [int(tie.original is not None and tie.original.requires_grad) for tie in self.ties]
+
+    def freeze_copies(self, trained: Sequence[int]) -> None:
+        """Freeze each copy whose original is frozen, and unfreeze the others.
 
         The originals decide, because a program knows the parameters by their names.
 
         Args:
-            trained: the result of `trained_originals` on the process that holds the first stage.
+            trained: for each tie, the maximum of `trained_originals` over all processes.
         """
-        for number, copy in enumerate(self.copies):
-            copy.requires_grad_(bool(trained >> number & 1))
+        for tie, is_trained in zip(self.ties, trained, strict=True):
+            for parameter in tie.copies:
+                if parameter is not tie.original:
+                    parameter.requires_grad_(bool(is_trained))
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of both ends. Call it once per step, before the norm is computed."""
+        """Sum the gradients of all copies. Call it once per step, before the norm is computed."""
         self.add_up(local_gradient)
 
     def add_up(self, value_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Sum the values of both ends of every tie that is not frozen.
+        """Sum the values of all copies of every tie that is not frozen.
 
         Args:
             value_of: returns the tensor of a parameter, which is changed in place to the sum.
         """
-        if self.originals and self.copies:
-            pairs = zip(self.originals, self.copies, strict=True)
-            for original, copy in (pair for pair in pairs if pair[0].requires_grad):
-                total, other = value_of(original), value_of(copy)
-                other.copy_(total.add_(other))
-            return
-        for parameter in (one for one in (*self.originals, *self.copies) if one.requires_grad):
-            dist.all_reduce(value_of(parameter), group=self.group)
+        for tie in self.ties:
+            values = [value_of(parameter) for parameter in tie.copies if parameter.requires_grad]
+            if not values:
+                continue
+            total, *others = values
+            for value in others:
+                total.add_(value)
+            if tie.group is not None:
+                dist.all_reduce(total, group=tie.group)
+            for value in others:
+                value.copy_(total)

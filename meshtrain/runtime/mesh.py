@@ -1,7 +1,7 @@
 """The mesh: one coordinate system for all processes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,16 +58,16 @@ def data_rank(mesh: DeviceMesh) -> int:
     return rank
 
 
-def new_group_along(mesh: DeviceMesh, axis: str, *, ends_only: bool = False) -> ProcessGroup | None:
+def new_group_along(mesh: DeviceMesh, axis: str, coordinates: Sequence[int] | None = None) -> ProcessGroup | None:
     """Create one more group of this process's peers along an axis.
 
     Collective over all processes of the mesh.
 
     Args:
-        ends_only: only the first and the last process of the axis; those between get None.
+        coordinates: of the members on this axis; None: all. Other processes get None.
     """
     columns = mesh.mesh.movedim(AXES.index(axis), 0).flatten(1)
-    members = columns[[0, -1]] if ends_only else columns
+    members = columns if coordinates is None else columns[list(coordinates)]
     mine = None
     # torch requires every process to create the groups of all processes.
     for ranks in members.T.tolist():

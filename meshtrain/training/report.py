@@ -11,7 +11,11 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_plan_table(resolved)
-    _show_shares(account(resolved.model, resolved.plan))
+    batch = resolved.batch
+    shares = account(resolved.model, resolved.plan, batch.micro_batch_size, batch.sequence_length)
+    _show_shares(shares)
+    if len(shares) > 1:
+        _show_borders(shares)
     console.line(_batch_equation(resolved))
 
 
@@ -69,6 +73,22 @@ def _show_shares(shares: list[StageShare]) -> None:
     ]
     columns = ["stage", "ranks", "holds", "parameters", "per rank", "MB parameters", "MB gradients", "MB optimizer"]
     console.table("Stages", columns, rows)
+
+
+def _show_borders(shares: list[StageShare]) -> None:
+    """Print what each stage sends to the next."""
+    rows = [
+        (
+            f"{share.stage - 1} to {share.stage}",
+            tensor.origin,
+            " x ".join(map(str, tensor.shape)),
+            _megabytes(tensor.num_bytes),
+            "yes" if tensor.has_gradient else "no",
+        )
+        for share in shares[1:]
+        for tensor in share.received
+    ]
+    console.table("Messages per microbatch", ["stages", "tensor", "shape", "MB", "gradient back"], rows)
 
 
 def _batch_equation(resolved: ResolvedRun) -> str:

@@ -12,7 +12,7 @@ from meshtrain.config.run import RunConfig
 from meshtrain.data.samples.order import find_data_step
 from meshtrain.errors import CheckpointError, DataError, ModelError, TrainingStopped
 from meshtrain.models.build import local_directory
-from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.pretrained import load_pretrained
 from meshtrain.runtime.agreement import failing_together
@@ -161,8 +161,7 @@ def _give_first_values(run: Run) -> None:
     if config.model.weights == "pretrained":
         _load_pretrained(config, pipeline)
         return
-    for stage in pipeline.stages:
-        initialize_weights(stage.model, seed=config.seed, names=pipeline.canonical_names())
+    pipeline.initialize(config.seed)
 
 
 def _load_pretrained(config: RunConfig, pipeline: Pipeline) -> None:

@@ -17,7 +17,7 @@ from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig
 from meshtrain.models.build import build_meta_model
 from meshtrain.models.fused import join_parts, split_parts
-from meshtrain.models.initialize import initialize_weights, restore_buffers
+from meshtrain.models.initialize import restore_buffers
 from meshtrain.models.layout import local_indices, local_tensor
 from meshtrain.parallel import build_pipeline, replicas
 from meshtrain.parallel.cut.probe import find_layers
@@ -37,7 +37,7 @@ def initial_weights(case: ProofCase) -> dict[str, Tensor]:
     layers = len(find_layers(_build(case))[1])
     alone = {"mesh": MeshPlan(dp_shard=1), "pipeline": PipelinePlan(layers_per_stage=[layers])}
     pipeline = build_on_ranks(case, case.plan.model_copy(update=alone))
-    initialize_pipeline(pipeline)
+    pipeline.initialize(SEED)
     return _gather(pipeline)
 
 
@@ -74,7 +74,7 @@ def train_plan(case: ProofCase, initial: dict[str, Tensor]) -> Trace:
         for stage in pipeline.stages:
             restore_buffers(stage.model)
     else:
-        initialize_pipeline(pipeline)
+        pipeline.initialize(SEED)
         own = _gather(pipeline)
     # After the buffers are made: those of the stock model may be float32.
     with float32_casts_lifted():
@@ -100,12 +100,6 @@ def train_pipeline(pipeline: Pipeline, batches: Sequence[dict[str, Tensor]]) -> 
     trace.parameters = _gather(pipeline)
     trace.evaluation, _ = evaluate(context, [local_rows(pipeline, batches[0])])
     return trace
-
-
-def initialize_pipeline(pipeline: Pipeline, seed: int = SEED) -> None:
-    """Fill a pipeline with the random initialization."""
-    for stage in pipeline.stages:
-        initialize_weights(stage.model, seed=seed, names=pipeline.canonical_names())
 
 
 def fill(pipeline: Pipeline, stock: Mapping[str, Tensor]) -> None:

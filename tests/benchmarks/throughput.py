@@ -19,7 +19,6 @@ from meshtrain.config.mesh import DATA_AXES, MeshPlan
 from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.run import LearningRateConfig, ModelConfig, OptimizerConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
-from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.check import BatchShape, resolve_plan
 from meshtrain.runtime.mesh import axis_size, data_rank, init_mesh
@@ -41,8 +40,7 @@ def build_step_context(degrees: dict[str, int]) -> StepContext:
     plan = resolve_plan(with_family(plan, "llama", {}), model, batch, dist.get_world_size())
     mesh = init_mesh(plan.mesh, "cpu")
     pipeline = build_pipeline(model, mesh, plan, micro_batch_size=MICRO_BATCH, seed=0, device=torch.device("cpu"))
-    for stage in pipeline.stages:
-        initialize_weights(stage.model, seed=0, names=pipeline.canonical_names())
+    pipeline.initialize(0)
     return StepContext(
         pipeline=pipeline,
         loss=build_loss(pipeline),

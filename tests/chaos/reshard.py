@@ -22,7 +22,7 @@ from meshtrain.models.initialize import restore_buffers
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, train_step
-from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_rows
+from meshtrain.verify.parallel import build_step_context, local_rows
 from tests.checkpoint.stages import manifest_of
 from tests.parity import GLOBAL_BATCH, Case, batches, build
 from tests.ranks import run_on_ranks
@@ -53,7 +53,7 @@ def save(pipeline: Pipeline, context: StepContext, root: Path) -> None:
 def begin(case: Case, root: Path) -> None:
     """Train a step on a mesh, so that there are moments, and save."""
     pipeline = build(case)
-    initialize_pipeline(pipeline)
+    pipeline.initialize(0)
     context = build_step_context(pipeline)
     train_step(context, 0, local_rows(pipeline, batches()[0]), np.arange(GLOBAL_BATCH))
     save(pipeline, context, root)

@@ -19,6 +19,7 @@ from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.initialize import restore_buffers as restore
 from meshtrain.models.tiles import TILE_COLUMNS, TILE_ROWS, fill_tiles
 from meshtrain.parallel.cut.stage import cut
+from meshtrain.parallel.pipeline import full_tensor
 from tests.parity import GPT2, LLAMA
 from tests.ranks import run_on_ranks
 
@@ -124,11 +125,18 @@ class Xavier(LlamaForCausalLM):
             init.xavier_uniform_(module.weight)
 
 
+class Orthogonal(LlamaForCausalLM):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            init.orthogonal_(module.weight)
+
+
 class Forgotten(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.scale = nn.Parameter(torch.ones(3))
-        self.shift = nn.Parameter(torch.ones(3))
+        self.shift = nn.Parameter(torch.randn(3) * 0.1)
 
 
 class PartByPart(LlamaForCausalLM):
@@ -155,68 +163,82 @@ class OtherHead(LlamaForCausalLM):
 class UnknownBuffer(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.register_buffer("table", torch.arange(3.0) * 2, persistent=False)
 
 
-def test_initializer_that_needs_the_full_tensor_is_refused() -> None:
-    assert refusal(Xavier) == (
-        "lm_head.weight is initialized by xavier_uniform_, which needs the full tensor and so cannot be repeated on "
-        "every mesh; start from pretrained weights instead"
-    )
+class EmptyBuffer(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.full((3,), torch.nan), persistent=False)
+
+
+DRAWING = (Xavier, Orthogonal, Forgotten, PartByPart, DrawsByItself)
+
+
+def drawn_in_shards() -> list[list[str]]:
+    """Return the parameters of each class whose shards are not those of the plain model."""
+    different = []
+    for kind in DRAWING:
+        plain = dict(initialized(on_meta(kind)).named_parameters())
+        model = on_meta(kind)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sharded = dict(initialized(model).named_parameters())
+        different.append([name for name in plain if not torch.equal(full_tensor(sharded[name]), plain[name])])
+    return different
+
+
+def test_every_draw_gives_the_same_values_in_shards() -> None:
+    assert run_on_ranks(2, drawn_in_shards) == [[[]] * len(DRAWING)] * 2
+
+
+def test_draws_have_the_distribution_of_their_rules() -> None:
+    xavier, orthogonal, forgotten, parts, own = (initialized(on_meta(kind)) for kind in DRAWING)
+    head = xavier.lm_head.weight
+    bound = (6 / sum(head.shape)) ** 0.5
+    assert bound * 0.9 < head.abs().max().item() <= bound
+    columns = orthogonal.lm_head.weight
+    assert torch.allclose(columns.T @ columns, torch.eye(columns.shape[1]), atol=1e-5)
+    assert forgotten.scale.tolist() == [1.0, 1.0, 1.0]
+    assert forgotten.shift.std().item() > 0
+    assert parts.lm_head.weight[:2].std().item() == pytest.approx(1.0, rel=0.3)
+    assert parts.lm_head.weight[2:].std().item() == pytest.approx(0.02, rel=0.3)
+    assert (own.lm_head.weight.min().item(), own.lm_head.weight.max().item()) == pytest.approx((0.0, 1.0), abs=0.01)
     assert TORCH_INIT_FUNCTIONS["normal_"] is nn.init.normal_, "the functions of transformers are put back"
 
 
-def test_parameter_without_a_rule_is_refused() -> None:
-    assert refusal(Forgotten) == (
-        "Forgotten has no initialization rule that can be repeated on every mesh for scale, shift; start from "
-        "pretrained weights instead"
-    )
+def test_seed_changes_every_draw() -> None:
+    for kind in DRAWING:
+        one, other = (dict(initialized(on_meta(kind), seed).named_parameters()) for seed in (0, 1))
+        same = {name for name, value in one.items() if torch.equal(value, other[name])}
+        assert all("norm" in name or name == "scale" for name in same), (kind, same)
 
 
-def test_random_part_of_a_parameter_is_refused() -> None:
-    assert refusal(PartByPart) == (
-        "a buffer, or a part of a parameter, is initialized by normal_, which cannot be repeated on every mesh; start "
-        "from pretrained weights instead"
-    )
-
-
-def refusal_of_shards() -> str:
-    model = on_meta(DrawsByItself)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ModelError) as caught:
-        initialized(model)
-    return str(caught.value)
-
-
-def test_sharded_parameter_drawn_without_an_initializer_is_refused() -> None:
-    assert run_on_ranks(1, refusal_of_shards) == [
-        "DrawsByItself initializes a parameter by Tensor.uniform_, which cannot be repeated on every mesh; start from "
-        "pretrained weights instead"
-    ]
-
-
-def test_head_on_another_stage_with_other_initialization_than_its_embedding_is_refused() -> None:
+@pytest.mark.parametrize("layers", [[4], [2, 2], [4, 0]], ids=str)
+def test_tied_head_has_the_values_of_its_embedding_on_every_mesh(layers: list[int]) -> None:
+    config = LlamaConfig(**{**LLAMA, "tie_word_embeddings": True})
     with torch.device("meta"):
-        model = OtherHead(LlamaConfig(**{**LLAMA, "tie_word_embeddings": True}))
-    (stage,) = cut(model, [4, 0], [1])
-    materialize(stage.model, CPU, tied={})
-    names = {name: stage.tied.get(name, name) for name, _ in stage.model.named_parameters()}
-    assert names["lm_head.weight"] == "model.embed_tokens.weight"
-    with pytest.raises(ModelError) as caught:
-        initialize_weights(stage.model, seed=0, names=names)
-    assert str(caught.value) == (
-        "OtherHead initializes lm_head.weight in another way than the embedding that it is tied to; start from "
-        "pretrained weights instead, or use pp = 1"
-    )
+        stages = cut(OtherHead(config), layers, range(len(layers)))
+    for stage in stages:
+        materialize(stage.model, CPU, tied=stage.names_of_one_parameter())
+        names = {name: stage.tied.get(name, name) for name, _ in stage.model.named_parameters()}
+        initialize_weights(stage.model, seed=0, names=names, originals=stage.originals())
+    head, embedding = stages[-1].model.lm_head.weight, stages[0].model.model.embed_tokens.weight
+    assert torch.equal(head, embedding)
+    torch.manual_seed(0)
+    assert head.std().item() == pytest.approx(OtherHead(config).lm_head.weight.std().item(), rel=0.1)
 
 
-def test_buffer_without_a_rule_is_refused() -> None:
-    message = "UnknownBuffer has no rule for its buffer table, so it cannot be built on meta"
-    assert refusal(UnknownBuffer) == message
+def test_buffer_without_a_rule_has_the_value_of_the_constructor() -> None:
+    model = initialized(on_meta(UnknownBuffer))
+    assert model.table.tolist() == [0.0, 2.0, 4.0]
     model = on_meta(UnknownBuffer)
     materialize(model, CPU, tied={})
-    with pytest.raises(ModelError, match=message):
-        restore(model)
+    restore(model)
+    assert model.table.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_buffer_without_a_value_is_refused() -> None:
+    assert refusal(EmptyBuffer) == "EmptyBuffer has no rule for its buffer table, so it cannot be built on meta"
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3000,), (130, 7), (3, 70, 1030)])

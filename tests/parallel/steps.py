@@ -9,14 +9,13 @@ from meshtrain.config.run import ModelConfig
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.training.optimizer_state import state_tensors
 from meshtrain.training.step import StepContext, StepResult, train_step
-from meshtrain.verify.parallel import initialize_pipeline
 from tests.parity import GLOBAL_BATCH, Case, batches, build, smallest_part
 
 
 def start(case: Case, *, model: ModelConfig | None = None, seed: int = 0) -> Pipeline:
     """Build the pipeline of a case on the ranks; its random values do not depend on `seed`."""
     pipeline = build(case, model=model, seed=seed)
-    initialize_pipeline(pipeline)
+    pipeline.initialize(0)
     return pipeline
 
 

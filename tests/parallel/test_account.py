@@ -34,6 +34,8 @@ CASES = {
     6: [Case("gpt2-tied", (1, 1, 3, 2)), Case("llama-untied", (1, 1, 3, 2)), Case("qwen3", (2, 1, 3, 1))],
 }
 
+ROWS, LENGTH = 2, 12
+
 
 @dataclass(frozen=True)
 class Held:
@@ -76,7 +78,8 @@ def measure_held(cases: list[Case]) -> list[list[Held]]:
 def shares_of(case: Case, **precision: Any) -> list[StageShare]:
     model = build_meta_model(load_hf_config(model_of(case)), dtype=torch.float64)
     plan = case.plan()
-    return account(model, plan.model_copy(update={"precision": PrecisionPlan(**precision)}) if precision else plan)
+    plan = plan.model_copy(update={"precision": PrecisionPlan(**precision)}) if precision else plan
+    return account(model, plan, ROWS, LENGTH)
 
 
 @pytest.mark.parametrize("world_size", CASES)
@@ -115,10 +118,20 @@ def test_bytes_follow_the_precision_of_parameters() -> None:
     assert narrow.parameter_bytes == 2 * narrow.num_local_parameters
 
 
+def test_messages_have_the_format_of_the_computation() -> None:
+    case = Case("llama-untied", (2, 1, 1, 2), sequence_parallel=True)
+    first, second = shares_of(case, parameters="float32", compute="bfloat16", reduce="float32")
+    assert first.received == ()
+    (tensor,) = second.received
+    assert (tensor.origin, tensor.shape) == ("result of model.layers.1", (ROWS, LENGTH, 44))
+    assert tensor.num_bytes == ROWS * LENGTH // 2 * 44 * 2
+    assert tensor.has_gradient
+
+
 def test_account_leaves_the_model_unchanged() -> None:
     model = build_meta_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
     before = [name for name, _ in model.named_modules()]
-    account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
+    account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan(), ROWS, LENGTH)
     assert [name for name, _ in model.named_modules()] == before
 
 

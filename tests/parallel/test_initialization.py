@@ -19,7 +19,6 @@ from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.fused import FusedParameter, join_parts
 from meshtrain.models.initialize import initialize_weights, materialize
 from meshtrain.models.layout import local_indices, local_ranges, local_tensor
-from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.test_parity import MESHES
 from tests.parity import MODELS, Case, build
 from tests.ranks import run_on_ranks
@@ -58,7 +57,7 @@ def use_small_tiles() -> None:
 def initial_weights(case: Case, seed: int) -> Weights:
     use_small_tiles()
     pipeline = build(case, seed=seed)
-    initialize_pipeline(pipeline, seed)
+    pipeline.initialize(seed)
     canonical = pipeline.canonical_names()
     weights = Weights(pipeline.fused)
     for name, parameter in pipeline.named_parameters():

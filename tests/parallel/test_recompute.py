@@ -46,7 +46,7 @@ def watch(case: Case) -> tuple[int, Counter[str]]:
     fill(pipeline, stock_weights(case.model))
     batch = smallest_part(pipeline, batches()[0])
     with Watch() as forward:
-        loss = pipeline.stages[0].compute(batch["input_ids"]).square().sum()
+        loss = pipeline.stages[0].compute((), input_ids=batch["input_ids"]).square().sum()
         held = forward.held_bytes()
     with Watch() as backward:
         loss.backward()

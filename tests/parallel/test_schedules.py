@@ -31,7 +31,7 @@ from meshtrain.training.state import load_state, saved_tensors
 from meshtrain.training.step import StepContext, StepResult, evaluate, train_step
 from meshtrain.verify.case import Trace
 from meshtrain.verify.compare import tensor_error
-from meshtrain.verify.parallel import build_step_context, initialize_pipeline, local_rows
+from meshtrain.verify.parallel import build_step_context, local_rows
 from tests.checkpoint.stages import manifest_of
 from tests.parallel.steps import moments
 from tests.parity import (
@@ -263,7 +263,7 @@ def travel(folder: Path) -> Travel:
     note(step(resume(Case("gpt2-tied", (2, 2, 1, 1)), checkpoint), 2), seen)
     context = start(Case("gpt2-tied", (2, 1, 2, 1), DUAL, 2))
     pipeline = context.pipeline
-    initialize_pipeline(pipeline)
+    pipeline.initialize(0)
     seen.twins.append(are_twins(context, only_values=True))
     load_pretrained(pipeline, folder)
     seen.twins.append(are_twins(context, only_values=True))
@@ -348,7 +348,7 @@ def record_messages() -> list[tuple[float, list[Message]]]:
     heard = []
     for case in EVALUATED:
         pipeline: Pipeline = build(case)
-        initialize_pipeline(pipeline)
+        pipeline.initialize(0)
         messages.clear()
         loss, _ = evaluate(build_step_context(pipeline), [local_rows(pipeline, batches()[0])])
         heard.append((loss, list(messages)))

@@ -16,7 +16,7 @@ from meshtrain.parallel import build_pipeline
 from meshtrain.parallel.pipeline import Pipeline
 from meshtrain.parallel.tensor import rules
 from meshtrain.runtime.mesh import data_rank, init_mesh
-from meshtrain.verify.parallel import build_step_context, initialize_pipeline
+from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import take_step
 from tests.parity import MODELS, Case, batches, build
 from tests.ranks import run_on_ranks
@@ -52,7 +52,7 @@ class Held:
 
 
 def train(pipeline: Pipeline) -> Held:
-    initialize_pipeline(pipeline)
+    pipeline.initialize(0)
     context = build_step_context(pipeline)
     for step, batch in enumerate(batches()):
         take_step(context, step, batch)

@@ -19,7 +19,6 @@ from meshtrain.parallel.pipeline import full_tensor
 from meshtrain.parallel.tensor.derive import with_derived_rules
 from meshtrain.parallel.tensor.styles import STYLES
 from meshtrain.runtime.mesh import init_mesh
-from meshtrain.verify.parallel import initialize_pipeline
 from tests.parallel.families import Family, errors_of, resolve_family
 from tests.ranks import run_on_ranks
 
@@ -301,7 +300,7 @@ def initial_weights(mesh: tuple[int, int, int, int]) -> dict[str, Tensor]:
     pipeline = build_pipeline(
         model, init_mesh(plan.mesh, "cpu"), plan, micro_batch_size=1, seed=0, device=torch.device("cpu")
     )
-    initialize_pipeline(pipeline)
+    pipeline.initialize(0)
     return {name: full_tensor(parameter).detach() for name, parameter in pipeline.owned_parameters().items()}
 
 

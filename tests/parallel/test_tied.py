@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
-from meshtrain.parallel.tied import TiedCopies
+from meshtrain.parallel.tied import Tie, TiedCopies
 from meshtrain.verify.parallel import build_step_context
 from tests.parallel.steps import moments, start, take_step
 from tests.parity import Case, batches
@@ -40,7 +40,7 @@ def train(case: Case) -> tuple[str | None, int, Ends]:
 
 
 def num_copies(pipeline: Pipeline) -> int:
-    return len(pipeline.tied_copies.originals) + len(pipeline.tied_copies.copies)
+    return len([*pipeline.tied_copies.parameters()])
 
 
 def train_all() -> list[tuple[str | None, int, Ends]]:
@@ -64,21 +64,30 @@ def test_both_ends_of_a_tied_weight_stay_bit_equal() -> None:
 
 
 def test_reduction_without_ties_does_nothing() -> None:
-    TiedCopies((), (), None).reduce_gradients()
+    TiedCopies().reduce_gradients()
 
 
-@pytest.mark.parametrize("ends", [1, 2])
-def test_tied_weight_without_a_gradient_is_an_error(ends: int) -> None:
-    weight = [nn.Parameter(torch.zeros(2))]
+@pytest.mark.parametrize("copies", [1, 2])
+def test_tied_weight_without_a_gradient_is_an_error(copies: int) -> None:
+    weights = tuple(nn.Parameter(torch.zeros(2)) for _ in range(copies))
     with pytest.raises(AssertionError, match="a parameter has no gradient"):
-        TiedCopies(weight, weight if ends == 2 else (), None).reduce_gradients()
+        TiedCopies([Tie(weights, weights[0], None)]).reduce_gradients()
 
 
-def test_gradients_of_both_ends_on_one_process_are_added() -> None:
-    original, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    original.grad, copy.grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
-    TiedCopies([original], [copy], None).reduce_gradients()
-    for end in (original, copy):
-        assert end.grad is not None
-        assert end.grad.tolist() == [4.0, 7.0]
-    assert original.grad is not copy.grad
+def test_gradients_of_all_copies_on_one_process_are_added() -> None:
+    copies = tuple(nn.Parameter(torch.zeros(2)) for _ in range(3))
+    for copy, gradient in zip(copies, ([1.0, 2.0], [3.0, 5.0], [10.0, 20.0]), strict=True):
+        copy.grad = torch.tensor(gradient)
+    TiedCopies([Tie(copies, copies[0], None)]).reduce_gradients()
+    gradients = [copy.grad for copy in copies if copy.grad is not None]
+    assert [gradient.tolist() for gradient in gradients] == [[14.0, 27.0]] * 3
+    assert len({gradient.data_ptr() for gradient in gradients}) == 3
+
+
+def test_copies_are_frozen_like_their_original() -> None:
+    original, copy, other = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    ties = TiedCopies([Tie((original, copy), original, None), Tie((other,), None, None)])
+    original.requires_grad_(requires_grad=False)
+    assert ties.trained_originals() == [0, 0]
+    ties.freeze_copies([0, 1])
+    assert [it.requires_grad for it in (original, copy, other)] == [False, False, True]

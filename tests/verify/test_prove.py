@@ -226,10 +226,10 @@ def test_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_class_that_cannot_be_cut_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    rwkv = ['model.type="rwkv"', 'model.attention="eager"', "plan.mesh.tp=1"]
-    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *rwkv]) == 2
+    reformer = ['model.type="reformer"', 'model.attention="eager"', "plan.mesh.tp=1"]
+    assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *reformer]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: RwkvForCausalLM cannot be cut into stages")
+    assert line.startswith("error: ReformerModelWithLMHead cannot be cut into stages")
 
 
 @pytest.mark.parametrize(

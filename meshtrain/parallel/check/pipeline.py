@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from meshtrain.config.plan import ParallelPlan
+from meshtrain.config.plan import ParallelPlan, PipelinePlan
 from meshtrain.config.schedules import SCHEDULES
 from meshtrain.errors import Problem, UserError
 from meshtrain.models.flops import flops_of_layers
@@ -28,25 +28,21 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
             "use pp = 1",
         )
         return
-    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
-    if pp > 1 and shared:
-        yield Problem(
-            f"mesh.pp = {pp}, but the last {shared} layers of {type(model).__name__} attend to keys and values of "
-            "earlier layers (num_kv_shared_layers), which may be on another stage",
-            "use pp = 1",
-        )
-        return
     try:
         name, layers = find_layers(model)
-        if pp > 1:
-            check_cut(model)
+        problems = list(_check_counts(pipeline, name, len(layers), stages))
+        yield from problems
+        if pp > 1 and not problems:
+            check_cut(model, resolve_layers(plan, model, batch))
     except UserError as error:
         yield from error.problems
-        return
+
+
+def _check_counts(pipeline: PipelinePlan, name: str, num_layers: int, stages: int) -> Problems:
     # The last stage may hold only the head, but `split_at` cannot name a cut after the last layer.
-    if len(layers) + (pipeline.split_at is None) < stages:
+    if num_layers + (pipeline.split_at is None) < stages:
         yield Problem(
-            f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {len(layers)} layers",
+            f"mesh.pp x stages_per_rank makes {stages} stages, but the model has only {num_layers} layers",
             "use fewer",
         )
     elif pipeline.split_at is not None and pipeline.layers_per_stage != "balanced":
@@ -54,9 +50,9 @@ def check_pipeline(plan: ParallelPlan, model: PreTrainedModel, batch: BatchShape
             f"pipeline: layers_per_stage = {pipeline.layers_per_stage!r} and split_at are both set", "leave one out"
         )
     elif pipeline.split_at is not None:
-        yield from _check_split_at(pipeline.split_at, name, len(layers), stages)
+        yield from _check_split_at(pipeline.split_at, name, num_layers, stages)
     elif isinstance(pipeline.layers_per_stage, list):
-        yield from _check_layers(pipeline.layers_per_stage, len(layers), stages)
+        yield from _check_layers(pipeline.layers_per_stage, num_layers, stages)
 
 
 def _check_schedule(plan: ParallelPlan, batch: BatchShape) -> Problems:

@@ -6,7 +6,7 @@ of the stock model.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -15,30 +15,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtrain.compat.autograd import memory_of
+from meshtrain.compat.autograd import all_entries_nonzero
 from meshtrain.compat.nn import set_forward
 from meshtrain.models.adapters import stock_name
-from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
+from meshtrain.models.probe_inputs import PROBE_LENGTH
 from meshtrain.models.rotary import probed
+from meshtrain.parallel.cut.borders import NotCuttableError, Place, StageRoutes, Stages, find_routes
 from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_disabled
+from meshtrain.parallel.cut.kinds import two_layers_of_each_kind
 from meshtrain.parallel.cut.probe import (
     MISFITS,
-    ModelStructure,
+    Structure,
     cannot_be_cut,
     find_layers,
+    meta_inputs,
     no_router_logits,
     probe_structure,
 )
-from meshtrain.parallel.cut.stubs import (
-    BlankStub,
-    CaptureStub,
-    Channel,
-    EntryStub,
-    ExitStub,
-    HeadStub,
-    LayerStub,
-    PassStub,
-)
+from meshtrain.parallel.cut.stubs import Channel, PartStub, StageEndsError, leave_out, stock_part, watch_part
+from meshtrain.parallel.cut.trace import KnownLists, WithoutValues
 
 
 @dataclass(frozen=True)
@@ -51,13 +46,16 @@ class Stage:
         first_layer: index of the first decoder layer of the stage.
         last_layer: index after the last decoder layer of the stage.
         model: the stock model itself if there is one stage. Otherwise the model has stubs for the
-            modules of other stages. It is then called with input ids (batch, seq) on the first
-            stage, else with a hidden state (batch, seq, hidden). It returns logits on the last
-            stage, else a hidden state.
+            modules of other stages. It is then called with the tensors from the previous stage, and
+            with the input ids (batch, seq) by name. It returns logits on the last stage, else the
+            tensors for the next stage.
         layers: the list of layers and stubs inside `model`.
         tied: name of a tied parameter (the head's) -> FQN of the original, for each tied parameter
             that this stage holds.
-        channel: has the hidden state that the stage received, and the length of the sequence.
+        stages_of_ties: FQN of the original of each tie with copies on several stages -> stage ->
+            name of its copy there.
+        structure: of the full model; None if there is one stage.
+        channel: carries tensors around the stubs in a forward pass.
         filled: parameters with zero gradients in this step, because no sample of this process gave
             them a gradient.
     """
@@ -69,12 +67,14 @@ class Stage:
     model: PreTrainedModel
     layers: nn.ModuleList
     tied: dict[str, str]
-    channel: Channel
+    stages_of_ties: dict[str, dict[int, str]] = field(default_factory=dict)
+    structure: Structure | None = None
+    channel: Channel = field(default_factory=Channel)
     filled: set[nn.Parameter] = field(default_factory=set)
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage takes input ids."""
+        """Whether the stage receives nothing from another stage."""
         return self.index == 0
 
     @property
@@ -82,32 +82,92 @@ class Stage:
         """Whether the stage returns logits."""
         return self.index == self.num_stages - 1
 
-    def compute(self, received: Tensor, **inputs: Any) -> Tensor:
+    def compute(self, received: Sequence[Tensor], **inputs: Any) -> Any:
         """Run the stage on one microbatch.
 
         Args:
-            received: input ids (batch, seq) for the first stage, else the hidden state (batch, seq,
-                hidden).
-            inputs: other inputs of the model: masks, positions.
+            received: tensors from the previous stage; none on the first stage.
+            inputs: of the model: `input_ids` (batch, seq), masks, positions.
 
         Returns:
-            The logits of the last stage, else the hidden state.
+            The logits of the last stage, else the tensors for the next stage.
         """
         if self.num_stages > 1:
-            return self.model(received, **inputs)
-        return self.model(input_ids=received, use_cache=False, **no_router_logits(self.model), **inputs).logits
+            return self.model(*received, **inputs)
+        return self.model(use_cache=False, **no_router_logits(self.model), **inputs).logits
+
+    def received_like(self, batch: int, length: int) -> list[Tensor]:
+        """Return meta tensors of the shapes and formats that the stage receives for a microbatch.
+
+        Args:
+            batch: number of sequences.
+            length: in tokens.
+        """
+        return self._like([value.captured_at for value in self.channel.routes.received], batch, length)
+
+    def sent_like(self, batch: int, length: int) -> list[Tensor]:
+        """Return meta tensors of the shapes and formats that the stage sends for a microbatch.
+
+        The arguments are those of `received_like`.
+        """
+        routes = self.channel.routes
+        places = [it if isinstance(it, Place) else routes.received[it].captured_at for it in routes.sent]
+        return self._like(places, batch, length)
+
+    def origins(self) -> list[str]:
+        """Return where each received tensor comes from, in words."""
+        assert self.structure is not None, "a model in one piece receives nothing"
+        return [value.captured_at.described(self.structure.trace) for value in self.channel.routes.received]
+
+    def _like(self, places: Sequence[Place], batch: int, length: int) -> list[Tensor]:
+        assert self.structure is not None, "a model in one piece receives nothing"
+        keys = [place.seen_in(self.structure.at(batch, length)).key for place in places]
+        # A stage before may be frozen in full, but no stage knows about others.
+        return [
+            torch.empty(key.shape, dtype=key.dtype, device="meta", requires_grad=key.dtype.is_floating_point)
+            for key in keys
+        ]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters with their FQNs in the stock model; adapters have peft's names."""
         for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
             yield stock_name(name), parameter
 
+    def names_of_one_parameter(self) -> dict[str, str]:
+        """Return further name -> name, for each tied parameter with several names in this stage."""
+        held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        firsts: dict[str, str] = {source: source for source in self.tied.values() if source in held}
+        return {
+            name: firsts[source]
+            for name, source in self.tied.items()
+            if name in held and firsts.setdefault(source, name) != name
+        }
+
+    def originals(self) -> dict[str, nn.Module]:
+        """Return the modules of the originals of tied weights that are on other stages.
+
+        Returns:
+            Name of the copy on this stage -> the module, on the meta device.
+        """
+        held = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        names = self.names_of_one_parameter()
+        return {
+            name: stock_part(_owner(self.model, source))
+            for name, source in self.tied.items()
+            if source not in held and name not in names
+        }
+
     def own_layers(self) -> list[nn.Module]:
         """Return the decoder layers that this stage holds, without the stubs."""
         return list(self.layers)[self.first_layer : self.last_layer]
 
 
-def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequence[int]) -> list[Stage]:
+def cut(
+    model: PreTrainedModel,
+    layers_per_stage: Sequence[int],
+    indices: Sequence[int],
+    compute: torch.dtype | None = None,
+) -> list[Stage]:
     """Return the stages with the given indices.
 
     Args:
@@ -115,133 +175,140 @@ def cut(model: PreTrainedModel, layers_per_stage: Sequence[int], indices: Sequen
         layers_per_stage: number of decoder layers of every stage, in order; the last may be 0 (only
             the head).
         indices: of the stages that this process holds, ascending.
+        compute: number format in which the model computes; None: that of its parameters.
 
     Raises:
-        ModelError: for a class whose layers do not pass one hidden state to each other.
+        ModelError: for a class whose parts cannot be divided among stages.
     """
     num_stages = len(layers_per_stage)
     if num_stages == 1:
         _, layers = find_layers(model)
-        return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys), Channel())]
-    structure = probe_structure(model)
-    return [_cut_one(copy_with_hooks(model), structure, layers_per_stage, index) for index in indices]
+        return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
+    structure = probe_structure(_traceable(model, compute))
+    routes = _routes(model, structure, layers_per_stage)
+    return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
 
 
-def check_cut(model: PreTrainedModel) -> None:
-    """Check on meta that the first, two middle and the last stage run, each without decoder layers.
+def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
+    """Check on meta that every stage runs, and passes on what the next one needs.
 
     Args:
         model: on the meta device; it is not changed.
+        layers_per_stage: as for `cut`.
 
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
     structure = probe_structure(model)
-    _, layers = find_layers(model)
-    below = structure.num_layers - 1
-    received = None
+    routes = _routes(model, structure, layers_per_stage)
+    received: Any = ()
     try:
-        for layers_per_stage, index in (
-            ([0, below + 1], 0),
-            ([1, 0, below], 1),
-            ([1, below, 0], 1),
-            ([below + 1, 0], 1),
-        ):
-            # Stubs replace the layers in the copy: a large model has thousands of modules in them.
-            stubs: dict[int, Any] = {
-                id(layer): LayerStub(layer, as_tuple=structure.layers_return_tuples) for layer in layers
-            }
+        for index in range(len(layers_per_stage)):
             with hooks_disabled(model):
-                copied = copy.deepcopy(model, stubs)
-            stage = _cut_one(copied, structure, layers_per_stage, index)
-            received = _run_probe(stage, structure, received)
+                copied = copy.deepcopy(model)
+            stage = _cut_one(copied, structure, routes[index], layers_per_stage, index)
+            received = run_probe(stage, received)
     except MISFITS as error:
         raise cannot_be_cut(model, f"a stage of it does not run ({type(error).__name__}: {error})") from error
 
 
-def _run_probe(stage: Stage, structure: ModelStructure, received: Tensor | None) -> Tensor:
+def run_probe(stage: Stage, received: Sequence[Tensor]) -> Any:
+    """Run a stage on meta, and return what it sends."""
+    structure = stage.structure
+    assert structure is not None
     # Some models read the dtype of any parameter, and this stage may have none of the real ones.
     stage.layers.register_parameter("any", nn.Parameter(torch.empty(0, device="meta")))
-    stage.channel.sequence_length = PROBE_LENGTH
-    first = probe_ids(torch.device("meta")) if received is None else received
-    with probed(stage.model, PROBE_LENGTH):
-        output = stage.model.eval()(first, **probe_mask(torch.device("meta"), with_mask=structure.takes_ready_mask))
-    if received is not None and not stage.is_last and not _covers(output, received):
-        raise ValueError("it does not pass on the output of its layers")
+    inputs = meta_inputs(1, PROBE_LENGTH, structure.options)
+    with (
+        structure.options.default_device(),
+        probed(stage.model, PROBE_LENGTH),
+        all_entries_nonzero(),
+        torch.no_grad(),
+        two_layers_of_each_kind(stage.own_layers(), set(), ()),
+        KnownLists(),
+        WithoutValues(),
+    ):
+        output = stage.model.train()(*received, **inputs)
+    if not stage.is_last:
+        for sent, like in zip(output, stage.sent_like(1, PROBE_LENGTH), strict=True):
+            if (sent.shape, sent.dtype) != (like.shape, like.dtype):
+                raise ValueError(f"it sends {tuple(sent.shape)} instead of {tuple(like.shape)}")
     return output
 
 
-def _covers(view: Tensor, tensor: Tensor) -> bool:
-    """Return whether `view` is `tensor`, or a slice that covers the full `tensor`."""
-    layouts = [(memory_of(it), it.shape, it.stride(), it.storage_offset(), it.dtype) for it in (view, tensor)]
-    return layouts[0] == layouts[1]
+def _traceable(model: PreTrainedModel, compute: torch.dtype | None) -> PreTrainedModel:
+    """Return a copy of a model on the meta device, in the number format that it computes in."""
+    copied = copy_with_hooks(model)
+    copied.to(device="meta")
+    for parameter in copied.parameters():
+        if compute is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute)
+    return copied
 
 
-def _cut_one(model: PreTrainedModel, structure: ModelStructure, layers_per_stage: Sequence[int], index: int) -> Stage:
+def _routes(model: PreTrainedModel, structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
+    try:
+        return find_routes(structure.trace, Stages(structure.trace, layers_per_stage, structure.layers_name))
+    except NotCuttableError as error:
+        raise cannot_be_cut(model, str(error)) from error
+
+
+def _cut_one(
+    model: PreTrainedModel, structure: Structure, routes: StageRoutes, layers_per_stage: Sequence[int], index: int
+) -> Stage:
     first = sum(layers_per_stage[:index])
-    last = first + layers_per_stage[index]
-    layers = model.get_submodule(structure.layers)
+    layers = model.get_submodule(structure.layers_name)
     assert isinstance(layers, nn.ModuleList)
     # `padding_idx` is read before the embedding becomes a stub. The copy of the weight in the head
     # needs it, because its padding row is zeroed as well.
     tied = dict(model.all_tied_weights_keys)
     padding = {source: getattr(_owner(model, source), "padding_idx", None) for source in tied.values()}
+    stages = Stages(structure.trace, layers_per_stage, structure.layers_name)
     stage = Stage(
         index,
         len(layers_per_stage),
         first,
-        last,
+        first + layers_per_stage[index],
         model,
         layers,
         tied,
-        Channel(writes_in_place=structure.writes_in_place),
+        _stages_of_ties(tied, stages),
+        structure,
+        Channel(routes),
     )
-    _stub_layers(stage, structure)
-    if not stage.is_first:
-        _stub_before(stage, structure)
-    if not stage.is_last:
-        _stub_after(stage, structure)
+    _replace_parts(stage, stages)
     _keep_own_ties(stage, padding)
     _replace_forward(stage)
     return stage
 
 
-def _stub_layers(stage: Stage, structure: ModelStructure) -> None:
-    as_tuple = structure.layers_return_tuples
-    for position, layer in enumerate(list(stage.layers)):
-        if stage.first_layer <= position < stage.last_layer:
-            continue
-        if position == stage.first_layer - 1 and not stage.is_first:
-            stub: LayerStub = EntryStub(layer, stage.channel, as_tuple=as_tuple)
-        elif position == stage.last_layer and not stage.is_last:
-            stub = ExitStub(layer, stage.channel, as_tuple=as_tuple)
+def _stages_of_ties(tied: Mapping[str, str], stages: Stages) -> dict[str, dict[int, str]]:
+    names: dict[str, dict[int, str]] = {}
+    for copied, source in tied.items():
+        for name in (source, copied):
+            names.setdefault(source, {}).setdefault(stages.of_parameter(name), name)
+    return {source: copies for source, copies in sorted(names.items()) if len(copies) > 1}
+
+
+def _replace_parts(stage: Stage, stages: Stages) -> None:
+    model, structure = stage.model, stage.structure
+    assert structure is not None
+    for name, owners in stages.of_parts().items():
+        part = model.get_submodule(name)
+        if len(owners) > 1:
+            raise cannot_be_cut(model, f"it calls {name} on {len(owners)} stages, with one set of parameters")
+        if stage.index in owners:
+            watch_part(part, name, stage.channel)
         else:
-            stub = LayerStub(layer, as_tuple=as_tuple)
-        stage.layers[position] = stub
-
-
-def _stub_before(stage: Stage, structure: ModelStructure) -> None:
-    for name, shape in structure.before.items():
-        module = stage.model.get_submodule(name)
-        if isinstance(module, nn.Dropout):
-            stage.model.set_submodule(name, PassStub())
-        elif any(True for _ in module.parameters()):
-            if shape is None:
-                raise cannot_be_cut(stage.model, f"its {name} returns something else than one tensor")
-            stage.model.set_submodule(name, BlankStub(stage.channel, shape, PROBE_LENGTH))
-
-
-def _stub_after(stage: Stage, structure: ModelStructure) -> None:
-    model = stage.model
-    head = model.get_output_embeddings()
-    for name in structure.after:
-        module = model.get_submodule(name)
-        if module is head:
-            model.set_submodule(name, HeadStub(next(module.parameters()).dtype))
-        elif any(True for _ in module.parameters()):
-            model.set_submodule(name, PassStub())
-    if stage.last_layer == structure.num_layers:
-        model.set_submodule(structure.after[0], CaptureStub(stage.channel))
+            model.set_submodule(name, PartStub(part, name, stage.channel))
+    for position, layer in enumerate(list(stage.layers)):
+        # The model may skip a layer (the cross-attention of Mllama), which then is no part.
+        if not stage.first_layer <= position < stage.last_layer and not isinstance(layer, PartStub):
+            stage.layers[position] = PartStub(layer, f"{structure.layers_name}.{position}", stage.channel)
+    held_by_parts = tuple(f"{name}." for name in (*stages.of_parts(), structure.layers_name))
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        if not name.startswith(held_by_parts) and stage.index != stages.of_parameter(name):
+            leave_out(_owner(model, name), name.rpartition(".")[2], stage.channel)
 
 
 def _keep_own_ties(stage: Stage, padding: dict[str, int | None]) -> None:
@@ -259,29 +326,23 @@ def _owner(model: nn.Module, parameter_name: str) -> nn.Module:
 
 
 def _replace_forward(stage: Stage) -> None:
-    """Set a forward of the instance from tensor to tensor, which calls the forward of its class."""
+    """Set a forward of the instance that calls the forward of its class around the stubs."""
     hf_forward = type(stage.model).forward
-    channel = stage.channel
+    channel, structure = stage.channel, stage.structure
+    assert structure is not None
     fixed = {"use_cache": False, **no_router_logits(stage.model)}
 
-    def from_ids(self: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        return _result(hf_forward(self, input_ids=input_ids, **{**fixed, **kwargs}))
+    def forward(self: PreTrainedModel, *received: Tensor, input_ids: Tensor, **kwargs: Any) -> Any:
+        # torch's schedules pass the tokens to the first stage by position too.
+        arrived = () if stage.is_first else received
+        channel.begin(structure.at(*input_ids.shape), arrived, input_ids.device)
+        try:
+            output = hf_forward(self, input_ids=input_ids, **{**fixed, **kwargs})
+        except StageEndsError:
+            return channel.sent()
+        finally:
+            channel.end()
+        assert stage.is_last, "a stage ended without a result"
+        return output.logits
 
-    def from_hidden(self: PreTrainedModel, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        channel.received = hidden_states
-        batch, _, hidden = hidden_states.shape
-        # Masks, positions and rotary tables are made from the shape of the carrier, which takes no
-        # memory. The hidden states themselves may be only a part of the sequence.
-        carrier = channel.blank((batch, channel.sequence_length, hidden))
-        return _result(hf_forward(self, inputs_embeds=carrier, **{**fixed, **kwargs}))
-
-    def _result(output: Any) -> Tensor:
-        channel.received = None
-        if stage.is_last:
-            return output.logits
-        captured, channel.captured = channel.captured, None
-        channel.logits = output.logits
-        assert captured is not None, "a stage ended without a result"
-        return captured
-
-    set_forward(stage.model, MethodType(from_ids if stage.is_first else from_hidden, stage.model))
+    set_forward(stage.model, MethodType(forward, stage.model))

@@ -1,181 +1,236 @@
-"""Modules without parameters that replace the modules of other stages.
+"""Stubs that replace the parts of other stages, and what surrounds the parts of a stage.
 
-With them the unmodified forward of a Hugging Face model runs on a stage that holds only a few
-layers. Stage 1 of 3:
+With them the unmodified forward of a Hugging Face model runs on a stage that holds only some parts.
+Stage 1 of 3:
 
-    carrier -> embedding stub
-            -> stub, entry stub, layer 2, layer 3, exit stub, stub
-                     |                             |
-                     returns the received          keeps the result of the stage, and returns
-                     hidden states                 zeros, whose further results are unused
-            -> norm stub -> head stub
+    stub of the embedding -> stub of layer 0, stub of layer 1, layer 2, layer 3, stub of layer 4
+                                                               |                 |
+                                     gets the received tensors in the place      ends the pass: what
+                                     of those computed from stubs                it gets is sent
 """
 
+import copy
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshtrain.compat.autograd import is_view, memory_of
+from meshtrain.compat.nn import mix_in, parameter_table
+from meshtrain.parallel.cut.borders import Place, StageRoutes
+from meshtrain.parallel.cut.nest import map_nest, tensors_with_paths, with_tensor
+from meshtrain.parallel.cut.trace import Trace
+
+
+class StageEndsError(BaseException):
+    """Ends the forward pass of a stage, which has computed all that it sends."""
+
 
 @dataclass
 class Channel:
-    """Passes hidden states around the modules before and after the layers of a forward pass.
+    """Passes tensors around the parts of other stages, during a forward pass of one stage.
 
     Attributes:
-        received: hidden states from the previous stage.
-        captured: hidden states for the next stage.
-        sequence_length: of the full sequence, in tokens; hidden states may be only a part of it.
-        writes_in_place: whether the model changes its carrier, which then needs memory of its own.
-        logits: of a stage without the head; like those of the last stage, but with an empty
-            vocabulary.
+        routes: what the stage receives and sends.
+        trace: of the full model, for a batch of the present shape.
+        received: from the previous stage, in the order of the routes.
+        captured: tensors for the next stage.
+        position: number of the next call.
     """
 
-    received: Tensor | None = None
-    captured: Tensor | None = None
-    sequence_length: int = 0
-    writes_in_place: bool = False
-    logits: Tensor | None = None
+    routes: StageRoutes = field(default_factory=StageRoutes)
+    trace: Trace = field(default_factory=Trace)
+    received: tuple[Tensor, ...] = ()
+    captured: dict[Place, Tensor] = field(default_factory=dict)
+    position: int = 0
+    device: torch.device | None = None
 
-    def blank(self, shape: Sequence[int]) -> Tensor:
-        """Return zeros of a shape, whose values are not used.
+    def begin(self, trace: Trace, received: Sequence[Tensor], device: torch.device) -> None:
+        """Begin a forward pass."""
+        self.trace, self.received, self.device = trace, tuple(received), device
+        self.captured, self.position = {}, 0
 
-        They take memory only if the model writes into them.
+    def end(self) -> None:
+        """Let go of the tensors of a forward pass."""
+        self.received, self.captured = (), {}
+
+    def enter(self, name: str) -> int:
+        """Return the number of a call that begins.
+
+        Raises:
+            RuntimeError: if the model calls its parts in another order than in the trace.
         """
-        assert self.received is not None, "a stage ran without input"
-        return self._zeros(self.received, shape)
+        number = self.position
+        expected = self.trace.calls[number].name
+        if name != expected:
+            raise RuntimeError(f"the forward pass calls {name} where it called {expected} when the model was cut")
+        self.position += 1
+        return number
 
-    def capture(self, hidden_states: Tensor) -> Tensor:
-        """Keep the hidden states for the next stage, and return zeros for the full sequence.
+    def place_inputs(self, number: int, nest: Any) -> Any:
+        """Return the arguments of a part of this stage, with received tensors in their places."""
+        for place, index in self._placed(number, "input"):
+            nest = with_tensor(nest, place.path, self.received[index])
+        return nest
 
-        The hidden states may be only a part of the sequence.
+    def blank_result(self, number: int, nest: Any) -> Any:
+        """Return the result of a part of another stage: received tensors, and zeros for the rest.
+
+        Args:
+            number: of the call.
+            nest: arguments of the part. Mappings among them get what the part wrote into them.
         """
-        self.captured = hidden_states
-        batch, _, hidden = hidden_states.shape
-        return self._zeros(hidden_states, (batch, self.sequence_length, hidden))
+        result = map_nest(lambda path, tensor: self._zeros(tensor), self.trace.calls[number].result)
+        for place, index in self._placed(number, "output"):
+            result = with_tensor(result, place.path, self.received[index])
+        for place, index in self._placed(number, "written"):
+            with_tensor(nest, place.path, self.received[index])
+        return result
 
-    def _zeros(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        return like.new_zeros(shape) if self.writes_in_place else like.new_zeros(()).expand(shape)
+    def capture(self, number: int, side: str, nest: Any) -> None:
+        """Take the tensors of a nest that are sent to the next stage."""
+        wanted = {
+            it.path: it for it in self.routes.sent if isinstance(it, Place) and (it.call, it.side) == (number, side)
+        }
+        if wanted:
+            self.captured.update((wanted[path], tensor) for path, tensor in tensors_with_paths(nest) if path in wanted)
+
+    def leave(self, number: int) -> None:
+        """End the pass if nothing of this stage is left to compute."""
+        if number == self.routes.ends_at:
+            raise StageEndsError
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """Return the tensors for the next stage: own results, and received ones to pass on."""
+        return tuple(
+            _sendable(self.captured[it], is_own=True)
+            if isinstance(it, Place)
+            else _sendable(self.received[it], is_own=False)
+            for it in self.routes.sent
+        )
+
+    def _placed(self, number: int, side: str) -> list[tuple[Place, int]]:
+        return [
+            (place, index) for place, index in self.routes.placed.items() if (place.call, place.side) == (number, side)
+        ]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Return zeros, which take memory only if the model writes into them."""
+        if memory_of(like) in self.trace.overwritten:
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        return _zeros_like(like, self.device)
 
 
-class LayerStub(nn.Module):
-    """Replaces a decoder layer of another stage, at the index of the layer.
+def _sendable(tensor: Tensor, *, is_own: bool) -> Tensor:
+    # Schedules that split the backward pass detach what a stage sends, in place, which is an error
+    # for a view. What a stage only passes on is a leaf of its graph.
+    if not tensor.is_contiguous() or (tensor.is_floating_point() and (is_view(tensor) or not is_own)):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
-    Plain attributes of the layer stay readable, since a model may ask a layer for its type. The
-    children of the layer also stay readable, on the meta device: Falcon-H1 initializes a buffer
-    inside each layer by a rule of the complete model.
+
+class PartStub(nn.Module):
+    """Replaces a part of another stage, under the same name.
+
+    Its attributes, children and methods stay usable: a model may ask a layer for its type, and
+    Falcon-H1 initializes a buffer inside each layer by a rule of the complete model. Parameters are
+    zeros without memory, and no initialization rule applies to them.
     """
 
-    def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
+    _is_hf_initialized = True
+
+    def __init__(self, part: nn.Module, name: str, channel: Channel) -> None:
         super().__init__()
-        self.as_tuple = as_tuple
         # This avoids torch's registration, because a stub must not have parameters.
-        self.__dict__["parts"] = layer.parts if isinstance(layer, LayerStub) else dict(layer.named_children())
-        for name, value in vars(layer).items():
-            if (
-                not name.startswith("_")
-                and name != "training"
-                and isinstance(value, (str, int, float, bool, type(None)))
-            ):
-                setattr(self, name, value)
+        self.__dict__["part"] = part
+        self.__dict__["part_name"] = name
+        self.channel = channel
 
     def __getattr__(self, name: str) -> Any:
-        parts = self.__dict__.get("parts", {})
-        return parts[name] if name in parts else super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            part = self.__dict__["part"]
+            if name not in parameter_table(part) and not inspect.ismethod(getattr(part, name)):
+                return getattr(part, name)
+            return getattr(_blank(part, self.channel.device), name)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        hidden_states = self.transform(hidden_states)
-        return (hidden_states,) if self.as_tuple else hidden_states
-
-    def transform(self, hidden_states: Tensor) -> Tensor:
-        """Return the input of the next layer; here it is unchanged."""
-        return hidden_states
-
-
-class EntryStub(LayerStub):
-    """The stub before the first layer of a later stage; it returns the received hidden states."""
-
-    def __init__(self, layer: nn.Module, channel: Channel, *, as_tuple: bool) -> None:
-        super().__init__(layer, as_tuple=as_tuple)
-        self.channel = channel
-
-    def transform(self, hidden_states: Tensor) -> Tensor:
-        """Return the received hidden states, and ignore those computed from the carrier."""
-        assert self.channel.received is not None, "a stage ran without input"
-        return self.channel.received
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        channel = self.channel
+        number = channel.enter(self.part_name)
+        channel.capture(number, "input", (args, kwargs))
+        result = channel.blank_result(number, (args, kwargs))
+        channel.leave(number)
+        return result
 
 
-class ExitStub(LayerStub):
-    """The stub after the last layer of an earlier stage; it keeps the hidden states."""
+class LacksParameters:
+    """Mixin for a module around the layers, of which another stage holds some parameters.
 
-    def __init__(self, layer: nn.Module, channel: Channel, *, as_tuple: bool) -> None:
-        super().__init__(layer, as_tuple=as_tuple)
-        self.channel = channel
-
-    def transform(self, hidden_states: Tensor) -> Tensor:
-        """Keep the hidden states, and return zeros for the modules after the layers."""
-        return self.channel.capture(hidden_states)
-
-
-class PassStub(nn.Module):
-    """Replaces a norm, a dropout or a projection; it returns its input."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-
-class CaptureStub(nn.Module):
-    """Replaces the first module after the layers on a stage with the last layer but no head.
-
-    It keeps the hidden states for the next stage.
+    They read as zeros without memory.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self.channel = channel
+    lacking: dict[str, Tensor]
+    channel: Channel
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.channel.capture(hidden_states)
+    def __getattr__(self, name: str) -> Any:
+        if name in self.lacking:
+            return _zeros_like(self.lacking[name], self.channel.device)
+        return super().__getattr__(name)  # type: ignore[misc]
 
 
-class BlankStub(nn.Module):
-    """Replaces a module before the layers (embedding, norm, projection).
+def leave_out(owner: nn.Module, kind: str, channel: Channel) -> None:
+    """Remove a parameter that another stage holds from its module, in place."""
+    lacking = owner.lacking if isinstance(owner, LacksParameters) else {}
+    lacking[kind] = parameter_table(owner).pop(kind)
+    if not isinstance(owner, LacksParameters):
+        mix_in(owner, LacksParameters, lacking=lacking, channel=channel)
 
-    It returns zeros in the shape of the result of that module.
 
-    Args:
-        channel: has the length of the sequence, and the batch size in the received hidden states.
-        probed: shape of the result for one sequence of `probe_length` tokens.
-        probe_length: in tokens.
+def _zeros_like(tensor: Tensor, device: torch.device | None) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _blank(part: nn.Module, device: torch.device | None) -> nn.Module:
+    """Return a copy of a part whose parameters are zeros without memory."""
+    blank = copy.deepcopy(part)
+    for module in blank.modules():
+        table = parameter_table(module)
+        for kind, parameter in table.items():
+            if parameter is not None:
+                table[kind] = nn.Parameter(_zeros_like(parameter, device), requires_grad=False)
+    return blank
+
+
+def stock_part(module: nn.Module) -> nn.Module:
+    """Return the part, on the meta device, that a stub stands for; any other module itself."""
+    return module.part if isinstance(module, PartStub) else module
+
+
+class OwnPart:
+    """Mixin for a part of this stage: it gets what other stages sent, and gives what they need.
+
+    It surrounds the whole call, so that the recomputation of a layer does not run it again.
     """
 
-    def __init__(self, channel: Channel, probed: Sequence[int], probe_length: int) -> None:
-        super().__init__()
-        self.channel = channel
-        self.has_batch = tuple(probed[:2]) == (1, probe_length)
-        self.has_sequence = not self.has_batch and tuple(probed[:1]) == (probe_length,)
-        self.rest = tuple(probed[2 if self.has_batch else 1 if self.has_sequence else 0 :])
+    part_name: str
+    channel: Channel
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.channel.received is not None, "a stage ran without input"
-        sequence = self.channel.sequence_length
-        if self.has_batch:
-            return self.channel.blank((self.channel.received.shape[0], sequence, *self.rest))
-        return self.channel.blank((sequence, *self.rest) if self.has_sequence else self.rest)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        channel = self.channel
+        number = channel.enter(self.part_name)
+        args, kwargs = channel.place_inputs(number, (args, kwargs))
+        channel.capture(number, "input", (args, kwargs))
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        channel.capture(number, "output", result)
+        channel.capture(number, "written", (args, kwargs))
+        channel.leave(number)
+        return result
 
 
-class HeadStub(nn.Module):
-    """Replaces the head; it returns logits with an empty vocabulary."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    @property
-    def weight(self) -> Tensor:
-        """An empty weight, because some models read its dtype."""
-        return torch.empty(0, dtype=self.dtype)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states[..., :0]
+def watch_part(part: nn.Module, name: str, channel: Channel) -> None:
+    """Make a part of this stage use the channel, in place."""
+    mix_in(part, OwnPart, part_name=name, channel=channel)

@@ -115,12 +115,7 @@ def _contexts(stage: Stage, inside: Region, rules: TensorRules) -> Callable[[str
 
 
 def _tie_again(stage: Stage) -> None:
-    # Sharding replaced both ends of a tie by new parameters, so they are tied again.
-    for copy_name, source in stage.tied.items():
-        if _holds(stage.model, source):
-            owner = stage.model.get_submodule(copy_name.rpartition(".")[0])
-            owner.register_parameter(copy_name.rpartition(".")[2], stage.model.get_parameter(source))
-
-
-def _holds(model: nn.Module, parameter: str) -> bool:
-    return any(name == parameter for name, _ in model.named_parameters(remove_duplicate=False))
+    # Sharding replaced all names of a parameter by new parameters, so they are tied again.
+    for name, first in stage.names_of_one_parameter().items():
+        owner = stage.model.get_submodule(name.rpartition(".")[0])
+        owner.register_parameter(name.rpartition(".")[2], stage.model.get_parameter(first))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.nn import become, mix_in, module_table, parameter_table
+from meshtrain.compat.nn import become, mix_in, module_table, own_class, parameter_table
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.tensor.region import Edge
 
@@ -156,7 +156,7 @@ def become_sharded(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding):
         # A subclass keeps its own forward, which calls that of the sharded embedding. Gemma, for
         # example, scales the rows.
-        kind = type(module)
+        kind = own_class(module)
         become(module, ShardedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, ShardedEmbedding), {}))
     else:
         become(module, ShardedConv1D if isinstance(module, Conv1D) else ShardedLinear)
