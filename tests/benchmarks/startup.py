@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.bare import CONFIG, LAYOUTS
+from tests.benchmarks.bare import CONFIG, LAYOUTS, SMALL
 
 RUN = """
 run_directory = "run"
@@ -49,36 +49,52 @@ def bare_first_step(layout: str, done: Path) -> None:
     dist.destroy_process_group()
 
 
+def make_small(*, small: bool) -> None:
+    """Shrink the model, but not its vocabulary: the tokenizer stays."""
+    CONFIG.update({**SMALL, "vocab_size": CONFIG["vocab_size"]} if small else {})
+
+
 def start(arguments: list[str], done: Path) -> tuple[float, float]:
-    """Start 2 ranks; return the seconds until `done` has a line, and those of the step itself."""
+    """Start 2 ranks; return the seconds until `done` has a step, and those of the step itself."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     begin = time.perf_counter()
     process = subprocess.Popen(
         [*torchrun, *arguments], stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    while not (done.exists() and done.read_text().endswith("\n")):
+    while (step := first_step(done)) is None:
         if process.poll() not in (None, 0):
             raise SystemExit(f"failed: {' '.join(arguments)}")
         time.sleep(0.01)
     seconds = time.perf_counter() - begin
     process.wait()
-    return seconds, json.loads(done.read_text().splitlines()[0])["seconds"]
+    return seconds, step
+
+
+def first_step(done: Path) -> float | None:
+    """Return the seconds of the first step in a file; None if it has none yet."""
+    complete, _, _ = done.read_text().rpartition("\n") if done.exists() else ("", "", "")
+    # Notes, such as that of the self check, have lines of their own.
+    lines = [json.loads(line) for line in complete.splitlines()]
+    return next((line["seconds"] for line in lines if "seconds" in line), None)
 
 
 def main() -> None:
     """Print two lines per layout: the best of the repetitions."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--bare":
+    if len(sys.argv) >= 4 and sys.argv[1] == "--bare":
+        make_small(small=sys.argv[4:] == ["--small"])
         bare_first_step(sys.argv[2], Path(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark works")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        compare(Path(temporary), repeat)
+        compare(Path(temporary), options.repeat, small=options.small)
 
 
-def compare(directory: Path, repeat: int) -> None:
+def compare(directory: Path, repeat: int, *, small: bool) -> None:
     """Run both sides in turn."""
+    make_small(small=small)
     config = "{ " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in CONFIG.items()) + " }"
     run = directory / "run.toml"
     run.write_text(RUN.format(config=config))
@@ -91,6 +107,7 @@ def compare(directory: Path, repeat: int) -> None:
         for number in range(repeat):
             place = directory / f"{layout.replace(' ', '-')}-{number}"
             bare = ["tests.benchmarks.startup", "--bare", layout, str(place.with_suffix(".json"))]
+            bare += ["--small"] if small else []
             answers["bare"].append(start(bare, place.with_suffix(".json")))
             answers["meshtrain"].append(start([*train, f"run_directory={place}", *degrees], place / "metrics.jsonl"))
         for side, seconds in answers.items():

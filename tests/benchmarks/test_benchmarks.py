@@ -25,6 +25,13 @@ def test_throughput_benchmark_trains_both_sides_in_every_layout() -> None:
     assert all(float(row[-1]) > 0 for row in rows)
 
 
+def test_startup_benchmark_starts_both_sides_in_every_layout_of_two_ranks() -> None:
+    _, *rows = run_benchmark("tests.benchmarks.startup", "--repeat", "1")
+    sides = [(layout, side) for layout in LAYOUTS if layout != "1 rank" for side in ("bare", "meshtrain")]
+    assert [(" ".join(row[:-3]), row[-3]) for row in rows] == sides
+    assert all(0 < float(before) < float(after) for *_, before, after in rows)
+
+
 def test_tokenizing_benchmark_measures_every_contender() -> None:
     lines = run_benchmark("tests.benchmarks.tokenizing")
     rows = {row[0]: row for row in lines if row and row[0] in installed()}
