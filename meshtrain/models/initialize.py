@@ -378,8 +378,7 @@ def _zero_padding_rows(model: nn.Module) -> None:
     # runs after that of the embedding. The copy of the embedding in a head on another stage has no
     # padding index of its own, so the cut sets it to that of the embedding.
     for module in model.modules():
-        weight = parameter_table(module).get("weight")
-        padding_index = None if weight is None else getattr(module, "padding_idx", None)
-        if padding_index is not None:
+        weight, padding_index = parameter_table(module).get("weight"), getattr(module, "padding_idx", None)
+        if weight is not None and padding_index is not None:
             rows = local_indices(weight)[0]
             local_tensor(weight)[rows == padding_index] = 0

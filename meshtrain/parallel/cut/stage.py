@@ -239,7 +239,7 @@ def run_probe(stage: Stage, received: Sequence[Tensor]) -> Any:
 def _traceable(model: PreTrainedModel, compute: torch.dtype | None) -> PreTrainedModel:
     """Return a copy of a model on the meta device, in the number format that it computes in."""
     copied = copy_with_hooks(model)
-    copied.to(device="meta")
+    nn.Module.to(copied, "meta")
     for parameter in copied.parameters():
         if compute is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(compute)

@@ -11,7 +11,7 @@ Stage 1 of 3:
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Channel:
         received: from the previous stage, in the order of the routes.
         captured: tensors for the next stage.
         position: number of the next call.
+        device: of the pass.
+        arrive: changes each received tensor before its use.
     """
 
     routes: StageRoutes = field(default_factory=StageRoutes)
@@ -47,10 +49,11 @@ class Channel:
     captured: dict[Place, Tensor] = field(default_factory=dict)
     position: int = 0
     device: torch.device | None = None
+    arrive: Callable[[Tensor], Tensor] = lambda x: x
 
     def begin(self, trace: Trace, received: Sequence[Tensor], device: torch.device) -> None:
         """Begin a forward pass."""
-        self.trace, self.received, self.device = trace, tuple(received), device
+        self.trace, self.received, self.device = trace, tuple(map(self.arrive, received)), device
         self.captured, self.position = {}, 0
 
     def end(self) -> None:

@@ -46,8 +46,10 @@ def shard_hidden_states(stage: Stage, group: ProcessGroup) -> None:
 
     if stage.is_first:
         stage.layers[0].register_forward_pre_hook(split, with_kwargs=True)
-    if stage.is_last:
-        stage.layers[len(stage.layers) - 1].register_forward_hook(join)
+    if stage.is_last and stage.own_layers():
+        stage.own_layers()[-1].register_forward_hook(join)
+    elif stage.is_last:
+        stage.channel.arrive = lambda x: join_sequence(x, group) if sequence_is_split() else x
 
 
 def join_hidden_states(output: ModelOutput, length: int, group: ProcessGroup) -> None:
