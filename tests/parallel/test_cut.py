@@ -661,3 +661,20 @@ def test_parameters_of_a_stub_are_zeros_of_their_shape() -> None:
     assert (stub.weight.shape, stub.weight.dtype) == (embedding.weight.shape, torch.bfloat16)
     assert not stub.weight.any()
     assert stub.weight.untyped_storage().nbytes() == 2
+
+
+class DrawsOnTheCpu(Toy):
+    """Draws a number for every layer, as a class with layer drop does."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if torch.rand([], device="cpu") < 2 else x
+        return x
+
+
+def test_tracing_leaves_the_random_stream_alone() -> None:
+    model = toy(DrawsOnTheCpu)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    check_cut(model, [2, 2])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -87,7 +87,7 @@ def watched_dropout(masks: list[tuple[str, Tensor]]) -> Iterator[None]:
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         result = original(x, p, training, inplace)
-        if training and p:
+        if training and p and not x.is_meta:
             mask = (result == 0) & (x != 0)
             masks.append((kind_of(mask), mask))
         return result

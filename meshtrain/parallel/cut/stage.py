@@ -221,6 +221,7 @@ def run_probe(stage: Stage, received: Sequence[Tensor]) -> Any:
     inputs = meta_inputs(1, PROBE_LENGTH, structure.options)
     with (
         structure.options.default_device(),
+        torch.random.fork_rng(devices=[]),
         probed(stage.model, PROBE_LENGTH),
         all_entries_nonzero(),
         torch.no_grad(),
@@ -305,6 +306,10 @@ def _replace_parts(stage: Stage, stages: Stages) -> None:
         # The model may skip a layer (the cross-attention of Mllama), which then is no part.
         if not stage.first_layer <= position < stage.last_layer and not isinstance(layer, PartStub):
             stage.layers[position] = PartStub(layer, f"{structure.layers_name}.{position}", stage.channel)
+    for name, layer_before in structure.trace.dropouts.items():
+        if stages.after_layer(layer_before) != stage.index:
+            # It would draw masks for zeros.
+            model.get_submodule(name).p = 0.0  # type: ignore[assignment]
     held_by_parts = tuple(f"{name}." for name in (*stages.of_parts(), structure.layers_name))
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         if not name.startswith(held_by_parts) and stage.index != stages.of_parameter(name):

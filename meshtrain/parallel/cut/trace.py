@@ -93,6 +93,7 @@ class Trace:
         last_used: the same for its last use.
         overwritten: memory of results of parts that the model itself changes in place.
         read: memory of tensors whose values the model or a part uses.
+        dropouts: dropout module outside of parts -> index of the last layer called before.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Trace:
     last_used: dict[str, tuple[int, str]] = field(default_factory=dict)
     overwritten: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    dropouts: dict[str, int] = field(default_factory=dict)
 
 
 def trace_parts(
@@ -119,6 +121,8 @@ def trace_parts(
         stack.enter_context(hooks_disabled(model))
         stack.enter_context(_training(model))
         stack.enter_context(probed(model, length))
+        # A layer that may be dropped draws on the CPU. The masks of the next step must not change.
+        stack.enter_context(torch.random.fork_rng(devices=[]))
         # Parts that compute their own gradients run without those of autograd.
         stack.enter_context(torch.enable_grad())
         # Meta tensors do not show the expert of a token: the shapes are those of all tokens going
@@ -165,6 +169,8 @@ class _Tracer(OperatorMode):
         handles = []
         for name, module in self._model.named_modules():
             is_inside = name.startswith(f"{self._layers_name}.") and id(module) not in self._indices
+            if isinstance(module, nn.Dropout) and not is_inside:
+                handles.append(module.register_forward_pre_hook(partial(self._note_dropout, name)))
             if name in self._around or is_inside or not any(True for _ in module.parameters()):
                 continue
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
@@ -246,6 +252,10 @@ class _Tracer(OperatorMode):
             times_changed(tensor),
         )
         return Seen(key, self.sources.get(key.memory, frozenset()), is_used)
+
+    def _note_dropout(self, name: str, module: nn.Module, args: Any) -> None:
+        if self._open is None:
+            self.trace.dropouts[name] = self._layer
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._open is not None:
