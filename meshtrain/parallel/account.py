@@ -5,7 +5,7 @@ The counts need no running process.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from meshtrain.errors import ModelError
 from meshtrain.models.flops import flops_of_layers, flops_of_modules
 from meshtrain.models.fused import unfuse
 from meshtrain.parallel.cut.probe import find_layers, probe_structure
-from meshtrain.parallel.cut.stage import Stage, cut
+from meshtrain.parallel.cut.stage import Stage, cut, find_borders
 from meshtrain.parallel.schedule import stage_owners
 from meshtrain.parallel.tensor.rules import resolve_rules
 
@@ -41,7 +41,6 @@ class StageShare:
         parameter_bytes: on one process.
         gradient_bytes: on one process, sharded like the parameters.
         optimizer_bytes: on one process, for the two moments of AdamW.
-        received: what the stage before sends for a microbatch.
     """
 
     stage: int
@@ -55,46 +54,66 @@ class StageShare:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    received: tuple["BorderTensor", ...]
 
 
 @dataclass(frozen=True)
-class BorderTensor:
-    """A tensor that crosses the border between two stages.
+class Message:
+    """A tensor that a stage sends to the next.
 
     Attributes:
+        stage: index of the stage that receives it.
         origin: where it comes from.
         shape: for a microbatch, without sequence parallelism.
         num_bytes: that one process sends.
         has_gradient: whether a gradient of the same size travels back.
     """
 
+    stage: int
     origin: str
     shape: tuple[int, ...]
     num_bytes: int
     has_gradient: bool
 
 
-def account(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[StageShare]:
+def account(model: PreTrainedModel, plan: ParallelPlan) -> list[StageShare]:
     """Return the share of every stage, in the order of the stages.
 
     Args:
         model: the stock model on meta. It is not changed.
         plan: resolved.
-        rows: sequences of a microbatch.
-        length: of a sequence, in tokens.
     """
     full = copy.deepcopy(model)
     unfuse(full, plan.tensor.fused)
     dims = resolve_rules(full, plan.tensor).sharded_dims if plan.mesh.tp > 1 else {}
     layers = plan.pipeline.layers_per_stage
     assert isinstance(layers, list), "the plan is not resolved"
-    stages = cut(full, layers, range(len(layers)), getattr(torch, plan.precision.compute))
+    stages = cut(full, layers, range(len(layers)))
     owners = stage_owners(plan.pipeline, plan.mesh.pp)
-    return [
-        _share(stage, owner, plan, dims, tuple(_received(stage, plan, rows, length)))
-        for stage, owner in zip(stages, owners, strict=True)
-    ]
+    return [_share(stage, owner, plan, dims) for stage, owner in zip(stages, owners, strict=True)]
+
+
+def messages(model: PreTrainedModel, plan: ParallelPlan, rows: int, length: int) -> list[Message]:
+    """Return what the stages send to each other for a microbatch, in the order of the stages.
+
+    Args:
+        model: the stock model on meta. It is not changed.
+        plan: resolved, with a pipeline.
+        rows: sequences of a microbatch.
+        length: of a sequence, in tokens.
+    """
+    layers = plan.pipeline.layers_per_stage
+    assert isinstance(layers, list), "the plan is not resolved"
+    structure, routes = find_borders(model, layers, getattr(torch, plan.precision.compute))
+    trace = structure.at(rows, length)
+    parts = plan.mesh.tp if plan.tensor.sequence_parallel else 1
+    found = []
+    for stage, route in enumerate(routes):
+        for value in route.received:
+            key = value.captured_at.seen_in(trace).key
+            size = math.prod(key.shape) * key.dtype.itemsize // parts
+            origin = value.captured_at.described(trace)
+            found.append(Message(stage, origin, tuple(key.shape), size, key.dtype.is_floating_point))
+    return found
 
 
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
@@ -119,18 +138,7 @@ def flops_around_layers(model: PreTrainedModel) -> tuple[float, float]:
     return before, after
 
 
-def _received(stage: Stage, plan: ParallelPlan, rows: int, length: int) -> Iterator[BorderTensor]:
-    if stage.is_first:
-        return
-    parts = plan.mesh.tp if plan.tensor.sequence_parallel else 1
-    for origin, tensor in zip(stage.origins(), stage.received_like(rows, length), strict=True):
-        size = tensor.numel() * tensor.element_size() // parts
-        yield BorderTensor(origin, tuple(tensor.shape), size, tensor.requires_grad)
-
-
-def _share(
-    stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int], received: tuple[BorderTensor, ...]
-) -> StageShare:
+def _share(stage: Stage, pp_rank: int, plan: ParallelPlan, dims: Mapping[str, int]) -> StageShare:
     parameters = dict(stage.model.named_parameters())
     local = sum(math.prod(_local_shape(stage.model, name, plan, dims)) for name in parameters)
     width = torch.finfo(getattr(torch, plan.precision.parameters)).bits // 8
@@ -147,7 +155,6 @@ def _share(
         parameter_bytes=local * width,
         gradient_bytes=local * width,
         optimizer_bytes=local * width * ADAM_STATES,
-        received=received,
     )
 
 

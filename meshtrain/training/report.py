@@ -3,7 +3,7 @@
 from meshtrain import console
 from meshtrain.config.toml import plan_hash
 from meshtrain.console import BYTES_PER_MB
-from meshtrain.parallel.account import StageShare, account
+from meshtrain.parallel.account import StageShare, account, messages
 from meshtrain.parallel.check.batch import num_microbatches
 from meshtrain.training.resolve import ResolvedRun
 
@@ -11,17 +11,15 @@ from meshtrain.training.resolve import ResolvedRun
 def show_run(resolved: ResolvedRun) -> None:
     """Print a resolved plan, what each process holds, and how a global batch is made up."""
     _show_plan_table(resolved)
-    batch = resolved.batch
-    shares = account(resolved.model, resolved.plan, batch.micro_batch_size, batch.sequence_length)
-    _show_shares(shares)
-    if len(shares) > 1:
-        _show_borders(shares)
+    _show_shares(account(resolved.model, resolved.plan))
+    _show_messages(resolved)
     console.line(_batch_equation(resolved))
 
 
 def show_plan(resolved: ResolvedRun) -> None:
     """Print a resolved plan, and how a global batch is made up."""
     _show_plan_table(resolved)
+    _show_messages(resolved)
     console.line(_batch_equation(resolved))
 
 
@@ -75,18 +73,20 @@ def _show_shares(shares: list[StageShare]) -> None:
     console.table("Stages", columns, rows)
 
 
-def _show_borders(shares: list[StageShare]) -> None:
+def _show_messages(resolved: ResolvedRun) -> None:
     """Print what each stage sends to the next."""
+    if resolved.plan.mesh.pp == 1:
+        return
+    batch = resolved.batch
     rows = [
         (
-            f"{share.stage - 1} to {share.stage}",
-            tensor.origin,
-            " x ".join(map(str, tensor.shape)),
-            _megabytes(tensor.num_bytes),
-            "yes" if tensor.has_gradient else "no",
+            f"{message.stage - 1} to {message.stage}",
+            message.origin,
+            " x ".join(map(str, message.shape)),
+            _megabytes(message.num_bytes),
+            "yes" if message.has_gradient else "no",
         )
-        for share in shares[1:]
-        for tensor in share.received
+        for message in messages(resolved.model, resolved.plan, batch.micro_batch_size, batch.sequence_length)
     ]
     console.table("Messages per microbatch", ["stages", "tensor", "shape", "MB", "gradient back"], rows)
 

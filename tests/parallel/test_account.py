@@ -11,7 +11,7 @@ from meshtrain.config.plan import PrecisionPlan
 from meshtrain.config.run import ModelConfig
 from meshtrain.models.build import build_meta_model, load_hf_config
 from meshtrain.models.layout import local_tensor
-from meshtrain.parallel.account import StageShare, account, flops_around_layers, flops_per_token
+from meshtrain.parallel.account import StageShare, account, flops_around_layers, flops_per_token, messages
 from tests.parity import GPT2, LLAMA, MODELS, Case, build
 from tests.ranks import run_on_ranks
 
@@ -79,7 +79,7 @@ def shares_of(case: Case, **precision: Any) -> list[StageShare]:
     model = build_meta_model(load_hf_config(model_of(case)), dtype=torch.float64)
     plan = case.plan()
     plan = plan.model_copy(update={"precision": PrecisionPlan(**precision)}) if precision else plan
-    return account(model, plan, ROWS, LENGTH)
+    return account(model, plan)
 
 
 @pytest.mark.parametrize("world_size", CASES)
@@ -120,18 +120,18 @@ def test_bytes_follow_the_precision_of_parameters() -> None:
 
 def test_messages_have_the_format_of_the_computation() -> None:
     case = Case("llama-untied", (2, 1, 1, 2), sequence_parallel=True)
-    first, second = shares_of(case, parameters="float32", compute="bfloat16", reduce="float32")
-    assert first.received == ()
-    (tensor,) = second.received
-    assert (tensor.origin, tensor.shape) == ("result of model.layers.1", (ROWS, LENGTH, 44))
-    assert tensor.num_bytes == ROWS * LENGTH // 2 * 44 * 2
-    assert tensor.has_gradient
+    model = build_meta_model(load_hf_config(model_of(case)), dtype=torch.float32)
+    precision = PrecisionPlan(parameters="float32", compute="bfloat16", reduce="float32")
+    (message,) = messages(model, case.plan().model_copy(update={"precision": precision}), ROWS, LENGTH)
+    assert (message.stage, message.origin, message.shape) == (1, "result of model.layers.1", (ROWS, LENGTH, 44))
+    assert message.num_bytes == ROWS * LENGTH // 2 * 44 * 2
+    assert message.has_gradient
 
 
 def test_account_leaves_the_model_unchanged() -> None:
     model = build_meta_model(load_hf_config(model_of(Case("gpt2-tied", (1, 1, 1, 1)))), dtype=torch.float64)
     before = [name for name, _ in model.named_modules()]
-    account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan(), ROWS, LENGTH)
+    account(model, Case("gpt2-tied", (2, 1, 1, 2)).plan())
     assert [name for name, _ in model.named_modules()] == before
 
 

@@ -226,7 +226,7 @@ def test_command_proves_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_class_that_cannot_be_cut_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    reformer = ['model.type="reformer"', 'model.attention="eager"', "plan.mesh.tp=1"]
+    reformer = ['model.type="reformer"', 'model.attention="eager"', "plan.mesh.tp=1", "model.config.is_decoder=true"]
     assert cli._exit_code(["verify", str(tmp_path / "run.toml"), *reformer]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ReformerModelWithLMHead cannot be cut into stages")
@@ -468,14 +468,14 @@ def test_table_of_classes_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         str(table),
     ]
     assert cli._exit_code(arguments) == 0
-    assert "pipeline x sharding: proven are 1 of 3 model types (1 of 3 distinct classes)" in capsys.readouterr().out
+    assert "pipeline x sharding: proven are 2 of 3 model types (2 of 3 distinct classes)" in capsys.readouterr().out
     gpt2, rwkv, blt = table.read_text().splitlines()[-3:]
     reason = "refused: a blt configuration has no number of layers; it holds several models ("
     assert blt.startswith(f"| blt | BltForCausalLM | {reason}")
     assert blt.count(reason) == 2
     assert blt.endswith("| has no attention dropout | - |")
     assert gpt2 == "| gpt2 | GPT2LMHeadModel | proven | proven | proven | - |"
-    assert rwkv.startswith("| rwkv | RwkvForCausalLM | refused: RwkvForCausalLM cannot be cut into stages")
+    assert rwkv.startswith("| rwkv | RwkvForCausalLM | proven | refused: tensor.styles: mesh.tp = 2, but there are no")
 
 
 def casts_of_a_norm() -> tuple[torch.dtype, ...]:

@@ -114,11 +114,6 @@ class Stage:
         places = [it if isinstance(it, Place) else routes.received[it].captured_at for it in routes.sent]
         return self._like(places, batch, length)
 
-    def origins(self) -> list[str]:
-        """Return where each received tensor comes from, in words."""
-        assert self.structure is not None, "a model in one piece receives nothing"
-        return [value.captured_at.described(self.structure.trace) for value in self.channel.routes.received]
-
     def _like(self, places: Sequence[Place], batch: int, length: int) -> list[Tensor]:
         assert self.structure is not None, "a model in one piece receives nothing"
         keys = [place.seen_in(self.structure.at(batch, length)).key for place in places]
@@ -184,8 +179,7 @@ def cut(
     if num_stages == 1:
         _, layers = find_layers(model)
         return [Stage(0, 1, 0, len(layers), model, layers, dict(model.all_tied_weights_keys))]
-    structure = probe_structure(_traceable(model, compute))
-    routes = _routes(model, structure, layers_per_stage)
+    structure, routes = find_borders(model, layers_per_stage, compute)
     return [_cut_one(copy_with_hooks(model), structure, routes[index], layers_per_stage, index) for index in indices]
 
 
@@ -199,8 +193,7 @@ def check_cut(model: PreTrainedModel, layers_per_stage: Sequence[int]) -> None:
     Raises:
         ModelError: for a class whose forward does not run with the stubs in it.
     """
-    structure = probe_structure(model)
-    routes = _routes(model, structure, layers_per_stage)
+    structure, routes = find_borders(model, layers_per_stage)
     received: Any = ()
     try:
         for index in range(len(layers_per_stage)):
@@ -247,9 +240,23 @@ def _traceable(model: PreTrainedModel, compute: torch.dtype | None) -> PreTraine
     return copied
 
 
-def _routes(model: PreTrainedModel, structure: Structure, layers_per_stage: Sequence[int]) -> list[StageRoutes]:
+def find_borders(
+    model: PreTrainedModel, layers_per_stage: Sequence[int], compute: torch.dtype | None = None
+) -> tuple[Structure, list[StageRoutes]]:
+    """Return the structure of a model, and what each stage receives and sends.
+
+    Args:
+        model: the stock model; it is not changed.
+        layers_per_stage: as for `cut`.
+        compute: as for `cut`.
+
+    Raises:
+        ModelError: for a class whose parts cannot be divided among stages.
+    """
+    structure = probe_structure(_traceable(model, compute))
     try:
-        return find_routes(structure.trace, Stages(structure.trace, layers_per_stage, structure.layers_name))
+        stages = Stages(structure.trace, layers_per_stage, structure.layers_name)
+        return structure, find_routes(structure.trace, stages)
     except NotCuttableError as error:
         raise cannot_be_cut(model, str(error)) from error
 
