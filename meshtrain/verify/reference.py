@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from meshtrain.compat.casts import float32_casts_lifted
 from meshtrain.compat.transformers import named_function
 from meshtrain.parallel.cut.probe import find_layers
-from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, ProofCase, Trace, with_noise
+from meshtrain.verify.case import MICRO_BATCH_SIZE, OPTIMIZER, SEED, SEQUENCE, ProofCase, Trace, with_noise
 
 
 def given_weights(case: ProofCase) -> dict[str, Tensor]:
@@ -97,8 +97,8 @@ def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
             if name not in outputs:
                 hidden = output[0] if isinstance(output, (tuple, list)) else output
                 # Hidden states that are not (batch, seq, hidden) do not have one row per sample.
-                rows = MICRO_BATCH_SIZE if hidden.dim() == 3 else 0
-                outputs[name] = hidden[:rows].detach().clone()
+                has_rows = hidden.dim() == 3 and hidden.shape[0] != SEQUENCE
+                outputs[name] = hidden[:MICRO_BATCH_SIZE].detach().clone() if has_rows else hidden.new_empty(0, 0)
 
         return hook
 
