@@ -76,6 +76,8 @@ def first_divergent_layer(traces: Sequence[Trace], expected: Trace) -> str | Non
             found.setdefault(name, []).append(output)
     for name, wanted in sorted(expected.layers.items(), key=lambda item: _natural(item[0])):
         outputs = found.get(name, [])
+        if not all(output.numel() for output in (wanted, *outputs)):
+            continue
         if outputs and outputs[0].shape[1] < wanted.shape[1]:
             # With sequence parallelism each rank holds a part, in the order of the ranks.
             outputs = [torch.cat(outputs, dim=1)]

@@ -97,7 +97,7 @@ def keep_outputs(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
             if name not in outputs:
                 hidden = output[0] if isinstance(output, (tuple, list)) else output
                 # Hidden states that are not (batch, seq, hidden) do not have one row per sample.
-                has_rows = hidden.dim() == 3 and hidden.shape[0] != SEQUENCE
+                has_rows = hidden.dim() == 3 and (hidden.shape[0] != SEQUENCE or hidden.shape[1] == SEQUENCE)
                 outputs[name] = hidden[:MICRO_BATCH_SIZE].detach().clone() if has_rows else hidden.new_empty(0, 0)
 
         return hook
