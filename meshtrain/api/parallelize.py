@@ -144,8 +144,10 @@ def _take_apart(stock: PreTrainedModel, wanted: ParallelPlan, micro_batch_size: 
         check_ties(stock)
         values = take(stock, adapters, undo)
         check_equal_on_all(values)
+        if wanted.mesh.pp > 1:
+            _check_code_of_stages(stock)
         resolved = _resolve(wanted, stock, micro_batch_size, prove=prove)
-        _check_own_code(stock, resolved)
+        _check_code_of_projections(stock, resolved)
         undo.pop_all()
     return _TakenApart(resolved, values, adapters)
 
@@ -274,8 +276,13 @@ def _resolve(plan: ParallelPlan, model: PreTrainedModel, micro_batch_size: int, 
     return resolved.model_copy(update={"tensor": tensor})
 
 
-def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    """Check that no loss, hook or forward that the program has put into the model would be lost.
+def _own_forwards(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return name -> module, for each module whose forward the program has replaced."""
+    return {name: module for name, module in model.named_modules() if own_forward(module) is not None}
+
+
+def _check_code_of_projections(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Check that no hook or forward of the program is on a projection that the plan replaces.
 
     Args:
         model: stock, not cut yet.
@@ -284,15 +291,25 @@ def _check_own_code(model: PreTrainedModel, plan: ParallelPlan) -> None:
     Raises:
         ModelError: naming what would be lost.
     """
-    own = {name: module for name, module in model.named_modules() if own_forward(module) is not None}
+    own = _own_forwards(model)
     for name in fused_modules(model, plan.tensor.fused):
         if name in own or has_hooks_on_itself(model.get_submodule(name)):
             what = "a replaced forward" if name in own else "a hook"
             raise ModelError(
                 f"{name} has {what}, but tensor.fused keeps that projection in parts", "put it on the module around it"
             )
-    if plan.mesh.pp == 1:
-        return
+
+
+def _check_code_of_stages(model: PreTrainedModel) -> None:
+    """Check that no loss, hook or forward of the program would be lost in a pipeline.
+
+    Args:
+        model: stock, not cut yet.
+
+    Raises:
+        ModelError: naming what would be lost.
+    """
+    own = _own_forwards(model)
     if has_loss_of_program(model):
         raise ModelError(
             "model.loss_function was set by the program, but the last stage of a pipeline computes the mean cross "

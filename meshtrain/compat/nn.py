@@ -1,8 +1,8 @@
 """torch.nn: the tables of a module, and changes to a single module without its class."""
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -22,6 +22,18 @@ def parameter_table(module: Any) -> dict[str, Any]:
     Holds: torch 2.11 to 2.13.
     """
     return module._parameters
+
+
+def with_own_table(module: T) -> T:
+    """Return a shallow copy of a module whose table of parameters is its own.
+
+    Why: a rule of initialization fills other parameters in the place of the module's.
+    `copy.copy` shares the table, and `copy.deepcopy` copies the values.
+    Holds: torch 2.11 to 2.13.
+    """
+    twin = copy.copy(module)
+    vars(twin)["_parameters"] = dict(module._parameters)
+    return twin
 
 
 def module_table(module: Any) -> dict[str, Any]:
@@ -149,23 +161,6 @@ def restore_forward(module: nn.Module, forward: Callable[..., Any] | None) -> No
         del vars(module)[_FORWARD]
     else:
         set_forward(module, forward)
-
-
-@contextmanager
-def forwards_replaced(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of modules while the block runs; the old ones are restored.
-
-    Why: a probe of the full model must not compute its layers.
-    Holds: torch 2.11 to 2.13.
-    """
-    kept = [(module, own_forward(module)) for module in modules]
-    for module, _ in kept:
-        set_forward(module, forward)
-    try:
-        yield
-    finally:
-        for module, before in kept:
-            restore_forward(module, before)
 
 
 class Unmovable:

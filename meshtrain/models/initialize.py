@@ -4,7 +4,6 @@ Hugging Face's own rules define the distribution of each parameter. Only the dra
 values are drawn tile by tile.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -27,7 +26,7 @@ from meshtrain.compat.initialization import (
     mark_initialized,
     rules_wrapped,
 )
-from meshtrain.compat.nn import parameter_table
+from meshtrain.compat.nn import parameter_table, with_own_table
 from meshtrain.errors import ModelError
 from meshtrain.models.adapters import initialize_adapters, without_adapters
 from meshtrain.models.build import stock_class, stock_like
@@ -304,12 +303,10 @@ class _Rules:
 
     def run_for_copy(self, parameter: nn.Parameter, original: nn.Module) -> None:
         """Fill the copy of a tied weight by the rule of a module on another stage."""
-        twin = copy.copy(original)
-        table = dict(parameter_table(original))
-        vars(twin)["_parameters"] = table
-        table.update(
-            {kind: parameter for kind, own in table.items() if own is not None and own.shape == parameter.shape}
-        )
+        twin = with_own_table(original)
+        for kind, own in parameter_table(original).items():
+            if own is not None and own.shape == parameter.shape:
+                parameter_table(twin)[kind] = parameter
         self._copies, self._modules = set(), [twin]
         initialize_module(self._model, twin)
 

@@ -8,6 +8,7 @@ local_parameter: the local parts of DTensor parameters, as a stock optimizer nee
 pipeline: the parallel model as the training step uses it.
 pretrained: pretrained weights for the shards of a pipeline.
 randomness: random streams for dropout.
+recorded_stage: the stage of torch's schedules.
 replicas: sums of gradients over full copies of the model.
 rotary_length: the longest sequence of a batch, for rotary frequencies that depend on it.
 router_loss: the auxiliary loss of the routers of a mixture of experts.

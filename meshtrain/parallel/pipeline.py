@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from meshtrain.compat.distributed import StaticStage, TorchSchedule
+from meshtrain.compat.distributed import TorchSchedule
 from meshtrain.compat.nn import saved_buffers
 from meshtrain.config.mesh import PP, TP
 from meshtrain.config.plan import ParallelPlan
@@ -22,6 +22,7 @@ from meshtrain.models.fused import FusedParameter
 from meshtrain.models.initialize import initialize_weights
 from meshtrain.parallel.cut.stage import Stage
 from meshtrain.parallel.randomness import ForwardStreams
+from meshtrain.parallel.recorded_stage import RecordedStage
 from meshtrain.parallel.replicas import Replicas
 from meshtrain.parallel.rotary_length import RotaryLength
 from meshtrain.parallel.router_loss import RouterLoss
@@ -297,32 +298,6 @@ def _build_schedule(pipeline: Pipeline, labels: Tensor, loss_function: LossFunct
     )
 
 
-class _RecordedStage(StaticStage):
-    """A torch stage that records what it computes in the activity of the process."""
-
-    def __init__(self, activity: Activity, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._activity = activity
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._activity.enter("forward", self.stage_index, fwd_chunk_id)
-        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._activity.enter("after forward", self.stage_index, fwd_chunk_id)
-        return result
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._activity.enter("backward", self.stage_index, bwd_chunk_id)
-        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._activity.enter("after backward", self.stage_index, bwd_chunk_id)
-        return result
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._activity.enter("backward of weights", self.stage_index, bwd_chunk_id)
-        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._activity.enter("after backward of weights", self.stage_index, bwd_chunk_id)
-        return result
-
-
 def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineStage:
     batch, length = pipeline.micro_batch_size, labels.shape[1]
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
@@ -332,7 +307,7 @@ def _torch_stage(pipeline: Pipeline, stage: Stage, labels: Tensor) -> PipelineSt
         if stage.is_last
         else sent_like(pipeline, stage, batch, length)
     )
-    return _RecordedStage(
+    return RecordedStage(
         pipeline.activity,
         stage.model,
         stage.index,

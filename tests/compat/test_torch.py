@@ -30,6 +30,10 @@ def test_parameters_and_buffers_of_a_module() -> None:
         "running_var",
         "num_batches_tracked",
     ]
+    twin = compat_nn.with_own_table(module)
+    compat_nn.parameter_table(twin).pop("bias")
+    assert module.bias is not None
+    assert twin.weight is module.weight
     kept, buffers = vars(module).copy(), compat_nn.buffer_table(module).copy()
     module.register_buffer("more", torch.zeros(1))
     module.note = 1
@@ -62,8 +66,11 @@ def test_compiled_model_is_recognized() -> None:
 def test_replaced_forwards_are_restored() -> None:
     own, other = nn.Linear(1, 1), nn.Linear(1, 1)
     compat_nn.set_forward(own, mine := partial(torch.mul, 2))
-    with compat_nn.forwards_replaced([own, other], torch.neg):
-        assert own(torch.ones(1)) == other(torch.ones(1)) == -1
+    before = [compat_nn.own_forward(module) for module in (own, other)]
+    for module, forward in zip((own, other), before, strict=True):
+        compat_nn.set_forward(module, torch.neg)
+        assert module(torch.ones(1)) == -1
+        compat_nn.restore_forward(module, forward)
     assert compat_nn.own_forward(own) is mine
     assert compat_nn.own_forward(other) is None
 

@@ -18,7 +18,7 @@ def coordinates() -> tuple[int, int, int, int, int]:
 def sums() -> tuple[float, list[int] | None, list[int] | None]:
     mesh = init_mesh(MeshPlan(pp=4, dp_replicate=1, dp_shard=1, tp=2), "cpu")
     total = all_reduce_over(torch.tensor(float(dist.get_rank())), mesh, ["pp"]).item()
-    groups = [new_group(mesh, "pp"), new_group(mesh, "pp", ends_only=True)]
+    groups = [new_group(mesh, "pp"), new_group(mesh, "pp", [0, 3])]
     peers = [None if group is None else dist.get_process_group_ranks(group) for group in groups]
     return total, peers[0], peers[1]
 

@@ -126,12 +126,13 @@ def test_seconds_are_split_and_tokens_are_counted(run: tuple[RunConfig, list[str
 
 def test_output_starts_with_the_layout_of_the_run(run: tuple[RunConfig, list[str]]) -> None:
     lines = [" ".join(line.split()) for line in run[1][0].splitlines()]
-    assert [line for line in lines if line.startswith(("pipeline", "shard", "offload", "stage", "0 ", "1 "))] == [
+    assert [line for line in lines if line.startswith(("pipeline", "shard", "offload", "stage ", "0 ", "1 "))] == [
         "pipeline 1F1B, layers per stage [2, 2]",
         "shard over 2 ranks, reshard after forward: never",
         "stage ranks holds parameters per rank MB parameters MB gradients MB optimizer",
         "0 0-1 embedding, layers 0-1 36,032 18,016 0.14 0.14 0.29",
         "1 2-3 layers 2-3, head 35,072 17,536 0.14 0.14 0.28",
+        "0 to 1 result of transformer.h.1 2 x 16 x 32 0.01 yes",
     ]
     batch = (
         "global batch 8 sequences = 2 per microbatch x 2 microbatches x 2 data-parallel; x 16 tokens = 128 tokens per"

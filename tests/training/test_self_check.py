@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshtrain.compat.nn import parameter_table
 from meshtrain.errors import TrainingStopped
 from meshtrain.models.layout import local_tensor
 from meshtrain.parallel.pipeline import Pipeline
@@ -149,7 +150,7 @@ def misplaced_parameters() -> list[str]:
     pipeline = start(Case("llama-untied", (2, 1, 1, 1)))
     model = pipeline.stages[0].model.model
     if pipeline.has_last_stage:
-        model.embed_tokens.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        parameter_table(model.embed_tokens)["weight"] = nn.Parameter(torch.ones(1))
         model.layers[3].mlp.register_parameter("extra", nn.Parameter(torch.ones(1)))
         del model.norm.weight
     return problems_of(lambda: check_parameters(pipeline))

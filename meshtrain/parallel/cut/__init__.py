@@ -2,9 +2,13 @@
 
 Modules:
     balance: the number of decoder layers of each stage.
-    dataflow: tracks which tensors of a forward pass are computed from which others.
+    borders: what each stage receives and sends.
     hooks: disables the hooks of a model while it is probed, and copies models with hooks.
-    probe: finds the decoder layers of a model, and the modules called before and after them.
+    kinds: runs only two layers of each kind on the meta device.
+    meta: lets models run on the meta device where they read values.
+    nest: reads and replaces tensors in nests of arguments and results.
+    probe: finds the decoder layers of a model, and traces its forward pass.
     stage: the stages, and what cuts a model into them.
     stubs: modules without parameters that replace the modules of other stages.
+    trace: what the parts of a model pass to each other in one forward pass.
 """

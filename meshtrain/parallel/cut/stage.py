@@ -23,6 +23,7 @@ from meshtrain.models.rotary import probed
 from meshtrain.parallel.cut.borders import NotCuttableError, Place, StageRoutes, Stages, find_routes
 from meshtrain.parallel.cut.hooks import copy_with_hooks, hooks_disabled
 from meshtrain.parallel.cut.kinds import two_layers_of_each_kind
+from meshtrain.parallel.cut.meta import KnownLists, WithoutValues
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     Structure,
@@ -33,7 +34,6 @@ from meshtrain.parallel.cut.probe import (
     probe_structure,
 )
 from meshtrain.parallel.cut.stubs import Channel, PartStub, StageEndsError, leave_out, stock_part, watch_part
-from meshtrain.parallel.cut.trace import KnownLists, WithoutValues
 
 
 @dataclass(frozen=True)

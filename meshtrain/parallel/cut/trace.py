@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in, times_changed
 from meshtrain.models.rotary import probed
-from meshtrain.parallel.cut.dataflow import SHAPE_ONLY
 from meshtrain.parallel.cut.hooks import hooks_disabled
 from meshtrain.parallel.cut.kinds import two_layers_of_each_kind
+from meshtrain.parallel.cut.meta import SHAPE_ONLY, KnownLists, result_without_values
 from meshtrain.parallel.cut.nest import Path, map_nest, tensors_with_paths
 
 OUTPUT = "logits"
@@ -193,7 +192,7 @@ class _Tracer(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known, result = _without_values(func, args)
+        known, result = result_without_values(func, args)
         if not known:
             result = func(*args, **kwargs)
         if func.name().partition(".")[0] in SHAPE_ONLY:
@@ -300,43 +299,6 @@ class _Tracer(OperatorMode):
             call.outputs[path] = self._seen(tensor)
             self._results[memory] = tensor, times_changed(tensor)
         call.result = map_nest(lambda path, tensor: tensor, output)
-
-
-class WithoutValues(OperatorMode):
-    """Dispatch mode in which operators run on meta that torch does not support there."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known, result = _without_values(func, args)
-        return result if known else func(*args, **(kwargs or {}))
-
-
-def _dim_of(args: Any) -> int:
-    return args[2] if len(args) > 2 else 0
-
-
-class KnownLists(TorchFunctionMode):
-    """Mode in which lists of numbers can be read from the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist and args[0].is_meta:
-            return torch.ones(args[0].shape, dtype=args[0].dtype).tolist()
-        return func(*args, **(kwargs or {}))
-
-
-def _without_values(func: Any, args: Any) -> tuple[bool, Any]:
-    """Return whether an operator is one of these, and its result."""
-    match func.name():
-        case "aten::_local_scalar_dense" if args[0].is_meta:
-            # Any value will do, since only shapes matter: 1, which is also true.
-            return True, torch.ones((), dtype=args[0].dtype).item()
-        case "aten::split_with_sizes" if args[0].is_meta and sum(args[1]) != args[0].shape[_dim_of(args)]:
-            # Sizes that the model has read from meta (tokens per expert): the first gets all.
-            size = args[0].shape[_dim_of(args)]
-            return True, args[0].split_with_sizes([size, *[0] * (len(args[1]) - 1)], _dim_of(args))
-        case "aten::_grouped_mm" if args[0].is_meta:
-            # On meta torch takes bfloat16 only.
-            return True, args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
-    return False, None
 
 
 def _ancestors(name: str) -> list[str]:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of
+from meshtrain.compat.autograd import OperatorMode, all_entries_nonzero, memory_of, tensors_in
 from meshtrain.compat.nn import parameter_table, set_forward
 from meshtrain.compat.transformers import attention_implementation, set_attention_implementation
 from meshtrain.config.plan import Style
 from meshtrain.models.probe_inputs import PROBE_LENGTH, probe_ids, probe_mask
 from meshtrain.models.rotary import probed
-from meshtrain.parallel.cut.dataflow import SHAPE_ONLY, tensors_in
 from meshtrain.parallel.cut.hooks import hooks_disabled
+from meshtrain.parallel.cut.meta import SHAPE_ONLY
 from meshtrain.parallel.cut.probe import (
     MISFITS,
     find_layers,
